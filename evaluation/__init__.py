@@ -1,0 +1,1 @@
+"""Measures decoding with a drafter beside plain decoding of the same prompts."""

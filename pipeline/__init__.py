@@ -1,0 +1,1 @@
+"""Text to activations: chats, tokens and response masks, the target's forward, and the store."""

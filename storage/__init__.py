@@ -1,0 +1,1 @@
+"""The activation store: schema, codecs, shards, plan, writer, reader and checks. Needs neither torch nor a target."""
