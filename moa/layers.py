@@ -1,0 +1,232 @@
+"""The Llama decoder block in plain torch: one definition for the drafter, for the frozen target layers, and for decoding.
+
+Shapes: B batch, Q queries, S keys, E block width, H query heads, H_kv key/value heads, d head dim.
+A block is self-attention when its keys come from its own input and cross-attention when they come from a memory; both
+streams pass through the same input norm (official ``train/cross_attention.py``, lines 139-203).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .errors import DrafterError
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, each [..., d], float32."""
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of one decoder block."""
+
+    width: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    norm_eps: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding in the half-split form, always float32 (bf16 would round the frequencies).
+
+    Args:
+        head_dim: d, even.
+        rope_parameters: as in a transformers config: ``rope_theta``, ``rope_type`` and the type's own keys.
+        max_position_embeddings: of the target; some rope types scale by it.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise DrafterError(f"RoPE needs an even head dim, got {head_dim}; choose another number of heads.")
+        rope_type = rope_parameters.get("rope_type", "default")
+        self.scaling = 1.0
+        if rope_type == "default":
+            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            inv_freq = 1.0 / (float(rope_parameters["rope_theta"]) ** exponent)
+        elif rope_type in ("linear", "llama3", "yarn"):
+            inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](
+                _rope_config(head_dim, rope_parameters, max_position_embeddings)
+            )
+        else:
+            raise DrafterError(f"rope type {rope_type!r} changes with the length of the input and is not supported.")
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """cos and sin [..., d] for integer positions [...]."""
+        angles = positions[..., None].float() * self.inv_freq.float()  # [..., d/2]
+        angles = torch.cat((angles, angles), dim=-1)  # [..., d]
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
+        """Move with the module but stay float32."""
+        super()._apply(fn, recurse)
+        self.inv_freq = self.inv_freq.float()
+        return self
+
+
+def _rope_config(head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        rope_parameters=dict(rope_parameters),
+    )
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate x [B, heads, T, d] by cos/sin of shape [B or 1, T, d], computed in x's dtype as transformers does."""
+    cos, sin = (part.to(x.dtype).unsqueeze(1) for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; scale 1/sqrt(d). Weight names are those of a transformers Llama layer."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__()
+        query_width, key_width = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+        self.head_dim = sizes.head_dim
+        self.n_heads, self.n_kv_heads = sizes.n_heads, sizes.n_kv_heads
+        self.q_proj = nn.Linear(sizes.width, query_width, bias=sizes.qkv_bias)
+        self.k_proj = nn.Linear(sizes.width, key_width, bias=sizes.qkv_bias)
+        self.v_proj = nn.Linear(sizes.width, key_width, bias=sizes.qkv_bias)
+        self.o_proj = nn.Linear(query_width, sizes.width, bias=sizes.output_bias)
+        if sizes.query_key_norm:
+            self.q_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
+            self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
+
+    def queries(self, normed: Tensor, rotation: Rotation) -> Tensor:
+        """[B, Q, E] -> rotated queries [B, H, Q, d]."""
+        q = self.q_proj(normed).unflatten(-1, (-1, self.head_dim))
+        if hasattr(self, "q_norm"):
+            q = self.q_norm(q)
+        return rotate(q.transpose(1, 2), rotation)
+
+    def keys_values(self, normed: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """[B, S, E] -> rotated keys and values, each [B, H_kv, S, d]."""
+        k = self.k_proj(normed).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(normed).unflatten(-1, (-1, self.head_dim))
+        if hasattr(self, "k_norm"):
+            k = self.k_norm(k)
+        return rotate(k.transpose(1, 2), rotation), v.transpose(1, 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask [B or 1, Q, S] bool (True = may attend) -> [B, Q, E]."""
+        if mask is not None:
+            mask = mask.unsqueeze(1)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        grouped = self.n_heads != self.n_kv_heads
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)  # [B, H, Q, d]
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), the Llama MLP."""
+
+    def __init__(self, width: int, mlp_width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.up_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.down_proj = nn.Linear(mlp_width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm decoder block: x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__()
+        self.self_attn = Attention(sizes)
+        self.mlp = GatedMLP(sizes.width, sizes.mlp_width, sizes.mlp_bias)
+        self.input_layernorm = nn.RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(sizes.width, eps=sizes.norm_eps)
+
+    def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H_kv, S, d] of a source [B, S, E], which is normed here."""
+        return self.self_attn.keys_values(self.input_layernorm(source), rotation)
+
+    def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Let the queries x [B, Q, E] attend to given keys and values.
+
+        Args:
+            x: [B, Q, E].
+            rotation: cos and sin of the queries' positions, [B or 1, Q, d].
+            keys: [B, H_kv, S, d], rotated.
+            values: [B, H_kv, S, d].
+            mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
+
+        Returns:
+            [B, Q, E].
+        """
+        q = self.self_attn.queries(self.input_layernorm(x), rotation)
+        return self._finish(x, self.self_attn(q, keys, values, mask))
+
+    def attend_self(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        """Self-attention over x [B, T, E]; equals :meth:`forward` on x's own keys and values with one norm less."""
+        normed = self.input_layernorm(x)
+        keys, values = self.self_attn.keys_values(normed, rotation)
+        return self._finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
+
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class KVBuffer:
+    """Growing keys and values of one block while decoding; appending costs nothing proportional to the length."""
+
+    def __init__(self, initial_capacity: int = 256) -> None:
+        self.length = 0
+        self._capacity = initial_capacity
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values [B, H_kv, n, d] and return all of them [B, H_kv, length, d] (views)."""
+        stop = self.length + keys.shape[2]
+        if self._keys is None or self._values is None or stop > self._capacity:
+            self._grow(keys, stop)
+        assert self._keys is not None and self._values is not None
+        self._keys[:, :, self.length : stop] = keys
+        self._values[:, :, self.length : stop] = values
+        self.length = stop
+        return self.view()
+
+    def view(self) -> tuple[Tensor, Tensor]:
+        """All keys and values [B, H_kv, length, d]."""
+        if self._keys is None or self._values is None:
+            raise DrafterError("the drafter's cache is empty: extend it before attending to it.")
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def crop(self, n_tokens: int) -> None:
+        """Forget every position from ``n_tokens`` on."""
+        self.length = min(self.length, n_tokens)
+
+    def _grow(self, like: Tensor, n_tokens: int) -> None:
+        while self._capacity < n_tokens:
+            self._capacity *= 2
+        batch, heads, _, head_dim = like.shape
+        keys, values = like.new_empty(2, batch, heads, self._capacity, head_dim).unbind(0)
+        if self._keys is not None and self._values is not None:
+            keys[:, :, : self.length], values[:, :, : self.length] = self.view()
+        self._keys, self._values = keys, values

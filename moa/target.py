@@ -1,0 +1,152 @@
+"""The live target: a transformers causal LM with its cache, seen as the few calls that decoding needs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from . import kv_layout
+from .bundle import hash_target, target_sizes
+from .errors import TargetError
+
+
+def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
+    """A local folder as it is, or the downloaded snapshot of a Hub id.
+
+    Raises:
+        TargetError: neither a folder nor a Hub id that can be reached.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
+        raise TargetError(f"{path_or_id} is neither a folder nor a Hub id of the form owner/name.")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt"] + (["*.safetensors"] if with_weights else [])
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except Exception as error:  # the Hub client raises many unrelated types for "cannot be reached"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TargetError(f"cannot download {path_or_id} from the Hub: {reason}") from error
+
+
+def load_target_config(folder: Path) -> Any:
+    """The transformers config of a model folder, checked to be of a supported family."""
+    if not (folder / "config.json").is_file():
+        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(f"cannot read {folder}/config.json: {str(error).splitlines()[0]}") from error
+    target_sizes(config)
+    return config
+
+
+def load_target_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of a model folder."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(f"{folder} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+    if not tokenizer.is_fast:
+        raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
+    return tokenizer
+
+
+def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Load the causal LM in evaluation mode.
+
+    Raises:
+        TargetError: weights missing or not matching the config.
+    """
+    load_target_config(folder)
+    if not list(folder.glob("*.safetensors")):
+        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TargetError(f"cannot load the weights of {folder}: {str(error).splitlines()[0]}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise TargetError(f"{folder} lacks {len(missing)} weights, the first is {missing[0]}.")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def pick_device(device: str) -> str:
+    """``auto`` -> cuda, mps or cpu, whichever is there; anything else unchanged."""
+    if device != "auto":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+class Target:
+    """A loaded target with its tokenizer.
+
+    Attributes:
+        model: transformers causal LM, eval mode.
+        tokenizer: its tokenizer, None where built from a bare model.
+        eos_token_ids: ids that end a generation.
+        max_positions: largest sequence length in tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, folder: Path | None = None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.folder = folder
+        self.config = model.config
+        self.sizes = target_sizes(model.config)
+        self.max_positions: int = model.config.max_position_embeddings
+        self.eos_token_ids = _eos_token_ids(model)
+        self._identity: dict[str, str] | None = None
+
+    @classmethod
+    def load(cls, path_or_id: str, dtype: torch.dtype = torch.float32, device: str = "auto") -> "Target":
+        """Load a target from a folder or the Hub."""
+        folder = resolve_model_folder(path_or_id)
+        model = load_target_model(folder, dtype, pick_device(device))
+        return cls(model, load_target_tokenizer(folder), folder)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Content hashes of the target's files (:func:`hash_target`); empty for a bare model. Computed once."""
+        if self._identity is None:
+            self._identity = hash_target(self.folder) if self.folder else {}
+        return self._identity
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, cache: Any) -> Tensor:
+        """Run tokens [1, n] after the cached positions and grow the cache.
+
+        Returns:
+            Hidden states [1, n, E] after the final norm.
+        """
+        return self.model.model(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., E] -> [..., V]."""
+        return self.model.lm_head(hidden)
+
+    def new_cache(self) -> Any:
+        """An empty cache for :meth:`forward`."""
+        return kv_layout.new_cache()
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    for source in (model.generation_config, model.config):
+        eos = getattr(source, "eos_token_id", None) if source is not None else None
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, list | tuple) else [eos])
+    return frozenset()
