@@ -1,7 +1,7 @@
 """The frozen target weights that travel with a dataset: embeddings, final norm, LM head, last N decoder layers.
 
-On disk (``STORE/target/``): config.json, generation_config.json, tokenizer files, frozen.safetensors with the keys ``embed_tokens.weight``,
-``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index), in the target's dtype.
+On disk (``STORE/target/``): config.json, generation_config.json, tokenizer files, and frozen.safetensors with the keys
+``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index), in the target's dtype.
 Shapes: B batch, T tokens, E width, V vocabulary.
 """
 
@@ -179,7 +179,8 @@ class FrozenTarget(nn.Module):
         config = AutoConfig.from_pretrained(path)
         first = config.num_hidden_layers - n_layers
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
-            names = [k for k in file.keys() if not k.startswith("layers.") or int(k.split(".")[1]) >= first]
+            keys: list[str] = file.keys()
+            names = [k for k in keys if not k.startswith("layers.") or int(k.split(".")[1]) >= first]
             weights = {name: file.get_tensor(name) for name in names}
         held = len({name.split(".")[1] for name in names if name.startswith("layers.")})
         if held < n_layers:

@@ -1,4 +1,4 @@
-"""The Llama decoder block in plain torch: one definition for the drafter, for the frozen target layers, and for decoding.
+"""The Llama decoder block in plain torch: one definition for the drafter, the frozen target layers, and decoding.
 
 Shapes: B batch, Q queries, S keys, E block width, H query heads, H_kv key/value heads, d head dim.
 A block is self-attention when its keys come from its own input and cross-attention when they come from a memory; both
@@ -64,7 +64,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """cos and sin [..., d] for integer positions [...]."""
+        """Cos and sin [..., d] for integer positions [...]."""
         angles = positions[..., None].float() * self.inv_freq.float()  # [..., d/2]
         angles = torch.cat((angles, angles), dim=-1)  # [..., d]
         return angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         return rotate(k.transpose(1, 2), rotation), v.transpose(1, 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask [B or 1, Q, S] bool (True = may attend) -> [B, Q, E]."""
+        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask [B or 1, Q, S] bool (True = attend) -> [B, Q, E]."""
         if mask is not None:
             mask = mask.unsqueeze(1)
         k, v = k.to(q.dtype), v.to(q.dtype)
@@ -206,7 +206,8 @@ class KVBuffer:
         stop = self.length + keys.shape[2]
         if self._keys is None or self._values is None or stop > self._capacity:
             self._grow(keys, stop)
-        assert self._keys is not None and self._values is not None
+        assert self._keys is not None
+        assert self._values is not None
         self._keys[:, :, self.length : stop] = keys
         self._values[:, :, self.length : stop] = values
         self.length = stop

@@ -1,0 +1,180 @@
+"""Sizes of a Mixture of Attentions drafter."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .bundle import rope_parameters, target_sizes
+from .errors import DrafterError
+from .layers import BlockSizes
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Everything needed to rebuild a drafter and to know which target it belongs to."""
+
+    hidden_size: int
+    """E, width of the target."""
+    n_heads: int
+    """Query heads of self- and cross-attention, as in the target."""
+    head_dim: int
+    """Head dim of self- and cross-attention, as in the target."""
+    n_layers: int
+    """L, decoder layers of the target; layer self-attention runs over all of them."""
+    kv_width: int
+    """D = 2 * target KV heads * target head dim; width of layer self-attention."""
+    vocab_size: int
+    """V, vocabulary of the target."""
+    max_position_embeddings: int
+    """Positions of the target."""
+    norm_eps: float
+    """Epsilon of every RMSNorm, as in the target."""
+    rope_parameters: dict[str, Any]
+    """RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all three blocks."""
+    self_attention_kv_heads: int
+    """KV heads of the causal self-attention."""
+    self_attention_mlp_width: int
+    """MLP width of the causal self-attention."""
+    cross_attention_kv_heads: int
+    """KV heads of the cross-attention."""
+    cross_attention_mlp_width: int
+    """MLP width of the cross-attention."""
+    layer_attention_heads: int
+    """Query heads of layer self-attention; must divide kv_width."""
+    layer_attention_head_dim: int
+    """Head dim of layer self-attention."""
+    layer_attention_kv_heads: int
+    """KV heads of layer self-attention."""
+    layer_attention_mlp_width: int
+    """MLP width of layer self-attention."""
+    target_layer_inference: int = 0
+    """N, how many of the target's last layers the drafted features pass through."""
+    qkv_bias: bool = False
+    """Biases on q, k, v of self-attention and layer self-attention (Qwen2 targets)."""
+    target: dict[str, str] = field(default_factory=dict)
+    """Identity of the target: weights_sha256 and config_sha256."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("self_attention", "cross_attention"):
+            kv_heads = getattr(self, f"{name}_kv_heads")
+            if kv_heads < 1 or self.n_heads % kv_heads:
+                problems.append(f"{name}_kv_heads ({kv_heads}) must divide the {self.n_heads} query heads")
+        if self.layer_attention_kv_heads < 1 or self.layer_attention_heads % self.layer_attention_kv_heads:
+            problems.append(
+                f"layer_attention_kv_heads ({self.layer_attention_kv_heads}) must divide "
+                f"layer_attention_heads ({self.layer_attention_heads})"
+            )
+        if self.layer_attention_head_dim % 2:
+            problems.append(f"layer_attention_head_dim ({self.layer_attention_head_dim}) must be even")
+        if not 0 <= self.target_layer_inference <= self.n_layers:
+            problems.append(
+                f"target_layer_inference ({self.target_layer_inference}) must be between 0 and the target's "
+                f"{self.n_layers} layers"
+            )
+        if problems:
+            raise DrafterError("drafter sizes do not fit: " + "; ".join(problems) + ".")
+
+    @classmethod
+    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> "DrafterConfig":
+        """Sizes for a target, in the proportions of the official Llama-3-8B drafter where not given.
+
+        Args:
+            config: the target's transformers config.
+            target: the target's identity.
+            **sizes: any drafter size by field name; None means the default.
+
+        Raises:
+            DrafterError: sizes that do not fit together, or layer_attention_heads that do not divide kv_width.
+        """
+        facts = target_sizes(config)
+        kv_width = 2 * facts["n_kv_heads"] * facts["head_dim"]
+        given = {name: value for name, value in sizes.items() if value is not None}
+        half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)
+        mlp_width = _multiple_of_32(config.intermediate_size * 3 / 7)
+        heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, facts["n_heads"])
+        if kv_width % heads:
+            raise DrafterError(
+                f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
+                f"{_layer_attention_heads(kv_width, facts['n_heads'])}."
+            )
+        defaults: dict[str, Any] = {
+            "self_attention_kv_heads": half_kv_heads,
+            "self_attention_mlp_width": mlp_width,
+            "cross_attention_kv_heads": half_kv_heads,
+            "cross_attention_mlp_width": mlp_width,
+            "layer_attention_heads": heads,
+            "layer_attention_head_dim": kv_width // heads,
+            "layer_attention_kv_heads": next(
+                h for h in range(min(heads, facts["n_kv_heads"]), 0, -1) if heads % h == 0
+            ),
+            "layer_attention_mlp_width": _multiple_of_32(kv_width * 1.5),
+        }
+        return cls(
+            hidden_size=facts["hidden_size"],
+            n_heads=facts["n_heads"],
+            head_dim=facts["head_dim"],
+            n_layers=facts["n_layers"],
+            kv_width=kv_width,
+            vocab_size=facts["vocab_size"],
+            max_position_embeddings=facts["max_position_embeddings"],
+            norm_eps=config.rms_norm_eps,
+            rope_parameters=rope_parameters(config),
+            qkv_bias=config.model_type == "qwen2",
+            target=dict(target or {}),
+            **(defaults | given),
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "DrafterConfig":
+        """Rebuild from :meth:`to_dict`; unknown or missing keys raise."""
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise DrafterError(
+                f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
+            )
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise DrafterError(f"drafter.json is incomplete: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @property
+    def self_attention(self) -> BlockSizes:
+        """Sizes of the causal self-attention block."""
+        return self._wide_block(self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias)
+
+    @property
+    def cross_attention(self) -> BlockSizes:
+        """Sizes of the cross-attention block, which never has biases."""
+        return self._wide_block(self.cross_attention_kv_heads, self.cross_attention_mlp_width, False)
+
+    @property
+    def layer_self_attention(self) -> BlockSizes:
+        """Sizes of the layer self-attention block."""
+        return BlockSizes(
+            width=self.kv_width,
+            n_heads=self.layer_attention_heads,
+            n_kv_heads=self.layer_attention_kv_heads,
+            head_dim=self.layer_attention_head_dim,
+            mlp_width=self.layer_attention_mlp_width,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+        )
+
+    def _wide_block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
+        return BlockSizes(
+            self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
+        )
+
+
+def _multiple_of_32(width: float) -> int:
+    return max(32, round(width / 32) * 32)
+
+
+def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
+    """The largest head count up to the target's that divides kv_width with an even head dim."""
+    return next(h for h in range(min(n_heads, kv_width), 0, -1) if kv_width % h == 0 and (kv_width // h) % 2 == 0)

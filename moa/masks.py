@@ -1,0 +1,112 @@
+"""Attention masks of drafter training as pure functions; every random draw is an argument.
+
+Shapes: B batch, T tokens, Q query rows. Masks are bool, True = may attend.
+
+A *drafted* position has no target KV when the drafter reaches it; all others are *context*. With step bound e,
+every e-th position of a response becomes context again, as after a verification. For e = 4 and a response from position 3 on::
+
+    position       0 1 2 3 4 5 6 7 8        s(i) = last context position <= i
+    drafted        . . . x . x x x .        (offset 0: 4 and 8 are context)
+    s(i)           0 1 2 2 4 4 4 4 8
+
+    cross-attention of 6: keys 0..4         self-attention of 6: keys 0..6, or 5..6 in a staircase row
+"""
+
+import torch
+from torch import Tensor
+
+
+def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None) -> Tensor:
+    """Which positions the drafter reaches without their target KV (official ``train/moa_spec.py``, lines 123-131).
+
+    Args:
+        response_mask: [B, T], non-zero on response tokens.
+        step_bound: [B] integer e; positions with (i - offset) % e == 0 are context. None: no bound.
+        offset: [B] integer; zeros where None, as in the official code.
+
+    Returns:
+        [B, T] bool.
+    """
+    drafted = response_mask.bool()
+    if step_bound is None:
+        return drafted
+    index = torch.arange(drafted.shape[1], device=drafted.device)[None, :]
+    if offset is not None:
+        index = index - offset[:, None]
+    return drafted & (index % step_bound[:, None] != 0)
+
+
+def last_context(drafted: Tensor) -> Tensor:
+    """s(i): the last context position at or before i, 0 where there is none (official lines 157-162).
+
+    Args:
+        drafted: [B, T] bool.
+
+    Returns:
+        [B, T] int64.
+    """
+    index = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
+    return torch.where(drafted, 0, index).cummax(dim=1).values
+
+
+def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Tensor:
+    """Step-bounded cross-attention: keys up to s(i) (official line 210).
+
+    Args:
+        last_context_of_query: [B, Q] int64, s(i) of each query.
+        n_keys: T.
+
+    Returns:
+        [B, Q, T] bool.
+    """
+    key = torch.arange(n_keys, device=last_context_of_query.device)
+    return key <= last_context_of_query[..., None]
+
+
+def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase_rows: Tensor, n_keys: int) -> Tensor:
+    """Causal self-attention; in a staircase row only the drafted block and the query itself (official lines 169-193).
+
+    Args:
+        queries: [B, Q] int64, positions of the queries.
+        last_context_of_query: [B, Q] int64.
+        staircase_rows: [B] bool.
+        n_keys: T.
+
+    Returns:
+        [B, Q, T] bool.
+    """
+    key = torch.arange(n_keys, device=queries.device)
+    query = queries[..., None]
+    causal = key <= query
+    block = (key > last_context_of_query[..., None]) | (key == query)
+    return causal & (block | ~staircase_rows[:, None, None])
+
+
+def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor) -> Tensor:
+    """Which drafted queries of one row share a block, for the target layers over drafted features.
+
+    Args:
+        queries: [B, Q] int64.
+        last_context_of_query: [B, Q] int64.
+
+    Returns:
+        [B, Q, Q] bool: key k is in the block of query q and not after it. Duplicated (padding) queries see
+        themselves alone, so no row is empty.
+    """
+    same_block = last_context_of_query[:, :, None] == last_context_of_query[:, None, :]
+    allowed = same_block & (queries[:, None, :] <= queries[:, :, None])
+    in_block = (queries > last_context_of_query)[:, None, :]
+    self_only = torch.eye(queries.shape[1], dtype=torch.bool, device=queries.device)
+    return (allowed & in_block) | self_only
+
+
+def staircase_drop_probability(progress: float) -> float:
+    """Probability that a row is NOT a staircase row (official lines 137-140).
+
+    Args:
+        progress: fraction of training done, 0..1.
+
+    Returns:
+        Linear from 0 at the start to 1 at half of training, then 1.
+    """
+    return min(1.0, 2.0 * progress)

@@ -1,0 +1,146 @@
+"""The training objective of Mixture of Attentions, from a batch of stored activations.
+
+Shapes: B batch, T tokens, Q queries, L target layers, D packed KV width, E target width.
+
+Two forms. ``inference`` (default) puts loss exactly on the positions that decoding can reach, and lets drafted features
+see the target's own KV of verified positions in target layer inference. ``official`` repeats the released code: context
+positions inside a response, which see their own KV, carry loss too, and target layer inference overwrites them
+in place.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import losses, masks
+from .bundle import FrozenTarget
+from .errors import DrafterError
+from .model import DrafterOutputs, MoADrafter
+
+
+@dataclass
+class TrainingInputs:
+    """One mini-batch of stored activations, right padded."""
+
+    tokens: Tensor
+    """[B, T] int64."""
+    response_mask: Tensor
+    """[B, T], non-zero on response tokens (position i predicts token i + 1)."""
+    kv: Tensor
+    """[B, T, L, D], all layers' keys (after RoPE) and values."""
+    hidden: Tensor
+    """[B, T, E], target hidden state after the final norm."""
+    entering_hidden: Tensor | None = None
+    """[B, T, E], hidden state that enters the last N target layers; needed when N > 0."""
+
+
+@dataclass
+class Draws:
+    """The random draws of one step, per row."""
+
+    step_bound: Tensor | None
+    """[B] int64, see :func:`masks.drafted_positions`; None for no bound."""
+    staircase_rows: Tensor
+    """[B] bool, see :func:`masks.self_attention_mask`."""
+    offset: Tensor | None = None
+    """[B] int64, phase of the step bound; None for 0."""
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the terms; the defaults are the paper's Table 6."""
+
+    forward_kl: float = 0.1
+    feature: float = 1.0
+
+
+@dataclass
+class LossTerms:
+    """Scalars of one mini-batch, each a sum over loss positions divided by the denominator."""
+
+    total: Tensor
+    forward_kl: Tensor
+    feature: Tensor
+    entering_feature: Tensor
+    n_positions: int
+
+
+def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions where a mask is set, packed to the left.
+
+    Args:
+        mask: [B, T] bool.
+
+    Returns:
+        queries [B, Q] int64 (position 0 where a row has fewer than Q) and valid [B, Q] bool; Q >= 1.
+    """
+    n_queries = max(1, int(mask.sum(dim=1).max()))
+    order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)[:, :n_queries]
+    valid = mask.gather(1, order)
+    return torch.where(valid, order, 0), valid
+
+
+def moa_objective(
+    drafter: MoADrafter,
+    frozen: FrozenTarget,
+    inputs: TrainingInputs,
+    draws: Draws,
+    weights: LossWeights = LossWeights(),
+    official: bool = False,
+    denominator: float | None = None,
+) -> tuple[LossTerms, DrafterOutputs]:
+    """Loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275).
+
+    total = forward_kl weight * forward_kl + feature weight * feature, where with target layer inference the feature
+    term is the mean of the losses after and before the last N layers.
+
+    Args:
+        drafter: trained part.
+        frozen: target pieces.
+        inputs: stored activations.
+        draws: random draws of this step.
+        weights: of the terms.
+        official: repeat the official code's treatment of context positions inside a response.
+        denominator: what the sums are divided by; the number of loss positions (+ 1e-5) where None.
+
+    Raises:
+        DrafterError: target layer inference without ``entering_hidden``.
+    """
+    if drafter.config.target_layer_inference and inputs.entering_hidden is None:
+        layer = drafter.config.n_layers - drafter.config.target_layer_inference - 1
+        raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
+    response = inputs.response_mask.bool()
+    drafted = masks.drafted_positions(response, draws.step_bound, draws.offset)
+    if official:
+        queries, valid = None, response
+    else:
+        queries, valid = loss_queries(drafted)
+    outputs = drafter(
+        frozen,
+        inputs.tokens,
+        inputs.kv,
+        drafted,
+        draws.staircase_rows,
+        queries,
+        overwrite_context=inputs.entering_hidden if official else None,
+    )
+    n_positions = int(valid.sum())
+    scale = 1.0 / (denominator if denominator is not None else n_positions + 1e-5)
+    features = outputs.features[valid]  # [P, E]
+    hidden = _gather(inputs.hidden, outputs.queries)[valid]  # [P, E]
+    kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight).sum() * scale
+    feature = losses.feature_loss(features, hidden).sum() * scale
+    entering = torch.zeros_like(feature)
+    feature_term = feature
+    if inputs.entering_hidden is not None and drafter.config.target_layer_inference:
+        goal = _gather(inputs.entering_hidden, outputs.queries)[valid]
+        entering = losses.feature_loss(outputs.target_layers_input[valid], goal).sum() * scale
+        feature_term = 0.5 * feature + 0.5 * entering
+    total = weights.forward_kl * kl + weights.feature * feature_term
+    return LossTerms(total, kl, feature, entering, n_positions), outputs
+
+
+def _gather(x: Tensor, queries: Tensor) -> Tensor:
+    """X [B, T, E] at queries [B, Q] -> [B, Q, E]."""
+    return x.gather(1, queries[..., None].expand(-1, -1, x.shape[-1]))
