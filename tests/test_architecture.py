@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
 # Folders that name what they may import from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
     "storage": {"numpy", "zarr", "numcodecs", "pyarrow", "google_crc32c"},
-    "moa": {"torch", "transformers", "safetensors", "numpy"},
+    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"},
 }
 
 
