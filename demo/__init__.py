@@ -1,1 +1,6 @@
-"""The whole idea on one small machine: chats, a tiny target, a store, a drafter and a report."""
+"""The embedded default: a whole run, from a generated corpus to a measured drafter, without network or accelerator."""
+
+from .config import DemoConfig
+from .errors import DemoError
+
+__all__ = ["DemoConfig", "DemoError"]
