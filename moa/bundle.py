@@ -1,14 +1,15 @@
 """The frozen target weights that travel with a dataset: embeddings, final norm, LM head, last N decoder layers.
 
 On disk (``STORE/target/``): config.json, generation_config.json, tokenizer files, and frozen.safetensors with the keys
-``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index), in the target's dtype.
+``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index),
+in the target's dtype.
 Shapes: B batch, T tokens, E width, V vocabulary.
 """
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -204,6 +205,11 @@ class FrozenTarget(nn.Module):
         for index in range(total - n_layers, total):
             weights |= {f"layers.{index}.{k}": v.detach() for k, v in body.layers[index].state_dict().items()}
         return cls(model.config, weights, n_layers).to(weights["lm_head.weight"].device)
+
+    @property
+    def blocks(self) -> list[DecoderBlock]:
+        """:attr:`layers` with their type."""
+        return cast(list[DecoderBlock], list(self.layers))
 
     @property
     def sliding_window(self) -> int | None:

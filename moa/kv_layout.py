@@ -7,6 +7,7 @@ same layout before the last three axes are merged, so packing it is a view.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def new_cache() -> DynamicCache:
 
 def cache_layers(cache: DynamicCache) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and values of every layer, each [B, H_kv, T, d], keys after RoPE. No copy."""
-    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+    layers: list[Any] = list(cache.layers)
+    return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
 def cache_length(cache: DynamicCache) -> int:
@@ -71,6 +73,7 @@ def crop_cache(cache: DynamicCache, n_tokens: int) -> None:
 
     Done on the layers, because the meaning of ``DynamicCache.crop``'s argument changed between releases.
     """
-    for layer in cache.layers:
+    layers: list[Any] = list(cache.layers)
+    for layer in layers:
         layer.keys = layer.keys[:, :, :n_tokens]
         layer.values = layer.values[:, :, :n_tokens]

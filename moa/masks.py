@@ -3,7 +3,8 @@
 Shapes: B batch, T tokens, Q query rows. Masks are bool, True = may attend.
 
 A *drafted* position has no target KV when the drafter reaches it; all others are *context*. With step bound e,
-every e-th position of a response becomes context again, as after a verification. For e = 4 and a response from position 3 on::
+every e-th position of a response becomes context again, as after a verification. For e = 4 and a
+response from position 3 on::
 
     position       0 1 2 3 4 5 6 7 8        s(i) = last context position <= i
     drafted        . . . x . x x x .        (offset 0: 4 and 8 are context)

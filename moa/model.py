@@ -166,7 +166,7 @@ class MoADrafter(nn.Module):
         if frozen.sliding_window is not None:
             causal = causal & (queries[0][None, :, None] - queries[0][None, None, :] < frozen.sliding_window)
         rotation = frozen.rotary(positions)
-        for layer in frozen.layers:
+        for layer in frozen.blocks:
             x = layer.attend_self(x, rotation, causal)
         return x
 
@@ -185,7 +185,7 @@ class MoADrafter(nn.Module):
         mask = torch.cat((verified, own), dim=-1)  # [B, Q, T + Q]
         rotation = frozen.rotary(queries)
         first = self.config.n_layers - self.config.target_layer_inference
-        for offset, layer in enumerate(frozen.layers):
+        for offset, layer in enumerate(frozen.blocks):
             target_kv = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
             x = _attend_to_both(layer, x, rotation, target_kv, None, mask)
         return x
@@ -233,7 +233,7 @@ class MoADrafter(nn.Module):
             return x
         assert target_kv is not None
         last = frozen.rotary(positions[:, -1:])
-        for layer, verified, buffer in zip(frozen.layers, target_kv, state.target_layers, strict=True):
+        for layer, verified, buffer in zip(frozen.blocks, target_kv, state.target_layers, strict=True):
             mask = None
             if frozen.sliding_window is not None:
                 n_verified, n_drafted = verified[0].shape[2], buffer.length + 1
@@ -244,7 +244,7 @@ class MoADrafter(nn.Module):
 
 
 def _attend_to_both(
-    layer: nn.Module,
+    layer: DecoderBlock,
     x: Tensor,
     rotation: Rotation,
     target_kv: tuple[Tensor, Tensor],
@@ -252,7 +252,7 @@ def _attend_to_both(
     mask: Tensor | None,
 ) -> Tensor:
     """One target layer whose keys are the target's verified ones followed by the drafter's own."""
-    keys, values = layer.keys_values(x, rotation)  # type: ignore[operator]
+    keys, values = layer.keys_values(x, rotation)
     if drafted is not None:
         keys, values = drafted.append(keys, values)
     keys = torch.cat((target_kv[0].to(keys.dtype), keys), dim=2)

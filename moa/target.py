@@ -66,11 +66,12 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     if not list(folder.glob("*.safetensors")):
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise TargetError(f"cannot load the weights of {folder}: {str(error).splitlines()[0]}") from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise TargetError(f"{folder} lacks {len(missing)} weights, the first is {missing[0]}.")

@@ -1,0 +1,128 @@
+"""What happens around the steps: throughput, exports of the best drafter, saving on interruption."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from ..moa.checkpoint import save_drafter
+from .batch import Batch
+from .module import DrafterModule
+
+
+class Throughput(L.Callback):
+    """Logs tokens/s and the share of time that training waits for data, over each logging interval.
+
+    Attributes:
+        n_tokens: real tokens trained on in this invocation.
+        step_s: seconds in steps and waiting, validation left out.
+        wait_s: seconds waiting for the next batch.
+    """
+
+    def __init__(self) -> None:
+        self.n_tokens, self.step_s, self.wait_s = 0, 0.0, 0.0
+        self._interval = (0, 0.0, 0.0)
+        self._mark = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self._mark = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The time since the last batch ended was spent waiting for this one."""
+        now = time.perf_counter()
+        self.wait_s += now - self._mark
+        self.step_s += now - self._mark
+        self._mark = now
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Count the batch; log at the logging interval."""
+        now = time.perf_counter()
+        self.step_s += now - self._mark
+        self._mark = now
+        self.n_tokens += batch.n_tokens * trainer.world_size
+        if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            tokens, step_s, wait_s = self._interval
+            spent = max(1e-9, self.step_s - step_s)
+            speed = (self.n_tokens - tokens) / spent
+            pl_module.log("tok/s", speed, prog_bar=True, logger=False, batch_size=1)
+            pl_module.log("train/tokens_per_s", speed, batch_size=1)
+            pl_module.log("train/data_wait_share", (self.wait_s - wait_s) / spent, batch_size=1)
+            self._interval = (self.n_tokens, self.step_s, self.wait_s)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validation is neither training nor waiting."""
+        self._mark = time.perf_counter()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens per second of this invocation, validation left out."""
+        return self.n_tokens / self.step_s if self.step_s else float("nan")
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of step time spent waiting for data."""
+        return self.wait_s / self.step_s if self.step_s else float("nan")
+
+
+class ExportBest(L.Callback):
+    """Writes ``drafter/`` whenever the expected acceptance length reaches a new best.
+
+    Args:
+        folder: where the drafter goes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.best = float("-inf")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Export when better."""
+        assert isinstance(pl_module, DrafterModule)
+        value = trainer.callback_metrics.get("val/expected_acceptance_length")
+        if trainer.sanity_checking or value is None or not float(value) > self.best:
+            return
+        self.best = float(value)
+        if trainer.is_global_zero:
+            save_drafter(pl_module.drafter, self.folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, for resuming."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best value."""
+        self.best = state_dict["best"]
+
+
+class SaveOnInterrupt(L.Callback):
+    """Saves the state when training is stopped by Ctrl-C, so that ``--resume`` loses nothing.
+
+    Args:
+        path: checkpoint file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.interrupted = False
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save on KeyboardInterrupt between steps."""
+        if isinstance(exception, KeyboardInterrupt):
+            self.interrupted = True
+
+
+def stop_at(step: int) -> L.Callback:
+    """A callback that ends training when a step is reached, while the schedule spans more."""
+
+    class _Stop(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+            if trainer.global_step >= step:
+                trainer.should_stop = True
+
+    return _Stop()

@@ -1,0 +1,112 @@
+"""The Lightning module: step, log, optimizer. The mathematics is in ``moa``."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from ..moa.bundle import FrozenTarget
+from ..moa.model import MoADrafter
+from ..moa.objective import LossWeights, moa_objective
+from .batch import Batch
+from .config import TrainConfig
+from .schedule import zero_peak_constant
+from .validation import ValidationSums, validate_batch
+
+
+class DrafterModule(L.LightningModule):
+    """Trains a drafter; the frozen target pieces are kept out of its parameters and checkpoints.
+
+    Args:
+        drafter: with its initial weights.
+        frozen: target pieces.
+        config: of the run.
+        decay_end_step: step at which the learning rate reaches its final value.
+    """
+
+    def __init__(self, drafter: MoADrafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.config = config
+        self._decay_end_step = decay_end_step
+        self._frozen = [frozen]  # in a list, so that it is not a submodule
+        self._weights = LossWeights(config.forward_kl_weight, config.feature_weight)
+        self._validation = ValidationSums()
+
+    @property
+    def frozen(self) -> FrozenTarget:
+        """Target pieces, on this module's device."""
+        return self._frozen[0]
+
+    def on_fit_start(self) -> None:
+        """Bring the target pieces to the device."""
+        self._frozen[0] = self.frozen.to(self.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch."""
+        inputs = batch.inputs
+        inputs.kv = inputs.kv.to(self.drafter.kv_to_hidden.weight.dtype)
+        inputs.hidden = inputs.hidden.to(self.frozen.lm_head_weight.dtype)
+        terms, _ = moa_objective(
+            self.drafter,
+            self.frozen,
+            inputs,
+            batch.draws,
+            self._weights,
+            official=self.config.official_quirks,
+            denominator=batch.denominator,
+        )
+        values = {
+            "train/loss": terms.total.detach(),
+            "train/forward_kl": terms.forward_kl.detach(),
+            "train/feature_loss": terms.feature.detach(),
+        }
+        if self.config.target_layer_inference:
+            values["train/entering_feature_loss"] = terms.entering_feature.detach()
+        self.log_dict(values, batch_size=1)
+        self.log("loss", values["train/loss"], prog_bar=True, logger=False, batch_size=1)
+        return terms.total
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Refuse to go on from a gradient that is not finite."""
+        bad = [
+            name for name, p in self.drafter.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+        ]
+        if bad and self.trainer.precision_plugin.precision != "16-mixed":
+            raise FloatingPointError(
+                f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
+                "lower --learning-rate or use --precision 32-true."
+            )
+
+    def on_validation_epoch_start(self) -> None:
+        """Start counting."""
+        self._validation = ValidationSums()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Count one validation batch."""
+        batch.inputs.kv = batch.inputs.kv.to(self.drafter.kv_to_hidden.weight.dtype)
+        self._validation.add(validate_batch(self.drafter, self.frozen, batch, self.config.draft_length))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the ratios of the sums."""
+        metrics = self._validation.metrics()
+        self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1, sync_dist=True)
+        self.log("val_AL", metrics["expected_acceptance_length"], prog_bar=True, logger=False, batch_size=1)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW (betas 0.9, 0.95; eps 1e-8) with the zero-peak-constant schedule."""
+        config = self.config
+        optimizer = torch.optim.AdamW(
+            self.drafter.parameters(),
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: zero_peak_constant(step, config.warmup_steps, config.peak_multiplier, self._decay_end_step),
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,226 @@
+"""``train``: from a store to a drafter. The target is never loaded."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from ..moa.bundle import FrozenTarget
+from ..moa.checkpoint import save_drafter
+from ..moa.config import DrafterConfig
+from ..moa.model import MoADrafter
+from ..storage.reader import ActivationStore
+from . import callbacks
+from .allocator import keep_freed_memory
+from .config import TrainConfig
+from .curves import plot_curves
+from .data import StoreDataModule, micro_batch_size
+from .errors import RunExists, TrainingError, TrainingInterrupted
+from .module import DrafterModule
+
+_FREE_TO_CHANGE = frozenset(
+    "store out resume stop_after_steps devices accelerator reader_threads prefetch_batches log_every "
+    "checkpoint_every".split()
+)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a run gave."""
+
+    out: str
+    n_steps: int
+    n_parameters: int
+    n_tokens: int
+    """Real tokens trained on in this invocation."""
+    tokens_per_s: float
+    data_wait_share: float
+    metrics: dict[str, float]
+    """Last training and validation figures."""
+    best_expected_acceptance_length: float
+
+
+def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progress_bar: bool = True) -> TrainReport:
+    """Train a drafter from a store.
+
+    Args:
+        config: of the run.
+        provenance: written beside the checkpoints.
+        progress_bar: show Lightning's progress bar on a terminal.
+
+    Returns:
+        Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
+
+    Raises:
+        TrainingError: settings that do not fit the store, an occupied output folder, or an interruption.
+    """
+    keep_freed_memory()
+    out = Path(config.out)
+    last = out / "checkpoints" / "last.ckpt"
+    _check_config(config)
+    store = ActivationStore(config.store)
+    _prepare_folder(config, out, last, provenance)
+    data = StoreDataModule(store, config)
+    module = build_module(store, config, data)
+    throughput, interrupt = callbacks.Throughput(), callbacks.SaveOnInterrupt(last)
+    best = callbacks.ExportBest(out / "drafter")
+    extra = [callbacks.stop_at(config.stop_after_steps)] if config.stop_after_steps else []
+    if progress_bar:
+        extra.append(TQDMProgressBar(refresh_rate=1))
+    trainer = _build_trainer(config, data, out, [throughput, best, interrupt, *extra], progress_bar)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None, weights_only=False)
+    except (KeyboardInterrupt, SystemExit):
+        if not interrupt.interrupted:
+            raise
+        trainer.save_checkpoint(last)
+        raise TrainingInterrupted(
+            f"stopped at step {trainer.global_step}; go on with the same command and --resume."
+        ) from None
+    trainer.save_checkpoint(last)
+    if best.best == float("-inf"):
+        save_drafter(module.drafter, out / "drafter")
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
+    if trainer.is_global_zero:
+        plot_curves(out / "metrics.csv", out / "curves.png")
+    report = TrainReport(
+        out=str(out),
+        n_steps=trainer.global_step,
+        n_parameters=sum(p.numel() for p in module.drafter.parameters()),
+        n_tokens=throughput.n_tokens,
+        tokens_per_s=throughput.tokens_per_s,
+        data_wait_share=throughput.data_wait_share,
+        metrics=metrics,
+        best_expected_acceptance_length=best.best,
+    )
+    (out / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+    store.close()
+    return report
+
+
+def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
+    """Frozen target pieces from the store's bundle, and a drafter with its initial weights."""
+    frozen = FrozenTarget.load(store.target_path, config.target_layer_inference)
+    identity = {
+        name.removeprefix("target."): str(value)
+        for name, value in store.manifest.identities.items()
+        if name.startswith("target.")
+    }
+    drafter_config = DrafterConfig.from_target(
+        frozen.config,
+        identity,
+        target_layer_inference=config.target_layer_inference,
+        self_attention_kv_heads=config.self_attention_kv_heads,
+        self_attention_mlp_width=config.self_attention_mlp_width,
+        cross_attention_kv_heads=config.cross_attention_kv_heads,
+        cross_attention_mlp_width=config.cross_attention_mlp_width,
+        layer_attention_heads=config.layer_attention_heads,
+        layer_attention_kv_heads=config.layer_attention_kv_heads,
+        layer_attention_mlp_width=config.layer_attention_mlp_width,
+    )
+    drafter = MoADrafter(drafter_config)
+    drafter.initialize(torch.Generator().manual_seed(config.seed), official=config.official_quirks)
+    decay_end_step = data.steps_per_epoch if config.decay_steps is None else config.decay_steps
+    return DrafterModule(drafter, frozen, config, data.max_steps if decay_end_step == -1 else decay_end_step)
+
+
+def _build_trainer(
+    config: TrainConfig, data: StoreDataModule, out: Path, extra: list[L.Callback], progress_bar: bool
+) -> L.Trainer:
+    has_validation = len(data.validation_sequences) > 0
+    saver = ModelCheckpoint(
+        dirpath=out / "checkpoints",
+        filename="best",
+        monitor="val/expected_acceptance_length" if has_validation else None,
+        mode="max",
+        save_top_k=1,
+        enable_version_counter=False,
+    )
+    regular = ModelCheckpoint(
+        dirpath=out / "checkpoints",
+        filename="last",
+        every_n_train_steps=config.checkpoint_every,
+        save_top_k=1,
+        enable_version_counter=False,
+    )
+    devices: Any = config.devices if config.devices == "auto" else int(config.devices)
+    trainer = L.Trainer(
+        default_root_dir=out,
+        accelerator=config.accelerator,
+        devices=devices,
+        precision=_precision(config),
+        max_steps=data.max_steps,
+        max_epochs=-1,
+        gradient_clip_val=config.gradient_clip or None,
+        log_every_n_steps=config.log_every,
+        val_check_interval=config.validate_every if has_validation else None,
+        check_val_every_n_epoch=None if has_validation else 1,
+        limit_val_batches=1.0 if has_validation else 0,
+        num_sanity_val_steps=0,
+        logger=[CSVLogger(out, name="", version=""), TensorBoardLogger(out, name="tensorboard", version="")],
+        callbacks=[saver, regular, *extra],
+        enable_model_summary=False,
+        enable_progress_bar=progress_bar,
+        use_distributed_sampler=False,
+    )
+    share = config.batch_size // trainer.world_size
+    trainer.accumulate_grad_batches = share // micro_batch_size(config, trainer.world_size)
+    trainer.val_check_interval = config.validate_every * trainer.accumulate_grad_batches if has_validation else 1.0
+    return trainer
+
+
+def _precision(config: TrainConfig) -> Any:
+    if config.precision != "auto":
+        return config.precision
+    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not torch.cuda.is_available())
+    return "32-true" if on_cpu else "bf16-mixed"
+
+
+def _check_config(config: TrainConfig) -> None:
+    problems = []
+    if config.max_steps is not None and config.epochs is not None:
+        problems.append("give --max-steps or --epochs, not both")
+    for name in ("batch_size", "log_every", "validate_every", "checkpoint_every", "draft_length", "reader_threads"):
+        if getattr(config, name) < 1:
+            problems.append(f"{name} must be at least 1, got {getattr(config, name)}")
+    if not 2 <= config.step_bound_min <= config.step_bound_max:
+        problems.append(
+            f"step bounds must satisfy 2 <= min <= max, got {config.step_bound_min}..{config.step_bound_max}"
+        )
+    if not 0 <= config.validation_fraction < 1:
+        problems.append(f"validation_fraction must be in [0, 1), got {config.validation_fraction}")
+    if config.target_layer_inference < 0:
+        problems.append(f"target_layer_inference must not be negative, got {config.target_layer_inference}")
+    if problems:
+        raise TrainingError("; ".join(problems) + ".")
+
+
+def _prepare_folder(config: TrainConfig, out: Path, last: Path, provenance: dict[str, Any] | None) -> None:
+    """Refuse what would mix two runs, then record the resolved settings."""
+    record = out / "run.yaml"
+    resolved = dataclasses.asdict(config)
+    if config.resume:
+        if not last.is_file():
+            raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
+        before = yaml.safe_load(record.read_text())
+        changed = [
+            f"{name} was {before.get(name)!r}, now {value!r}"
+            for name, value in resolved.items()
+            if name not in _FREE_TO_CHANGE and before.get(name) != value
+        ]
+        if changed:
+            raise RunExists(f"cannot resume {out} with other settings: {'; '.join(changed)}.")
+    elif record.is_file():
+        raise RunExists(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
+    elif out.is_dir() and any(out.iterdir()):
+        raise RunExists(f"{out} is not empty and holds no run; choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    record.write_text(yaml.safe_dump(resolved, sort_keys=False))
+    (out / "provenance.json").write_text(json.dumps(provenance or {}, indent=1, default=str) + "\n")

@@ -1,0 +1,18 @@
+"""Learning-rate schedule: step -> factor of the final learning rate."""
+
+
+def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int) -> float:
+    """0 -> peak in the warm-up, linear down to 1 until ``decay_end_step``, then 1 (official ``trainer.py`` 102-123).
+
+    Args:
+        step: optimizer step, 0-based; step 0 has factor 0 when there is a warm-up.
+        warmup_steps: length of the warm-up in steps.
+        peak_multiplier: factor at the end of the warm-up.
+        decay_end_step: step at which the factor reaches 1.
+    """
+    if step < warmup_steps:
+        return peak_multiplier * step / warmup_steps
+    if step >= decay_end_step or decay_end_step <= warmup_steps:
+        return 1.0
+    done = (step - warmup_steps) / (decay_end_step - warmup_steps)
+    return peak_multiplier + (1.0 - peak_multiplier) * done

@@ -1,0 +1,103 @@
+"""Validation without the target: how a drafter would fare against the stored activations.
+
+Shapes: B sequences, T tokens, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..moa import masks
+from ..moa.bundle import FrozenTarget
+from ..moa.model import MoADrafter
+from ..moa.objective import loss_queries
+from .batch import Batch
+
+_LOGITS_BYTES = 1 << 26
+
+
+@dataclass
+class ValidationSums:
+    """Sums and counts, reduced only at the end."""
+
+    kl: float = 0.0
+    """Forward KL in nats, entropy of the target included."""
+    agreements: int = 0
+    """Positions where drafter and target have the same argmax."""
+    positions: int = 0
+    committed: int = 0
+    """Tokens that the rounds would commit, bonus included."""
+    rounds: int = 0
+
+    def add(self, other: "ValidationSums") -> None:
+        """Add the sums of another batch."""
+        for name in ("kl", "agreements", "positions", "committed", "rounds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def metrics(self) -> dict[str, float]:
+        """kl, top1_agreement, expected_acceptance_length (NaN where nothing was counted)."""
+        nan = float("nan")
+        return {
+            "kl": self.kl / self.positions if self.positions else nan,
+            "top1_agreement": self.agreements / self.positions if self.positions else nan,
+            "expected_acceptance_length": self.committed / self.rounds if self.rounds else nan,
+        }
+
+
+@torch.no_grad()
+def validate_batch(drafter: MoADrafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> ValidationSums:
+    """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
+
+    Expected acceptance length of a round: 1 + the run of draft steps at which drafter and target have the same argmax.
+    The text between is the dataset's, not the target's own, so the figure is an estimate of decoding, not decoding.
+    """
+    inputs, draws = batch.inputs, batch.draws
+    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+    queries, valid = loss_queries(drafted)
+    outputs = drafter(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows, queries)
+    hidden = inputs.hidden.gather(1, queries[..., None].expand(-1, -1, inputs.hidden.shape[-1]))[valid]
+    kl, agree = _compare(frozen, outputs.features[valid], hidden.to(outputs.features.dtype))
+    agree_at = torch.zeros_like(drafted)
+    rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
+    agree_at[rows[valid], queries[valid]] = agree
+    runs = agreement_runs(agree_at, drafted, draft_length)
+    return ValidationSums(
+        kl=float(kl.sum()),
+        agreements=int(agree.sum()),
+        positions=int(valid.sum()),
+        committed=int((runs + 1).sum()),
+        rounds=len(runs),
+    )
+
+
+def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
+    """Length of the leading run of agreements in every complete round.
+
+    Args:
+        agree: [B, T] bool.
+        drafted: [B, T] bool; a round is a context position followed by ``draft_length`` drafted ones.
+        draft_length: drafts per round.
+
+    Returns:
+        [n_rounds] int64, each 0..draft_length.
+    """
+    if drafted.shape[1] <= draft_length:
+        return torch.zeros(0, dtype=torch.int64)
+    windows = drafted.unfold(1, draft_length + 1, 1)  # [B, T - g, g + 1]
+    is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
+    agreements = agree.unfold(1, draft_length + 1, 1)[..., 1:][is_round]  # [n_rounds, g]
+    return agreements.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def _compare(frozen: FrozenTarget, features: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """KL [P] and argmax agreement [P], a bounded number of logits at a time."""
+    chunk = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0]))
+    kl, agree = [], []
+    for part, goal in zip(features.split(chunk), hidden.split(chunk), strict=True):
+        draft, target = frozen.logits(part).float(), frozen.logits(goal).float()
+        log_target = target.log_softmax(dim=-1)
+        pointwise = log_target.exp() * (log_target - draft.log_softmax(dim=-1))
+        kl.append(pointwise.nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
+        agree.append(draft.argmax(dim=-1) == target.argmax(dim=-1))
+    return torch.cat(kl), torch.cat(agree)
