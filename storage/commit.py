@@ -1,0 +1,148 @@
+"""Commits: the documents that make a finished part (or the target bundle) exist, and where everything lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
+from .shard import FileRecord
+
+MANIFEST_NAME = "store.json"
+PLAN_NAME = "plan.parquet"
+LOCK_NAME = "store.lock"
+TARGET_NAME = "target"
+PARTS_NAME = "parts"
+COMMITS_NAME = "commits"
+RUNS_NAME = "runs"
+
+KNOWN_NAMES = frozenset({MANIFEST_NAME, PLAN_NAME, LOCK_NAME, TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME})
+"""Every name that a store's folder may hold."""
+
+
+def part_name(part: int) -> str:
+    """Return a part's name, e.g. ``"part-00012"``."""
+    return f"part-{part:05d}"
+
+
+def part_path(store: Path, part: int) -> Path:
+    """Return the folder of a part's Zarr group."""
+    return store / PARTS_NAME / f"{part_name(part)}.zarr"
+
+
+def commit_path(store: Path, part: int) -> Path:
+    """Return the path of a part's commit."""
+    return store / COMMITS_NAME / f"{part_name(part)}.json"
+
+
+def target_commit_path(store: Path) -> Path:
+    """Return the path of the target bundle's commit."""
+    return store / COMMITS_NAME / "target.json"
+
+
+@dataclass(frozen=True)
+class PartCommit:
+    """Content of ``commits/part-<k>.json``.
+
+    Attributes:
+        part: number of the part.
+        n_sequences: its sequences.
+        n_tokens: their tokens.
+        allocated_tokens: length of the token axis, alignment padding included.
+        files: path inside the part's folder -> size and checksum.
+    """
+
+    part: int
+    n_sequences: int
+    n_tokens: int
+    allocated_tokens: int
+    files: Mapping[str, FileRecord]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(record.bytes for record in self.files.values())
+
+    def to_json(self) -> bytes:
+        """Return the file's content."""
+        return _dump(asdict(self))
+
+
+def read_part_commit(path: Path) -> PartCommit:
+    """Read a part's commit.
+
+    Raises:
+        ManifestInvalid: the file is not a commit.
+    """
+    document = _load(path)
+    try:
+        return PartCommit(
+            part=int(document["part"]),
+            n_sequences=int(document["n_sequences"]),
+            n_tokens=int(document["n_tokens"]),
+            allocated_tokens=int(document["allocated_tokens"]),
+            files=_records(document),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _invalid(path, error) from error
+
+
+def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:
+    """Return the content of ``commits/target.json``."""
+    return _dump({"files": {name: asdict(record) for name, record in files.items()}})
+
+
+def read_target_commit(path: Path) -> dict[str, FileRecord]:
+    """Read the target bundle's commit.
+
+    Raises:
+        ManifestInvalid: the file is not a commit.
+    """
+    document = _load(path)
+    try:
+        return _records(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _invalid(path, error) from error
+
+
+def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tuple[Path, StoreError]]:
+    """Return (path, error) for every committed file that is missing or has another size."""
+    damage: list[tuple[Path, StoreError]] = []
+    for name, record in files.items():
+        path = folder / name
+        try:
+            n_bytes = path.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            damage.append((path, ShardMissing(f"{path} is missing although it was committed. {_REPAIR}")))
+            continue
+        if n_bytes != record.bytes:
+            message = f"{path} has {n_bytes} bytes, its commit says {record.bytes}. {_REPAIR}"
+            damage.append((path, ShardCorrupt(message)))
+    return damage
+
+
+def _records(document: dict) -> dict[str, FileRecord]:
+    return {name: FileRecord(int(record["bytes"]), int(record["crc32c"])) for name, record in document["files"].items()}
+
+
+def _dump(document: Mapping) -> bytes:
+    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _load(path: Path) -> dict:
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise _invalid(path, error) from error
+    if not isinstance(document, dict):
+        raise _invalid(path, TypeError(f"a JSON {type(document).__name__}"))
+    return document
+
+
+def _invalid(path: Path, error: Exception) -> ManifestInvalid:
+    return ManifestInvalid(f"{path} is not a commit ({error!r}). Delete it and run extract again: it redoes that part.")
+
+
+_REPAIR = "Run extract again: it redoes that part only."

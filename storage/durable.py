@@ -1,0 +1,115 @@
+"""Writes that survive a crash: whole, synced, renamed into place; and checksums of what was written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+
+from .errors import DiskFull
+
+PARTIAL_SUFFIX = ".partial"
+"""Suffix of files and folders that are being written; whatever carries it after a crash is rubbish."""
+
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+
+def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> int:
+    """Extend a CRC-32C (Castagnoli) checksum.
+
+    Args:
+        data: contiguous bytes; an array is taken as its bytes.
+        crc: checksum of what came before.
+
+    Returns:
+        The checksum of everything so far, an unsigned 32-bit number.
+    """
+    # The C extension takes bytes and arrays but neither memoryview nor bytearray.
+    plain = data if isinstance(data, bytes | np.ndarray) else np.frombuffer(data, np.uint8)
+    return int(google_crc32c.extend(crc, plain))
+
+
+def file_crc32c(path: Path, block_bytes: int = 8 << 20) -> int:
+    """Return the CRC-32C of a whole file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    crc = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(block_bytes):
+            crc = crc32c(block, crc)
+    return crc
+
+
+def write_all(fd: int, data: bytes | memoryview) -> int:
+    """Write every byte of ``data`` to a file descriptor and return their number."""
+    view = memoryview(data).cast("B")
+    n_bytes = len(view)
+    while view:
+        view = view[os.write(fd, view) :]
+    return n_bytes
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new names inside a folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Create a file with these bytes and sync it (not atomic: for folders that are renamed as a whole)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file: after a crash at any moment it is either as before or complete.
+
+    Raises:
+        DiskFull: no room; the file is as before.
+    """
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    with disk_full_guard(path):
+        try:
+            write_file(partial, data)
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        fsync_directory(path.parent)
+
+
+@contextmanager
+def disk_full_guard(path: Path) -> Iterator[None]:
+    """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice.
+
+    Args:
+        path: what is being written, for the message.
+
+    Raises:
+        DiskFull: instead of an ``OSError`` with ENOSPC or EDQUOT.
+    """
+    try:
+        yield
+    except DiskFull:
+        raise
+    except OSError as error:
+        if error.errno not in _FULL_ERRNOS:
+            raise
+        raise DiskFull(
+            f"No space left while writing {path} ({os.strerror(error.errno)}). Parts committed so far are safe. "
+            "Free some space and run the same command again: it goes on with the first part that is missing."
+        ) from error

@@ -1,0 +1,86 @@
+"""Every error the store raises: what was wrong, expected against got, what to do next.
+
+Each class also inherits the builtin that fits, so that callers which know nothing of the store can still catch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class StoreError(Exception):
+    """Base of everything that goes wrong with an activation store."""
+
+
+class StoreNotFound(StoreError, FileNotFoundError):
+    """The folder is not an activation store (no ``store.json``)."""
+
+
+class ManifestInvalid(StoreError, ValueError):
+    """``store.json`` or ``plan.parquet`` or a commit cannot be read as what it should be."""
+
+
+class SchemaVersionError(StoreError, ValueError):
+    """The store was written in another schema version than the one this release reads."""
+
+
+class PlanInvalid(StoreError, ValueError):
+    """The table of sequences breaks a rule of the plan."""
+
+
+class OutputOccupied(StoreError, FileExistsError):
+    """The folder to write to holds something that is not an activation store."""
+
+
+class StoreLocked(StoreError, BlockingIOError):
+    """Another process is writing to this store."""
+
+
+class StoreMismatch(StoreError, ValueError):
+    """An existing store was made from other inputs than the ones given now.
+
+    Attributes:
+        changes: dotted key -> (value in the store, value given now), for every key that differs.
+    """
+
+    def __init__(self, path: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        self.changes = dict(changes)
+        listed = "; ".join(f"{key}: store has {old!r}, given {new!r}" for key, (old, new) in self.changes.items())
+        plural = "value differs" if len(self.changes) == 1 else "values differ"
+        super().__init__(
+            f"{path} was made from other inputs: {len(self.changes)} {plural} ({listed}). "
+            "Restore those inputs to go on with this store, or choose another output folder."
+        )
+
+
+class DiskFull(StoreError, OSError):
+    """The file system has no room for what is being written."""
+
+
+class WriteInvalid(StoreError, ValueError):
+    """An array given to the writer has the wrong shape, dtype, order or range."""
+
+
+class PartIncomplete(StoreError, ValueError):
+    """A part was to be committed although planned sequences were not written to every field."""
+
+
+class PartUncommitted(StoreError, LookupError):
+    """Planned parts have no commit yet, and the caller asked for a complete store."""
+
+
+class ShardMissing(StoreError, FileNotFoundError):
+    """A file that a commit lists is gone."""
+
+
+class ShardCorrupt(StoreError, ValueError):
+    """A file's bytes are not the ones that were written (truncated, flipped, replaced)."""
+
+
+class UnknownField(StoreError, LookupError):
+    """The store has no such field, or the field has no such axis."""
+
+
+class SliceInvalid(StoreError, IndexError):
+    """A sequence, layer or token selection lies outside the store."""

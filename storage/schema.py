@@ -1,0 +1,251 @@
+"""What a store holds and how it lies on disk (schema version 1).
+
+::
+
+    STORE/
+      store.json                       manifest: schema version, fields, conventions, codec, target, identities, extraction
+      plan.parquet                     one row per sequence, in the order in which sequences lie in the parts
+      target/                          config, tokenizer and frozen weights that training needs
+      parts/part-00000.zarr/           one Zarr v3 group per part; every array has one flat token axis
+        tokens                         int32    [token]
+        response_mask                  uint8    [token]                                    1 = written by the assistant
+        kv                             bfloat16 [token, layer, kv_head, 2, head_dim]       0 = key after RoPE, 1 = value
+        hidden/last                    bfloat16 [token, width]                             after the final norm
+        hidden/layer_6                 bfloat16 [token, width]                             output of decoder layer 6
+      commits/part-00000.json          written last, atomically: counts, and bytes and crc32c of every file of the part
+      commits/target.json              the same for target/
+      runs/20250131T120000.000000Z.json   one per run: command, versions, timings (nothing that shapes the data)
+      store.lock                       locked (flock) by the process that writes
+
+A part whose commit is missing does not exist for a reader. ``runs/`` and ``store.lock`` aside, equal inputs give equal
+bytes in every file. ``docs/format.md`` explains the format to other programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from .dtypes import storage_dtype
+from .errors import ManifestInvalid, SchemaVersionError
+
+SCHEMA_VERSION = 1
+"""Version of everything the docstring above draws; a reader refuses any other."""
+
+FORMAT_NAME = "moa-data activation store"
+"""Value of ``format`` in store.json, which tells a store from any other folder with such a file."""
+
+CONVENTIONS: dict[str, str] = {
+    "kv_keys": "after RoPE, positions counted from 0 at the first token of each sequence",
+    "kv_order": "per kv head the key, then the value",
+    "hidden_last": "after the final norm, the input of the LM head",
+    "hidden_layer_k": "output of decoder layer k (0-based), before any final norm",
+    "response_mask": "1 on tokens written by the assistant, its end-of-turn token included",
+    "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
+}
+"""What the numbers mean in schema version 1. Every manifest carries these; a reader refuses other values."""
+
+TOKEN_AXIS = "token"
+LAYER_AXIS = "layer"
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One array of every part.
+
+    Attributes:
+        name: path inside the part's group, e.g. ``"kv"`` or ``"hidden/last"``.
+        dtype: logical dtype, e.g. ``"bfloat16"`` (see ``dtypes``).
+        token_shape: shape of one token's values; ``()`` for one number per token.
+        axes: names of all axes, the first of them ``"token"``.
+        description: one line for people.
+
+    Raises:
+        ValueError: axes and shape disagree, or the dtype cannot be stored.
+    """
+
+    name: str
+    dtype: str
+    token_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the field against itself."""
+        object.__setattr__(self, "token_shape", tuple(int(size) for size in self.token_shape))
+        object.__setattr__(self, "axes", tuple(self.axes))
+        storage_dtype(self.dtype)
+        if not self.axes or self.axes[0] != TOKEN_AXIS or len(self.axes) != 1 + len(self.token_shape):
+            raise ValueError(
+                f"Field {self.name!r}: axes {self.axes} must be 'token' and one name for each axis of "
+                f"token_shape {self.token_shape}."
+            )
+        if any(size < 1 for size in self.token_shape):
+            raise ValueError(f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at least 1.")
+        if not self.name or any(part in ("", ".", "..") for part in self.name.split("/")):
+            raise ValueError(f"Field name {self.name!r} must be a relative path without empty, '.' or '..' steps.")
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """NumPy dtype on disk (uint16 for bfloat16)."""
+        return storage_dtype(self.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """Raw bytes of one token's values."""
+        return int(np.prod(self.token_shape, dtype=np.int64)) * self.storage_dtype.itemsize
+
+    @property
+    def layer_axis(self) -> int | None:
+        """Index of the layer axis in the whole array, or None."""
+        return self.axes.index(LAYER_AXIS) if LAYER_AXIS in self.axes else None
+
+
+def tokens_field() -> FieldSpec:
+    """Token ids, int32 [token]."""
+    return FieldSpec("tokens", "int32", (), (TOKEN_AXIS,), "token ids of the target's tokenizer")
+
+
+def response_mask_field() -> FieldSpec:
+    """Response mask, uint8 [token]."""
+    return FieldSpec("response_mask", "uint8", (), (TOKEN_AXIS,), "1 on tokens written by the assistant, else 0")
+
+
+def kv_field(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> FieldSpec:
+    """Keys (after RoPE) and values of all layers, [token, layer, kv_head, 2, head_dim]."""
+    return FieldSpec(
+        "kv",
+        dtype,
+        (n_layers, n_kv_heads, 2, head_dim),
+        (TOKEN_AXIS, LAYER_AXIS, "kv_head", "key_value", "head_dim"),
+        "attention keys after RoPE (0) and values (1) of every layer",
+    )
+
+
+def hidden_field(name: str, width: int, dtype: str = "bfloat16") -> FieldSpec:
+    """Hidden state ``hidden/<name>``, [token, width]; ``name`` is ``"last"`` or ``"layer_<k>"``."""
+    meaning = "hidden state after the final norm" if name == "last" else f"hidden state, output of decoder {name}"
+    return FieldSpec(f"hidden/{name}", dtype, (width,), (TOKEN_AXIS, "width"), meaning)
+
+
+@dataclass(frozen=True)
+class StoreManifest:
+    """Everything that shapes the data of a store, as recorded in ``store.json``.
+
+    Attributes:
+        fields: the arrays of every part.
+        target: the target's sizes: n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size,
+            max_position_embeddings, architecture.
+        identities: flat, e.g. ``"target.weights_sha256"``: content hashes of target, tokenizer, template, dataset.
+        extraction: what else shapes the data, e.g. max_length, compute dtype, truncation.
+        n_sequences: planned sequences.
+        n_parts: planned parts.
+        n_tokens: planned tokens without alignment padding.
+        codec: ``Codec.describe()``.
+        conventions: further conventions; the ones of the schema are added by themselves.
+        alignment_tokens: every sequence starts at a multiple of this.
+        schema_version: ``SCHEMA_VERSION``.
+
+    Raises:
+        ManifestInvalid: a convention has another value than this schema version, or two fields share a name.
+    """
+
+    fields: tuple[FieldSpec, ...]
+    target: Mapping[str, Any]
+    identities: Mapping[str, str]
+    extraction: Mapping[str, Any]
+    n_sequences: int
+    n_parts: int
+    n_tokens: int
+    codec: Mapping[str, Any]
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    alignment_tokens: int = 64
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        """Add the schema's conventions and check for contradictions."""
+        object.__setattr__(self, "fields", tuple(self.fields))
+        for key, value in CONVENTIONS.items():
+            if self.conventions.get(key, value) != value:
+                raise ManifestInvalid(
+                    f"Convention {key!r} is {self.conventions[key]!r}, but schema version {SCHEMA_VERSION} means "
+                    f"{value!r}. Read this store with the release that wrote it."
+                )
+        object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
+        names = [spec.name for spec in self.fields]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ManifestInvalid(f"Fields appear twice: {', '.join(repeated)}. Name each field once.")
+
+    def to_json(self) -> str:
+        """Return the text of store.json: sorted keys, two spaces, ending in a newline."""
+        document = {"format": FORMAT_NAME} | asdict(self)
+        return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "store.json") -> StoreManifest:
+        """Read the text of store.json.
+
+        Args:
+            text: the file's content.
+            source: its path, for messages.
+
+        Raises:
+            SchemaVersionError: another schema version.
+            ManifestInvalid: not JSON, not a store's manifest, or a key is missing or unknown.
+        """
+        document = _json_object(text, source)
+        if document.pop("format", None) != FORMAT_NAME:
+            raise ManifestInvalid(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
+        version = document.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise SchemaVersionError(
+                f"{source} has schema version {version!r}; this release reads version {SCHEMA_VERSION}. "
+                f"Install a release of moa-data that reads version {version!r}, or extract again with this one."
+            )
+        _check_keys(document, {item.name for item in fields(cls)}, source)
+        spec_keys = {item.name for item in fields(FieldSpec)}
+        try:
+            for spec in document["fields"]:
+                _check_keys(spec, spec_keys, f"{source}: a field")
+            return cls(**(document | {"fields": tuple(FieldSpec(**spec) for spec in document["fields"])}))
+        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ManifestInvalid):
+                raise
+            raise ManifestInvalid(f"{source} holds a value of the wrong kind: {error}") from error
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested JSON object as dotted key -> leaf; the items of ``fields`` are keyed by their names."""
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        path = f"{prefix}{key}"
+        if key == "fields" and not prefix:
+            value = {spec["name"]: spec for spec in value}
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{path}.")
+        else:
+            flat[path] = value
+    return flat
+
+
+def _json_object(text: str | bytes, source: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ManifestInvalid(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
+    if not isinstance(document, dict):
+        raise ManifestInvalid(f"{source} must hold a JSON object, got {type(document).__name__}.")
+    return document
+
+
+def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) -> None:
+    missing, unknown = sorted(expected - document.keys()), sorted(document.keys() - expected)
+    if missing or unknown:
+        raise ManifestInvalid(
+            f"{source} does not fit schema version {SCHEMA_VERSION}: "
+            f"missing keys {missing or 'none'}, unknown keys {unknown or 'none'}."
+        )

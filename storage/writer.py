@@ -1,0 +1,346 @@
+"""Writing a store: one process, part by part, each part committed atomically.
+
+A part is written to ``parts/part-K.zarr.partial``, synced, renamed, and only then its commit appears. Whatever a kill
+leaves behind without a commit is deleted by the next run, which then redoes exactly the parts that are missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from .codec import Codec
+from .commit import (
+    COMMITS_NAME,
+    KNOWN_NAMES,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    PARTS_NAME,
+    PLAN_NAME,
+    RUNS_NAME,
+    TARGET_NAME,
+    commit_path,
+    find_size_damage,
+    part_path,
+    read_part_commit,
+    read_target_commit,
+    target_commit_json,
+    target_commit_path,
+)
+from .durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32c, fsync_directory, write_atomic
+from .errors import ManifestInvalid, OutputOccupied, StoreError, StoreLocked, StoreMismatch, WriteInvalid
+from .part_writer import PartWriter
+from .plan import check_plan, part_lengths, plan_bytes, read_plan
+from .schema import StoreManifest, flatten
+from .shard import FileRecord
+
+
+class StoreWriter:
+    """The one process that writes to a store. Make it with :meth:`create_or_resume` and use it in ``with``.
+
+    Attributes:
+        path: the store's folder.
+        manifest: what shapes its data.
+        plan: all sequences (see ``plan.PLAN_SCHEMA``).
+        repaired_parts: parts that had a commit but lost files or bytes since; they are pending again.
+    """
+
+    def __init__(self, path: Path, manifest: StoreManifest, plan: pa.Table, lock_fd: int) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.plan = plan
+        self.repaired_parts: tuple[int, ...] = ()
+        self._lock_fd = lock_fd
+        self._lengths = part_lengths(plan, manifest.alignment_tokens)
+        self._codec = Codec(str(manifest.codec["name"]))
+        self._committed: set[int] = set()
+
+    @classmethod
+    def create_or_resume(cls, path: str | os.PathLike[str], manifest: StoreManifest, plan: pa.Table) -> StoreWriter:
+        """Start a store, or go on with one that was made from the same inputs.
+
+        Args:
+            path: folder, created if missing.
+            manifest: everything that shapes the data.
+            plan: table of ``plan_parts``.
+
+        Raises:
+            OutputOccupied: the folder holds something else.
+            StoreLocked: another process is writing to it.
+            StoreMismatch: it was made from other inputs; names every key that changed.
+            PlanInvalid: the plan breaks a rule.
+            ManifestInvalid: manifest and plan disagree, or the store's own files are damaged.
+            DiskFull: no room for the plan.
+        """
+        store = Path(path)
+        check_plan(plan, manifest.alignment_tokens)
+        _check_counts(manifest, plan)
+        _check_unoccupied(store)
+        with disk_full_guard(store):
+            store.mkdir(parents=True, exist_ok=True)
+        lock_fd = _lock(store)
+        try:
+            if (store / MANIFEST_NAME).exists():
+                _check_same(store, manifest, plan)
+            else:
+                write_atomic(store / PLAN_NAME, plan_bytes(plan))
+                # The manifest comes last: without it the folder is an unfinished start, which is begun afresh.
+                write_atomic(store / MANIFEST_NAME, manifest.to_json().encode())
+            writer = cls(store, manifest, plan, lock_fd)
+            writer._clean()
+            return writer
+        except BaseException:
+            os.close(lock_fd)
+            raise
+
+    @property
+    def target_path(self) -> Path:
+        """Folder of the target bundle."""
+        return self.path / TARGET_NAME
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the target bundle has been committed."""
+        return target_commit_path(self.path).exists()
+
+    @contextmanager
+    def target(self) -> Iterator[Path]:
+        """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well.
+
+        Raises:
+            DiskFull: no room; nothing of the bundle is left behind.
+        """
+        partial = self.path / (TARGET_NAME + PARTIAL_SUFFIX)
+        with disk_full_guard(self.target_path):
+            try:
+                _remove(partial)
+                partial.mkdir()
+                yield partial
+                files = _sync_tree(partial)
+                target_commit_path(self.path).unlink(missing_ok=True)
+                _remove(self.target_path)
+                os.rename(partial, self.target_path)
+                fsync_directory(self.path)
+            finally:
+                _remove(partial)
+            write_atomic(target_commit_path(self.path), target_commit_json(files))
+
+    @property
+    def n_parts(self) -> int:
+        """Planned parts."""
+        return len(self._lengths)
+
+    def pending_parts(self) -> list[int]:
+        """Return the parts that have no commit yet, in order."""
+        return [part for part in range(self.n_parts) if part not in self._committed]
+
+    def part_sequences(self, part: int) -> pa.Table:
+        """Return the plan's rows of one part."""
+        mask = self.plan["part"].to_numpy() == part
+        return self.plan.filter(pa.array(mask))
+
+    def part(self, part: int) -> PartWriter:
+        """Open a pending part for writing; use it in ``with``.
+
+        Raises:
+            WriteInvalid: no such part, or it is committed already.
+        """
+        if not 0 <= part < self.n_parts:
+            raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
+        if part in self._committed:
+            raise WriteInvalid(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
+        return PartWriter(
+            store=self.path,
+            part=part,
+            specs=self.manifest.fields,
+            sequences=self.part_sequences(part),
+            allocated_tokens=int(self._lengths[part]),
+            codec=self._codec,
+            on_commit=self._committed.add,
+        )
+
+    def record_run(self, record: Mapping[str, Any]) -> Path:
+        """Write a record of this run (command, versions, timings) to ``runs/``.
+
+        Args:
+            record: anything JSON holds; it shapes no data.
+
+        Returns:
+            The file's path, named after the time in UTC.
+        """
+        folder = self.path / RUNS_NAME
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json"
+        write_atomic(path, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode())
+        return path
+
+    def close(self) -> None:
+        """Let other processes write to the store."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _clean(self) -> None:
+        """Delete what a kill left behind; make parts with lost files pending again."""
+        with disk_full_guard(self.path):
+            for name in (PARTS_NAME, COMMITS_NAME):
+                (self.path / name).mkdir(exist_ok=True)
+        for folder in (self.path, self.path / COMMITS_NAME, self.path / RUNS_NAME):
+            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
+                _remove(leftover)
+        self._clean_target()
+        repaired = []
+        for part in range(self.n_parts):
+            commit = commit_path(self.path, part)
+            if commit.exists():
+                if self._is_whole(part):
+                    self._committed.add(part)
+                else:
+                    commit.unlink()
+                    repaired.append(part)
+        kept = {part_path(self.path, part).name for part in self._committed}
+        for folder in (self.path / PARTS_NAME).iterdir():
+            if folder.name not in kept:
+                _remove(folder)
+        self.repaired_parts = tuple(repaired)
+
+    def _clean_target(self) -> None:
+        commit = target_commit_path(self.path)
+        if commit.exists():
+            try:
+                whole = not find_size_damage(self.target_path, read_target_commit(commit))
+            except ManifestInvalid:
+                whole = False
+            if not whole:
+                commit.unlink()
+
+    def _is_whole(self, part: int) -> bool:
+        try:
+            commit = read_part_commit(commit_path(self.path, part))
+        except ManifestInvalid:
+            return False
+        return commit.part == part and not find_size_damage(part_path(self.path, part), commit.files)
+
+
+def _check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
+    counted = {
+        "n_sequences": plan.num_rows,
+        "n_parts": int(plan["part"].to_numpy().max()) + 1,
+        "n_tokens": int(plan["n_tokens"].to_numpy().sum(dtype=np.int64)),
+    }
+    for key, value in counted.items():
+        if getattr(manifest, key) != value:
+            raise ManifestInvalid(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
+
+
+def _check_unoccupied(store: Path) -> None:
+    """Refuse a folder that is neither empty nor a store nor the unfinished start of one."""
+    if not store.exists():
+        return
+    if not store.is_dir():
+        raise OutputOccupied(f"{store} is a file, not a folder. Choose another output folder.")
+    manifest = store / MANIFEST_NAME
+    if manifest.exists():
+        try:
+            StoreManifest.from_json(manifest.read_bytes(), str(manifest))
+        except ManifestInvalid as error:
+            raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
+        return
+    names = {entry.name for entry in store.iterdir()}
+    foreign = sorted(name for name in names if name.removesuffix(PARTIAL_SUFFIX) not in KNOWN_NAMES)
+    if names and (foreign or LOCK_NAME not in names):
+        shown = ", ".join((foreign or sorted(names))[:3])
+        raise OutputOccupied(
+            f"{store} is not empty and not an activation store (it holds {shown}). "
+            "Choose another output folder, or empty this one."
+        )
+
+
+def _lock(store: Path) -> int:
+    # Read and write access: flock on NFS is a byte-range lock, which needs a writable descriptor.
+    fd = os.open(store / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        raise StoreLocked(
+            f"{store} is being written by {holder}. Wait until it ends, or choose another output folder."
+        ) from error
+    with disk_full_guard(store / LOCK_NAME):
+        os.ftruncate(fd, 0)
+        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return fd
+
+
+def _check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
+    """Compare everything that shapes the data and name all that changed."""
+    path = store / MANIFEST_NAME
+    old = flatten(json.loads(StoreManifest.from_json(path.read_bytes(), str(path)).to_json()))
+    new = flatten(json.loads(manifest.to_json()))
+    absent = "(absent)"
+    changes: dict[str, tuple[Any, Any]] = {
+        key: (old.get(key, absent), new.get(key, absent))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, absent) != new.get(key, absent)
+    }
+    old_plan = read_plan(store / PLAN_NAME)
+    if not old_plan.equals(plan.replace_schema_metadata(None)):
+        changes["plan"] = _first_difference(old_plan, plan)
+    if changes:
+        raise StoreMismatch(str(store), changes)
+
+
+def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
+    for row in range(min(old.num_rows, new.num_rows)):
+        a, b = old.slice(row, 1).to_pylist()[0], new.slice(row, 1).to_pylist()[0]
+        if a != b:
+            keys = [key for key in a if a[key] != b[key]]
+            return tuple(f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))  # type: ignore[return-value]
+    return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
+
+
+def _sync_tree(folder: Path) -> dict[str, FileRecord]:
+    """Sync every file and folder below ``folder``; return the files' sizes and checksums by relative path."""
+    files: dict[str, FileRecord] = {}
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(root, name)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32c(path))
+        fsync_directory(Path(root))
+    return files
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or folder if it is there."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError) as error:
+        if not path.is_dir():
+            raise StoreError(f"Cannot delete {path}: {error}. Delete it by hand and run again.") from error
+        shutil.rmtree(path)
