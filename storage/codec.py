@@ -124,7 +124,7 @@ class Codec:
         expected = int.from_bytes(buffer[-CRC_BYTES:].tobytes(), "little")
         if (got := crc32c(frame)) != expected:
             raise ShardCorrupt(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
-        n_raw_bytes = _BLOSC_HEADER.unpack_from(frame)[4]
+        n_raw_bytes = _BLOSC_HEADER.unpack(frame[: _BLOSC_HEADER.size].tobytes())[4]
         if n_raw_bytes != out.nbytes:
             raise ShardCorrupt(f"chunk decodes to {n_raw_bytes} bytes, expected {out.nbytes}")
         if isinstance(self.transform, Identity):

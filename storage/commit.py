@@ -124,7 +124,7 @@ def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tupl
 
 
 def _records(document: dict) -> dict[str, FileRecord]:
-    return {name: FileRecord(int(record["bytes"]), int(record["crc32c"])) for name, record in document["files"].items()}
+    return {name: FileRecord(int(record["bytes"]), int(record["crc32"])) for name, record in document["files"].items()}
 
 
 def _dump(document: Mapping) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +35,11 @@ def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> i
     return int(google_crc32c.extend(crc, plain))
 
 
-def file_crc32c(path: Path, block_bytes: int = 8 << 20) -> int:
-    """Return the CRC-32C of a whole file.
+def file_crc32(path: Path, block_bytes: int = 8 << 20) -> int:
+    """Return the CRC-32 of a whole file, as ``zlib.crc32`` computes it.
+
+    Not CRC-32C: a shard is made of pieces that end with their own CRC-32C, and a CRC of such pieces depends on their
+    lengths alone. It would not notice a shard in the place of another.
 
     Raises:
         OSError: the file cannot be read.
@@ -43,7 +47,7 @@ def file_crc32c(path: Path, block_bytes: int = 8 << 20) -> int:
     crc = 0
     with open(path, "rb", buffering=0) as file:
         while block := file.read(block_bytes):
-            crc = crc32c(block, crc)
+            crc = zlib.crc32(block, crc)
     return crc
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ import pyarrow as pa
 
 from .codec import Codec
 from .commit import PartCommit, commit_path, part_path
-from .durable import PARTIAL_SUFFIX, crc32c, disk_full_guard, fsync_directory, write_atomic, write_file
+from .durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, write_atomic, write_file
 from .errors import PartIncomplete, WriteInvalid
 from .layout import array_layout, part_metadata
 from .schema import FieldSpec
@@ -184,7 +185,7 @@ class PartWriter:
             path = self._partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, content)
-            files[name] = FileRecord(len(content), crc32c(content))
+            files[name] = FileRecord(len(content), zlib.crc32(content))
         return files
 
     def write(self, field: str, first_token: int, array: np.ndarray) -> None:

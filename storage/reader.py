@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -13,8 +14,16 @@ import numpy as np
 import pyarrow as pa
 
 from .codec import Codec
-from .commit import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, PartCommit, commit_path, find_size_damage, part_path
-from .commit import read_part_commit
+from .commit import (
+    MANIFEST_NAME,
+    PLAN_NAME,
+    TARGET_NAME,
+    PartCommit,
+    commit_path,
+    find_size_damage,
+    part_path,
+    read_part_commit,
+)
 from .errors import (
     ManifestInvalid,
     PartUncommitted,
@@ -207,7 +216,7 @@ class ActivationStore:
 
     def _read(self, i: int, spec: FieldSpec, start: int, stop: int, layers: list[int] | None, out: np.ndarray) -> None:
         part = int(self._parts[i])
-        layout = self._layouts.get((part, spec.name), lambda: self._read_layout(part, spec))
+        layout = self._layouts.get((part, spec.name), partial(self._read_layout, part, spec))
         first = int(self._first_tokens[i])
         shard_tokens = layout.shard_shape[0]
         at, end = first + start, first + stop
@@ -215,7 +224,7 @@ class ActivationStore:
             shard = at // shard_tokens
             base = shard * shard_tokens
             until = min(end, base + shard_tokens)
-            reader = self._shards.get((part, spec.name, shard), lambda k=shard: self._open(part, spec, layout, k))
+            reader = self._shards.get((part, spec.name, shard), partial(self._open, part, spec, layout, shard))
             reader.read(at - base, until - base, out[at - first - start : until - first - start], layers)
             at = until
 

@@ -3,7 +3,7 @@
 ::
 
     STORE/
-      store.json                       manifest: schema version, fields, conventions, codec, target, identities, extraction
+      store.json                       manifest: schema version, fields, conventions, codec, identities, counts
       plan.parquet                     one row per sequence, in the order in which sequences lie in the parts
       target/                          config, tokenizer and frozen weights that training needs
       parts/part-00000.zarr/           one Zarr v3 group per part; every array has one flat token axis
@@ -12,7 +12,7 @@
         kv                             bfloat16 [token, layer, kv_head, 2, head_dim]       0 = key after RoPE, 1 = value
         hidden/last                    bfloat16 [token, width]                             after the final norm
         hidden/layer_6                 bfloat16 [token, width]                             output of decoder layer 6
-      commits/part-00000.json          written last, atomically: counts, and bytes and crc32c of every file of the part
+      commits/part-00000.json          written last, atomically: counts, and bytes and crc32 of every file of the part
       commits/target.json              the same for target/
       runs/20250131T120000.000000Z.json   one per run: command, versions, timings (nothing that shapes the data)
       store.lock                       locked (flock) by the process that writes

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,11 @@ class FileRecord:
 
     Attributes:
         bytes: its size.
-        crc32c: checksum of its whole content.
+        crc32: ``zlib.crc32`` of its whole content (see ``durable.file_crc32`` for why not CRC-32C).
     """
 
     bytes: int
-    crc32c: int
+    crc32: int
 
 
 class ShardWriter:
@@ -119,7 +120,7 @@ class ShardWriter:
         with disk_full_guard(self._path):
             write_all(self._fd, data)
         self._n_bytes += len(data)
-        self._crc = crc32c(data, self._crc)
+        self._crc = zlib.crc32(data, self._crc)
 
 
 class ShardReader:
@@ -226,7 +227,7 @@ class ShardReader:
         raw = _scratch_array("raw", n_bytes)[:n_bytes]
         n_read = 0
         while n_read < n_bytes:
-            got = os.preadv(self._fd, [memoryview(raw)[n_read:]], offset + n_read)
+            got = os.preadv(self._fd, [raw[n_read:].data], offset + n_read)
             if got == 0:
                 raise ShardCorrupt(f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}")
             n_read += got

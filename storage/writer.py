@@ -39,7 +39,7 @@ from .commit import (
     target_commit_json,
     target_commit_path,
 )
-from .durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32c, fsync_directory, write_atomic
+from .durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, write_atomic
 from .errors import ManifestInvalid, OutputOccupied, StoreError, StoreLocked, StoreMismatch, WriteInvalid
 from .part_writer import PartWriter
 from .plan import check_plan, part_lengths, plan_bytes, read_plan
@@ -329,7 +329,7 @@ def _sync_tree(folder: Path) -> dict[str, FileRecord]:
             path = Path(root, name)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-            files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32c(path))
+            files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32(path))
         fsync_directory(Path(root))
     return files
 
