@@ -1,1 +1,1 @@
-"""Text to activations: chats, tokens and response masks, the target's forward, and the store."""
+"""Text to stored activations: chats, tokens and response masks, one target forward, the store."""

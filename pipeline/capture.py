@@ -1,0 +1,168 @@
+"""One forward of the target over a batch of sequences, and everything it computed on the way.
+
+Shapes: B sequences, T tokens of the longest one, L decoder layers, H_kv key/value heads, d head dim, E width.
+Sequences are padded on the right. Attention is causal, so no token of a sequence sees its padding and no mask is
+needed; what is computed at the padding is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..moa.kv_layout import cache_layers, new_cache, pack_kv
+from .config import ActivationSpec
+from .errors import NonFiniteActivation
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Activations of one batch, on the target's device.
+
+    Attributes:
+        n_tokens: length of each sequence, without padding.
+        fields: store field -> [B, T, *token_shape] in the storage dtype: kv [B, T, L, H_kv, 2, d] with keys after
+            RoPE, hidden/last and hidden/layer_k [B, T, E].
+        finite: store field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
+    """
+
+    n_tokens: tuple[int, ...]
+    fields: dict[str, Tensor]
+    finite: dict[str, Tensor]
+
+    def to_host(self) -> HostCapture:
+        """Start copying to the host; on a GPU into pinned memory on a stream of its own, without waiting."""
+        tensors = {**self.fields, **{f"finite:{name}": flags for name, flags in self.finite.items()}}
+        if next(iter(tensors.values())).device.type != "cuda":
+            return HostCapture(self.n_tokens, {name: tensor.cpu() for name, tensor in tensors.items()}, None)
+        stream = _copy_stream(next(iter(tensors.values())).device)
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        copies = {}
+        with torch.cuda.stream(stream):
+            for name, tensor in tensors.items():
+                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copies[name].copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return HostCapture(self.n_tokens, copies, done)
+
+
+@dataclass(frozen=True)
+class HostCapture:
+    """A capture on its way to, or in, host memory.
+
+    Attributes:
+        n_tokens: length of each sequence, without padding.
+        tensors: as `Capture.fields`, and the flags under `finite:<field>`.
+        done: set once the copies have arrived; None where they already have.
+    """
+
+    n_tokens: tuple[int, ...]
+    tensors: dict[str, Tensor]
+    done: Any
+
+    def wait(self) -> None:
+        """Block until the copies have arrived."""
+        if self.done is not None:
+            self.done.synchronize()
+
+    def array(self, field: str, index: int) -> np.ndarray:
+        """Values of one sequence, [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16)."""
+        values = self.tensors[field][index, : self.n_tokens[index]]
+        return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+
+    def check_finite(self, names: Sequence[str]) -> None:
+        """Refuse NaN and infinity.
+
+        Args:
+            names: what to call each sequence of the batch.
+
+        Raises:
+            NonFiniteActivation: naming the first sequence, field and layer.
+        """
+        for key, flags in self.tensors.items():
+            if key.startswith("finite:") and not bool(flags.all()):
+                index, layer = (int(value) for value in (~flags).nonzero()[0])
+                field = key.removeprefix("finite:")
+                where = f"kv of layer {layer}" if field == "kv" else field
+                raise NonFiniteActivation(
+                    f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
+                    "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
+                )
+
+
+def capture(model: Any, sequences: Sequence[np.ndarray], spec: ActivationSpec, dtype: torch.dtype) -> Capture:
+    """Run the target over a batch.
+
+    Args:
+        model: transformers causal LM in evaluation mode; its LM head is not run.
+        sequences: B arrays of token ids, int32 [n_tokens].
+        spec: what to keep.
+        dtype: dtype in which activations are kept.
+
+    Returns:
+        The activations, equal to those of each sequence alone up to rounding.
+    """
+    n_tokens = tuple(len(sequence) for sequence in sequences)
+    width = max(n_tokens)
+    # Repeating a sequence's own last token keeps the pad token, and warnings about it, out of the batch.
+    padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
+    input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
+    valid = torch.arange(width, device=model.device) < torch.tensor(n_tokens, device=model.device)[:, None]  # [B, T]
+    cache = new_cache() if spec.kv else None
+    fields: dict[str, Tensor] = {}
+    with torch.inference_mode(), _keep_layer_outputs(model, spec.layers) as outputs:
+        last = model.model(input_ids=input_ids, past_key_values=cache, use_cache=spec.kv).last_hidden_state
+        if cache is not None:
+            keys, values = cache_layers(cache)
+            packed = pack_kv([key.to(dtype) for key in keys], [value.to(dtype) for value in values])  # [B, T, L, D]
+            fields["kv"] = packed.unflatten(-1, (keys[0].shape[1], 2, -1))  # [B, T, L, H_kv, 2, d]
+        if spec.last:
+            fields["hidden/last"] = last.to(dtype)
+        for layer in spec.layers:
+            fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
+        finite = {name: _finite_rows(values, valid) for name, values in fields.items()}
+    return Capture(n_tokens, fields, finite)
+
+
+@contextmanager
+def _keep_layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs of decoder layers, before any final norm, while the context is open."""
+    outputs: dict[int, Tensor] = {}
+
+    def keeper(layer: int) -> Any:
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            outputs[layer] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    handles = [model.model.layers[layer].register_forward_hook(keeper(layer)) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite_rows(values: Tensor, valid: Tensor) -> Tensor:
+    """Whether the valid tokens of each sequence, and layer where there are several, are finite: bool [B, L or 1]."""
+    n_layers = values.shape[2] if values.dim() > 3 else 1
+    # x * 0 is NaN exactly where x is not finite, and a sum keeps it: two cheap passes without a large bool array.
+    probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)  # [B, T, L]
+    return (torch.isfinite(probe) | ~valid[..., None]).all(1)
+
+
+_STREAMS: dict[torch.device, Any] = {}
+
+
+def _copy_stream(device: torch.device) -> Any:
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]

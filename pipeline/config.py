@@ -1,0 +1,148 @@
+"""Configuration of `moa-data extract` and the names of activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+COMPUTE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+STORAGE_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class ExtractConfig:
+    """What to extract, from which target and data, to where."""
+
+    model: str
+    """The target: a folder in Hugging Face layout, or a hub id."""
+    dataset: str
+    """Chats: a hub id, a jsonl/json/parquet/arrow file, or a folder of them."""
+    out: str
+    """Folder of the store; the same command run again goes on where it stopped."""
+    split: str = "train_sft"
+    """Split of the dataset; in a local folder it selects the files named after it, where there are any."""
+    max_sequences: int | None = None
+    """Stop after this many usable sequences, in the dataset's order; default: all."""
+    max_length: int = 2048
+    """Longest sequence in tokens; longer ones are cut, tokens and mask together."""
+    activations: tuple[str, ...] = ("kv", "hidden:last")
+    """What to store: kv, hidden:last (after the final norm), hidden:layer:K (output of decoder layer K, from 0)."""
+    target_layers: int = 0
+    """Decoder layers kept for Target Layer Inference; the hidden state that enters them is stored too."""
+    dtype: str = "bfloat16"
+    """Dtype in which activations are stored, and computed on an accelerator."""
+    compute_dtype: str = "auto"
+    """Dtype of the forward; auto is `dtype` on an accelerator and float32 on a CPU, where bfloat16 is slow."""
+    device: str = "auto"
+    """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
+    codec: str = "lossless"
+    """Codec of the activations."""
+    part_tokens: int = 65_536
+    """Tokens per part, the unit of work, resume and loss."""
+    batch_tokens: int = 16_384
+    """Tokens per forward, padding included."""
+    max_rejected_fraction: float = 0.05
+    """Fail when more than this fraction of the rows cannot be used."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot be used, one line each; empty when all are good."""
+        found = []
+        for name in ("max_length", "part_tokens", "batch_tokens"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.max_sequences is not None and self.max_sequences < 1:
+            found.append(f"max_sequences is {self.max_sequences}, expected at least 1 (leave it out for all)")
+        if self.target_layers < 0:
+            found.append(f"target_layers is {self.target_layers}, expected 0 or more")
+        if not 0.0 <= self.max_rejected_fraction <= 1.0:
+            found.append(f"max_rejected_fraction is {self.max_rejected_fraction}, expected 0 to 1")
+        if self.dtype not in STORAGE_DTYPES:
+            found.append(f"dtype is {self.dtype!r}, expected one of {', '.join(STORAGE_DTYPES)}")
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            found.append(f"compute_dtype is {self.compute_dtype!r}, expected one of {', '.join(COMPUTE_DTYPES)}")
+        if not self.activations:
+            found.append("activations is empty, expected for example kv,hidden:last")
+        return found
+
+    def check(self) -> None:
+        """Refuse unusable values.
+
+        Raises:
+            ConfigError: with all problems in one line.
+        """
+        found = self.problems()
+        if found:
+            raise ConfigError("Unusable configuration: " + "; ".join(found) + ".")
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Which activations a forward gives, with layers counted from 0.
+
+    Attributes:
+        kv: whether the keys and values of all layers are stored.
+        last: whether the hidden state after the final norm is stored.
+        layers: decoder layers whose output is stored, ascending, without repeats.
+    """
+
+    kv: bool
+    last: bool
+    layers: tuple[int, ...]
+
+    @property
+    def hidden_fields(self) -> tuple[str, ...]:
+        """Store fields of the hidden states, `hidden/last` first."""
+        names = ("hidden/last",) if self.last else ()
+        return names + tuple(f"hidden/layer_{layer}" for layer in self.layers)
+
+
+def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int) -> ActivationSpec:
+    """Read names of activations against a target of `n_layers` decoder layers.
+
+    Args:
+        names: kv, hidden:last or hidden:layer:K; a negative K counts from the end.
+        target_layers: decoder layers kept in the bundle; the state that enters them is added.
+        n_layers: decoder layers of the target.
+
+    Returns:
+        The specification, negative layers resolved.
+
+    Raises:
+        ConfigError: unknown name, or a layer that the target does not have.
+    """
+    kv = last = False
+    layers: set[int] = set()
+    for name in (name.strip() for name in names):
+        if name == "kv":
+            kv = True
+        elif name == "hidden:last":
+            last = True
+        elif name.startswith("hidden:layer:"):
+            layers.add(_layer_index(name, n_layers))
+        else:
+            raise ConfigError(
+                f"Unknown activation {name!r}: expected kv, hidden:last or hidden:layer:K. Mend --activations."
+            )
+    if target_layers > n_layers:
+        raise ConfigError(
+            f"target_layers is {target_layers}, but the target has {n_layers} decoder layers. Lower --target-layers."
+        )
+    if 0 < target_layers < n_layers:
+        layers.add(n_layers - 1 - target_layers)
+    return ActivationSpec(kv=kv, last=last, layers=tuple(sorted(layers)))
+
+
+def _layer_index(name: str, n_layers: int) -> int:
+    text = name.removeprefix("hidden:layer:")
+    try:
+        layer = int(text)
+    except ValueError:
+        raise ConfigError(
+            f"Activation {name!r}: {text!r} is no layer number. Write for example hidden:layer:6."
+        ) from None
+    if not -n_layers <= layer < n_layers:
+        raise ConfigError(
+            f"Activation {name!r}: the target has {n_layers} decoder layers, 0 to {n_layers - 1}. Choose one of them."
+        )
+    return layer % n_layers

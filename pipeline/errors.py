@@ -1,0 +1,37 @@
+"""Errors of the extraction stage; every message says what was wrong and what to do next."""
+
+
+class PipelineError(Exception):
+    """Something the user can mend kept the extraction from running."""
+
+
+class ConfigError(PipelineError, ValueError):
+    """A field of the extraction's configuration has a value that cannot be used."""
+
+
+class DatasetError(PipelineError, ValueError):
+    """The dataset cannot be read, or holds nothing that can be used."""
+
+
+class TooManyRejected(DatasetError):
+    """More rows were rejected than `max_rejected_fraction` allows."""
+
+
+class TemplateError(PipelineError, ValueError):
+    """The tokenizer has no chat template, or one that cannot be used."""
+
+
+class SequenceTooLong(PipelineError, ValueError):
+    """A sequence has more tokens than the target has positions."""
+
+
+class NonFiniteActivation(PipelineError, ValueError):
+    """The target produced NaN or infinity."""
+
+
+class NotEnoughDisk(PipelineError, OSError):
+    """The disk cannot hold what the plan would write."""
+
+
+class ExtractionInterrupted(PipelineError):
+    """Ctrl-C: the part in flight was discarded, everything committed stays."""

@@ -1,0 +1,315 @@
+"""Run the target over every pending part of the plan and write the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..moa.bundle import save_target_bundle
+from ..moa.target import Target, load_target_config, load_target_model
+from ..storage.commit import commit_path, read_part_commit
+from ..storage.writer import StoreWriter
+from .background import BackgroundWriter, PartTasks
+from .capture import capture
+from .chats import Progress
+from .config import ExtractConfig
+from .errors import ExtractionInterrupted
+from .plan import ExtractPlan, build_plan, format_bytes, format_hours
+
+
+@dataclass
+class Timings:
+    """Where a run's time went.
+
+    Attributes:
+        forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
+        wait_s: seconds in which the next forward waited for the writer.
+        extract_s: seconds from the first forward to the last commit.
+        wall_s: seconds of the whole run.
+        n_tokens: tokens of this run.
+        n_padded_tokens: tokens of its batches, padding included.
+        n_before_tokens: tokens that earlier runs had committed.
+    """
+
+    forward_s: float = 0.0
+    wait_s: float = 0.0
+    extract_s: float = 0.0
+    wall_s: float = 0.0
+    n_tokens: int = 0
+    n_padded_tokens: int = 0
+    n_before_tokens: int = 0
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of padding in what the target computed."""
+        return 1.0 - self.n_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens stored per second, from the first forward to the last commit."""
+        return self.n_tokens / self.extract_s if self.extract_s else 0.0
+
+
+@dataclass(frozen=True)
+class ExtractReport:
+    """What an extraction did.
+
+    Attributes:
+        store: the store's folder.
+        n_sequences: sequences of the whole store.
+        n_tokens: tokens of the whole store.
+        n_parts: parts of the whole store.
+        n_parts_done: parts written by this run.
+        raw_bytes: bytes of all activations before compression.
+        stored_bytes: bytes of all parts on disk.
+        rejections: reason -> rows that gave no sequence.
+        rejection_lines: the same as text, with examples.
+        n_rows: rows read.
+        n_duplicates: rows whose sequence was there already.
+        timings: of this run.
+    """
+
+    store: Path
+    n_sequences: int
+    n_tokens: int
+    n_parts: int
+    n_parts_done: int
+    raw_bytes: int
+    stored_bytes: int
+    rejections: Mapping[str, int]
+    rejection_lines: list[str]
+    n_rows: int
+    n_duplicates: int
+    timings: Timings = field(repr=False)
+
+    def describe(self) -> str:
+        """The report as text for people."""
+        t = self.timings
+        lines = [
+            f"store        {self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens, "
+            f"{self.n_parts:,} parts",
+            f"size         {format_bytes(self.stored_bytes)}, {self.stored_bytes / self.raw_bytes:.3f} of "
+            f"{format_bytes(self.raw_bytes)} raw, {self.stored_bytes / self.n_tokens:,.0f} bytes per token",
+            f"rejected     {sum(self.rejections.values()):,} of {self.n_rows:,} rows, {self.n_duplicates:,} duplicates "
+            "left out" + "".join("\n" + line for line in self.rejection_lines),
+        ]
+        if not self.n_parts_done:
+            return "\n".join([*lines, "this run     nothing to do, every part was there"])
+        lines.append(
+            f"this run     {self.n_parts_done:,} parts, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
+            f"({t.tokens_per_s:,.0f} tokens/s); forwards {format_hours(t.forward_s)}, waiting for the writer "
+            f"{format_hours(t.wait_s)}, padding {t.padding_fraction:.1%}"
+        )
+        return "\n".join(lines)
+
+
+def extract(
+    config: ExtractConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> ExtractReport:
+    """Extract activations to a store, or go on where an earlier run stopped.
+
+    Args:
+        config: what to extract.
+        progress: called with (done, total, message): chats while tokenising, then tokens.
+        provenance: command, versions and the like, recorded in the store's runs/.
+
+    Returns:
+        What was done.
+
+    Raises:
+        PipelineError: the input cannot be used, or ExtractionInterrupted after Ctrl-C.
+        StoreError: the output folder cannot be used, or the store was made from other inputs.
+        TargetError: the target cannot be loaded.
+    """
+    start = time.perf_counter()
+    timings = Timings()
+    try:
+        plan = build_plan(config, progress, with_weights=True)
+    except KeyboardInterrupt as error:
+        raise ExtractionInterrupted(
+            "Interrupted while planning; nothing was written. Run the same command again to start."
+        ) from error
+    plan.check_disk()
+    with StoreWriter.create_or_resume(Path(config.out).expanduser(), plan.manifest, plan.table) as store:
+        pending = store.pending_parts()
+        try:
+            if pending or not store.has_target:
+                _extract_pending(plan, store, timings, progress)
+        except KeyboardInterrupt as error:
+            n_done = store.n_parts - len(store.pending_parts())
+            raise ExtractionInterrupted(
+                f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
+                f"{store.path}. Run the same command again to go on."
+            ) from error
+        timings.wall_s = time.perf_counter() - start
+        report = _report(plan, store, len(pending), timings)
+        store.record_run(_run_record(plan, report, provenance))
+    return report
+
+
+def _extract_pending(plan: ExtractPlan, store: StoreWriter, timings: Timings, progress: Progress | None) -> None:
+    target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
+    if not store.has_target:
+        _save_bundle(plan, store, target)
+    start = time.perf_counter()
+    writer = BackgroundWriter()
+    pending = store.pending_parts()
+    is_done = np.isin(store.plan["part"].to_numpy(), pending, invert=True)
+    timings.n_before_tokens = int(store.plan["n_tokens"].to_numpy()[is_done].sum(dtype=np.int64))
+    open_parts: list[PartTasks] = []
+    try:
+        for part in pending:
+            tasks = PartTasks(store, part)
+            open_parts = [*open_parts[-1:], tasks]  # the part before may still be on its way to the disk
+            writer.submit(tasks.open)
+            for batch in batches(store.part_sequences(part), plan.config.batch_tokens):
+                _run_batch(plan, target, batch, tasks, writer, timings)
+                _report_progress(plan, store, timings, start, progress)
+            writer.submit(tasks.commit)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        for tasks in open_parts:
+            tasks.discard()
+        raise
+    finally:
+        timings.extract_s = time.perf_counter() - start
+
+
+def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
+    """Cut the sequences of a part, longest first, into batches.
+
+    Args:
+        sequences: rows of the plan in its order.
+        batch_tokens: most tokens per batch, padding included; a longer sequence makes a batch of its own.
+
+    Yields:
+        Consecutive rows.
+    """
+    lengths = sequences["n_tokens"].to_numpy()
+    start = 0
+    while start < len(lengths):
+        count = max(1, batch_tokens // int(lengths[start]))
+        yield sequences.slice(start, count)
+        start += count
+
+
+def _run_batch(
+    plan: ExtractPlan,
+    target: Target,
+    batch: pa.Table,
+    tasks: PartTasks,
+    writer: BackgroundWriter,
+    timings: Timings,
+) -> None:
+    ids = batch["sequence_id"].to_pylist()
+    first_tokens = batch["first_token"].to_pylist()
+    names = [
+        f"{sequence_id[:12]} (row {row} of the dataset)"
+        for sequence_id, row in zip(ids, batch["source_row"].to_pylist(), strict=True)
+    ]
+    texts = [(plan.sequences.tokens(key), plan.sequences.response_mask(key)) for key in ids]
+    watch = _Stopwatch(target.device)
+    captured = capture(target.model, [tokens for tokens, _ in texts], plan.spec, getattr(torch, plan.config.dtype))
+    watch.stop()
+    copied = captured.to_host()
+
+    def write() -> None:
+        tasks.write(copied, first_tokens, texts, names)
+        timings.forward_s += watch.seconds()
+
+    waiting = time.perf_counter()
+    writer.submit(write)
+    timings.wait_s += time.perf_counter() - waiting
+    timings.n_tokens += sum(captured.n_tokens)
+    timings.n_padded_tokens += len(ids) * max(captured.n_tokens)
+
+
+class _Stopwatch:
+    """Seconds of work on a device; a GPU is asked only after the work is known to be done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._start = self._mark()
+        self._stop = self._start
+
+    def stop(self) -> None:
+        self._stop = self._mark()
+
+    def seconds(self) -> float:
+        if not self._on_gpu:
+            return float(self._stop - self._start)
+        self._stop.synchronize()
+        return float(self._start.elapsed_time(self._stop)) / 1000
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _save_bundle(plan: ExtractPlan, store: StoreWriter, target: Target) -> None:
+    """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
+    own_dtype = getattr(load_target_config(plan.folder), "dtype", None) or torch.float32
+    model: Any = target.model
+    if model.dtype != own_dtype:
+        model = load_target_model(plan.folder, own_dtype, "cpu")
+    with store.target() as folder:
+        save_target_bundle(model, target.tokenizer, folder, plan.config.target_layers)
+
+
+def _report_progress(
+    plan: ExtractPlan, store: StoreWriter, timings: Timings, start: float, progress: Progress | None
+) -> None:
+    if progress is None:
+        return
+    n_done = store.n_parts - len(store.pending_parts())
+    rate = timings.n_tokens / (time.perf_counter() - start)
+    done = timings.n_before_tokens + timings.n_tokens
+    progress(done, plan.n_tokens, f"extract {n_done}/{store.n_parts} parts, {rate:,.0f} tok/s")
+
+
+def _report(plan: ExtractPlan, store: StoreWriter, n_parts_done: int, timings: Timings) -> ExtractReport:
+    stored = sum(read_part_commit(commit_path(store.path, part)).stored_bytes for part in range(store.n_parts))
+    return ExtractReport(
+        store=store.path,
+        n_sequences=plan.n_sequences,
+        n_tokens=plan.n_tokens,
+        n_parts=store.n_parts,
+        n_parts_done=n_parts_done,
+        raw_bytes=sum(plan.raw_bytes.values()),
+        stored_bytes=stored,
+        rejections=dict(plan.sequences.rejections),
+        rejection_lines=plan.sequences.rejection_lines(),
+        n_rows=plan.sequences.n_rows,
+        n_duplicates=plan.sequences.n_duplicates,
+        timings=timings,
+    )
+
+
+def _run_record(plan: ExtractPlan, report: ExtractReport, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What runs/ keeps: everything that may differ between runs that give equal data."""
+    timings = report.timings
+    return {
+        "config": dataclasses.asdict(plan.config),
+        "provenance": dict(provenance or {}),
+        "n_parts_done": report.n_parts_done,
+        "rejections": dict(report.rejections),
+        "rejection_examples": plan.sequences.examples,
+        "n_rows": report.n_rows,
+        "n_duplicates": report.n_duplicates,
+        "n_truncated": plan.sequences.n_truncated,
+        "timings": dataclasses.asdict(timings)
+        | {"padding_fraction": timings.padding_fraction, "tokens_per_s": timings.tokens_per_s},
+        "plan": {"expected_bytes": plan.stored_bytes, "expected_forward_s": plan.forward_s},
+    }
