@@ -1,8 +1,8 @@
 """Greedy decoding: plain, and speculative with a chain of drafts (Algorithm 1 of the paper).
 
 A round: the drafter proposes up to ``draft_length`` tokens after the root (the last committed token, which has no
-target KV yet); one target call verifies root and drafts; the drafts that equal the target's argmax are committed together with
-the target's next token (the bonus). Everything beyond is rolled back.
+target KV yet); one target call verifies root and drafts; those that equal the target's argmax are committed
+together with the target's next token (the bonus). Everything beyond is rolled back.
 
 Acceptance length = tokens committed per target call, bonus included; the prefill is not counted.
 """

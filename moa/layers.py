@@ -70,9 +70,10 @@ class Rotary(nn.Module):
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
-        """Move with the module but stay float32."""
+        """Move with the module, but keep the float32 values."""
+        exact = self.inv_freq
         super()._apply(fn, recurse)
-        self.inv_freq = self.inv_freq.float()
+        self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
 

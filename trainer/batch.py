@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target width.
 """
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Batch:
 
 
 def _move(item: Any, device: torch.device, **kwargs: Any) -> Any:
-    assert is_dataclass(item)
     values = {entry.name: getattr(item, entry.name) for entry in fields(item)}
-    moved = {name: v.to(device, **kwargs) if isinstance(v, Tensor) else v for name, v in values.items()}
-    return type(item)(**moved)
+    moved = {name: v.to(device, **kwargs) for name, v in values.items() if isinstance(v, Tensor)}
+    return replace(item, **moved)

@@ -100,5 +100,5 @@ PRESETS: dict[str, dict[str, Any]] = {
         "validate_every": 100,
     },
 }
-"""Named starting points: ``paper`` for 7B-class targets (Table 6), ``small`` for targets of some million parameters, whose
-short runs need a higher rate that decays over the whole run."""
+"""Named starting points: ``paper`` for 7B-class targets (Table 6), ``small`` for targets of some million parameters,
+whose short runs need a higher rate that decays over the whole run."""

@@ -94,7 +94,7 @@ class DrafterModule(L.LightningModule):
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1, sync_dist=True)
         self.log("val_AL", metrics["expected_acceptance_length"], prog_bar=True, logger=False, batch_size=1)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW (betas 0.9, 0.95; eps 1e-8) with the zero-peak-constant schedule."""
         config = self.config
         optimizer = torch.optim.AdamW(

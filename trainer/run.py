@@ -26,8 +26,18 @@ from .errors import RunExists, TrainingError, TrainingInterrupted
 from .module import DrafterModule
 
 _FREE_TO_CHANGE = frozenset(
-    "store out resume stop_after_steps devices accelerator reader_threads prefetch_batches log_every "
-    "checkpoint_every".split()
+    {
+        "store",
+        "out",
+        "resume",
+        "stop_after_steps",
+        "devices",
+        "accelerator",
+        "reader_threads",
+        "prefetch_batches",
+        "log_every",
+        "checkpoint_every",
+    }
 )
 
 

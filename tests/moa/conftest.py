@@ -1,0 +1,62 @@
+"""Tiny targets of every supported family, and drafters for them; everything random and in memory."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from moa_data.moa.config import DrafterConfig
+from moa_data.moa.model import MoADrafter
+from moa_data.moa.target import Target
+
+SIZES = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "vocab_size": 67,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.15,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 8, "head_dim": 12}),
+}
+
+
+def build_model(family="llama", seed=0, **overrides):
+    """A random causal LM in float32; biases and norms are random too, so that none is forgotten unseen."""
+    config_class, model_class, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(SIZES | extra | overrides))).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    return model
+
+
+def build_drafter(model, n_target_layers=0, seed=1, **sizes):
+    config = DrafterConfig.from_target(model.config, target_layer_inference=n_target_layers, **sizes)
+    drafter = MoADrafter(config)
+    drafter.initialize(torch.Generator().manual_seed(seed), std=0.15)
+    return drafter.eval()
+
+
+@pytest.fixture
+def target():
+    return Target(build_model())

@@ -1,0 +1,76 @@
+"""Both checkpoint layouts round-trip, and a wrong key, shape or target is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moa_data.moa.checkpoint import check_drafter_matches, load_drafter, save_drafter, save_official
+from moa_data.moa.errors import CheckpointError, TargetMismatch
+from moa_data.moa.target import Target
+
+from .conftest import build_drafter, build_model
+
+
+def same_weights(one, other):
+    return one.state_dict().keys() == other.state_dict().keys() and all(
+        torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
+    )
+
+
+def test_own_layout_keeps_sizes_identity_and_target_layers(tmp_path):
+    drafter = build_drafter(build_model(), 2, target={"weights_sha256": "ab"})
+    save_drafter(drafter, tmp_path / "drafter")
+    for folder in (tmp_path / "drafter", tmp_path):
+        again = load_drafter(folder)
+        assert again.config == drafter.config
+        assert same_weights(again, drafter)
+
+
+@pytest.mark.parametrize(("family", "n_keys"), [("llama", 29), ("qwen2", 35)])
+def test_official_layout(tmp_path, family, n_keys):
+    model = build_model(family)
+    drafter = build_drafter(model)
+    save_official(drafter, tmp_path, model.config)
+    keys = set(load_file(tmp_path / "model.safetensors"))
+    assert len(keys) == n_keys
+    assert {"Ekv2E.weight", "Ekv2E.bias", "layer_self_attention.mlp.up_proj.weight"} <= keys
+    again = load_drafter(tmp_path)
+    assert same_weights(again, drafter)
+    assert again.config == drafter.config
+
+
+def test_strict_keys_and_shapes(tmp_path):
+    drafter = build_drafter(build_model())
+    save_drafter(drafter, tmp_path)
+    weights = load_file(tmp_path / "drafter.safetensors")
+    for change, message in (
+        (lambda w: w.pop("kv_to_hidden.bias"), "missing key kv_to_hidden.bias"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unexpected key extra"),
+        (lambda w: w.update({"kv_to_hidden.bias": torch.zeros(2)}), r"has shape \(2,\), expected \(48,\)"),
+    ):
+        changed = dict(weights)
+        change(changed)
+        save_file(changed, tmp_path / "drafter.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(tmp_path)
+    (tmp_path / "drafter.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        load_drafter(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no drafter"):
+        load_drafter(tmp_path / "nowhere")
+    (tmp_path / "drafter.json").write_text(json.dumps({"hidden": 1}))
+    with pytest.raises(Exception, match="unknown keys hidden"):
+        load_drafter(tmp_path)
+
+
+def test_another_target_is_refused(tmp_path):
+    model = build_model()
+    target = Target(model)
+    target._identity = {"weights_sha256": "cd" * 32}
+    check_drafter_matches(build_drafter(model, target={"weights_sha256": "cd" * 32}), target)
+    with pytest.raises(TargetMismatch, match="weights efefefefefef, this one has cdcdcdcdcdcd"):
+        check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)
+    with pytest.raises(TargetMismatch, match="vocab_size 67, this target has 80"):
+        check_drafter_matches(build_drafter(model), Target(build_model(vocab_size=80)))

@@ -1,0 +1,125 @@
+"""The one decoder block equals the decoder layer of every supported family, and incremental use equals whole use."""
+
+import pytest
+import torch
+
+from moa_data.moa import kv_layout
+from moa_data.moa.bundle import FrozenTarget, layer_sizes, save_target_bundle
+from moa_data.moa.errors import DrafterError, TargetError
+from moa_data.moa.layers import KVBuffer, Rotary
+
+from .conftest import FAMILIES, build_model
+
+
+class NoTokenizer:
+    def save_pretrained(self, path):
+        """Nothing to save."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_layers_equal_the_target(family):
+    model = build_model(family)
+    tokens = torch.randint(0, 67, (2, 20))
+    states = {}
+    hooks = [
+        layer.register_forward_hook(lambda _m, _a, out, i=i: states.__setitem__(i, out))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    out = model(tokens)
+    for hook in hooks:
+        hook.remove()
+    frozen = FrozenTarget.from_model(model, n_layers=2)
+    x, positions = states[1], torch.arange(20)[None]
+    mask = positions[:, None, :] <= positions[:, :, None]
+    if frozen.sliding_window is not None:
+        assert family == "mistral"
+        mask = mask & (positions[:, :, None] - positions[:, None, :] < frozen.sliding_window)
+    for layer in frozen.blocks:
+        x = layer.attend_self(x, frozen.rotary(positions), mask)
+    torch.testing.assert_close(x, states[3], rtol=0, atol=2e-5)
+    torch.testing.assert_close(frozen.logits(frozen.norm(x)), out.logits, rtol=0, atol=5e-5)
+
+
+def test_attend_self_equals_forward_on_own_keys_in_value_and_gradient():
+    block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
+    rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
+    mask = torch.ones(7, 7).tril().bool()[None]
+    x = torch.randn(2, 7, 48, requires_grad=True)
+    whole = block.attend_self(x, rotation, mask)
+    (grad_whole,) = torch.autograd.grad(whole.square().sum(), x)
+    parts = block(x, rotation, *block.keys_values(x, rotation), mask)
+    (grad_parts,) = torch.autograd.grad(parts.square().sum(), x)
+    torch.testing.assert_close(whole, parts)
+    torch.testing.assert_close(grad_whole, grad_parts)
+
+
+def test_incremental_use_equals_whole_use():
+    block = FrozenTarget.from_model(build_model(), 1).blocks[0]
+    rotary, x = Rotary(12, {"rope_theta": 1e4}, 96), torch.randn(1, 9, 48)
+    whole = block.attend_self(x, rotary(torch.arange(9)[None]), torch.ones(9, 9).tril().bool()[None])
+    buffer = KVBuffer(initial_capacity=2)
+    for position in range(9):
+        rotation, row = rotary(torch.tensor([[position]])), x[:, position : position + 1]
+        out = block(row, rotation, *buffer.append(*block.keys_values(row, rotation)), None)
+        torch.testing.assert_close(out, whole[:, position : position + 1], rtol=0, atol=1e-5)
+
+
+def test_kv_buffer_grows_and_crops():
+    buffer = KVBuffer(initial_capacity=1)
+    with pytest.raises(DrafterError, match="empty"):
+        buffer.view()
+    first = torch.arange(6.0).view(1, 1, 3, 2)
+    buffer.append(first, -first)
+    buffer.crop(1)
+    keys, values = buffer.append(first[:, :, :2] + 10, first[:, :, :2])
+    assert keys[0, 0, :, 0].tolist() == [0, 10, 12]
+    assert values[0, 0, :, 1].tolist() == [-1, 1, 3]
+
+
+def test_rotary_stays_float32_and_uses_theta():
+    rotary = Rotary(8, {"rope_theta": 5e4, "rope_type": "default"}, 64).to(torch.bfloat16)
+    assert rotary.inv_freq.dtype == torch.float32
+    torch.testing.assert_close(rotary.inv_freq, 5e4 ** (-torch.arange(0, 8, 2) / 8))
+    with pytest.raises(DrafterError, match="even head dim"):
+        Rotary(5, {"rope_theta": 1e4}, 64)
+    with pytest.raises(DrafterError, match="changes with the length"):
+        Rotary(8, {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, 64)
+
+
+def test_llama3_rope_scaling_reaches_the_frozen_layers():
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    model = build_model(rope_parameters=rope)
+    torch.testing.assert_close(FrozenTarget.from_model(model).rotary.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cache_packing_round_trips(family):
+    model, cache = build_model(family), kv_layout.new_cache()
+    model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
+    assert kv_layout.cache_length(cache) == 20, "sliding windows must not drop keys"
+    packed = kv_layout.cache_kv(cache, 3, 11)
+    keys, values = kv_layout.cache_layers(cache)
+    for layer in range(4):
+        k, v = kv_layout.unpack_kv(packed[:, :, layer], 2)
+        assert torch.equal(k, keys[layer][:, :, 3:11])
+        assert torch.equal(v, values[layer][:, :, 3:11])
+    kv_layout.crop_cache(cache, 5)
+    assert kv_layout.cache_length(cache) == 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bundle_round_trip(family, tmp_path):
+    model = build_model(family)
+    save_target_bundle(model, NoTokenizer(), tmp_path, 2)
+    frozen = FrozenTarget.load(tmp_path, n_layers=2)
+    live = FrozenTarget.from_model(model, n_layers=2)
+    assert frozen.state_dict().keys() == live.state_dict().keys()
+    for name, value in live.state_dict().items():
+        assert torch.equal(frozen.state_dict()[name], value), name
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert layer_sizes(frozen.config) == layer_sizes(model.config)
+    with pytest.raises(TargetError, match="holds 2 decoder layers, 3 are needed"):
+        FrozenTarget.load(tmp_path, n_layers=3)
+    with pytest.raises(TargetError, match=r"no frozen\.safetensors"):
+        FrozenTarget.load(tmp_path / "elsewhere")

@@ -1,0 +1,166 @@
+"""Training and decoding compute the same, with and without target layer inference; fast paths equal plain ones."""
+
+import pytest
+import torch
+
+from moa_data.moa import kv_layout, masks
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.moa.config import DrafterConfig
+from moa_data.moa.errors import DrafterError
+from moa_data.moa.model import DraftState
+from moa_data.moa.objective import Draws, TrainingInputs, loss_queries, moa_objective
+
+from .conftest import FAMILIES, build_drafter, build_model
+
+
+def activations(model, tokens):
+    """Packed KV, hidden state after the norm, and outputs of each decoder layer."""
+    cache, states = kv_layout.new_cache(), []
+    hooks = [layer.register_forward_hook(lambda _m, _a, out: states.append(out)) for layer in model.model.layers]
+    hidden = model.model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return kv_layout.cache_kv(cache, 0, tokens.shape[1]), hidden, states
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n_target_layers", [0, 1, 3])
+@torch.no_grad()
+def test_teacher_forced_features_equal_draft_steps(family, n_target_layers):
+    model = build_model(family)
+    drafter = build_drafter(model, n_target_layers)
+    frozen = FrozenTarget.from_model(model, n_target_layers)
+    tokens = torch.randint(4, 67, (1, 30))
+    kv, _, _ = activations(model, tokens)
+    response = (torch.arange(30) >= 11)[None]
+    drafted = masks.drafted_positions(response, torch.tensor([6]), torch.tensor([2]))
+    no_staircase = torch.zeros(1, dtype=torch.bool)
+    trained = drafter(frozen, tokens, kv, drafted, no_staircase).features
+
+    context = masks.last_context(drafted)[0].tolist()
+    state = DraftState()
+    for position in range(11, 30):
+        n_verified = context[position] + 1
+        if not drafted[0, position]:
+            continue
+        if state.memory.length < n_verified:
+            drafter.extend_memory(state, kv[:, state.memory.length : n_verified])
+            drafter.begin_round(state, n_verified)
+        layers = [kv_layout.unpack_kv(kv[:, :n_verified, 4 - n_target_layers + i], 2) for i in range(n_target_layers)]
+        fresh = tokens[:, state.self_attention.length : position + 1]
+        stepped = drafter.step(state, frozen, fresh, layers or None)
+        torch.testing.assert_close(stepped[:, 0], trained[:, position], rtol=0, atol=2e-5)
+
+
+def inputs_for(model, n_target_layers, lengths=(30, 22)):
+    tokens = torch.randint(4, 67, (len(lengths), max(lengths)))
+    kv, hidden, states = activations(model, tokens)
+    response = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        response[row, 7:length] = True
+    entering = states[3 - n_target_layers] if n_target_layers else None
+    return TrainingInputs(tokens, response, kv, hidden, entering)
+
+
+@pytest.mark.parametrize("n_target_layers", [0, 2])
+def test_loss_on_gathered_positions_equals_all_positions(n_target_layers):
+    """The packed queries of the default objective give the loss and gradients of computing every position."""
+    model = build_model()
+    drafter, frozen = build_drafter(model, n_target_layers), FrozenTarget.from_model(model, n_target_layers)
+    inputs = inputs_for(model, n_target_layers)
+    draws = Draws(torch.tensor([5, 7]), torch.tensor([True, False]), torch.tensor([1, 0]))
+    terms, _ = moa_objective(drafter, frozen, inputs, draws)
+    packed = torch.autograd.grad(terms.total, list(drafter.parameters()))
+
+    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+    out = drafter(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows)
+    from moa_data.moa.losses import feature_loss, forward_kl
+
+    n = drafted.sum() + 1e-5
+    kl = (forward_kl(frozen.logits(out.features), frozen.logits(inputs.hidden)) * drafted).sum() / n
+    feature = (feature_loss(out.features, inputs.hidden) * drafted).sum() / n
+    total = 0.1 * kl + feature
+    if n_target_layers:
+        entering = (feature_loss(out.cross_attention, inputs.entering_hidden) * drafted).sum() / n
+        total = 0.1 * kl + 0.5 * feature + 0.5 * entering
+    plain = torch.autograd.grad(total, list(drafter.parameters()))
+    torch.testing.assert_close(terms.total, total)
+    for got, expected in zip(packed, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item() + 1e-9)
+
+
+def test_gradient_is_zero_exactly_off_the_loss_positions():
+    model = build_model()
+    drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)
+    inputs = inputs_for(model, 0)
+    draws = Draws(torch.tensor([5, 7]), torch.zeros(2, dtype=torch.bool))
+    inputs.hidden = inputs.hidden.clone().requires_grad_(True)
+    terms, _ = moa_objective(drafter, frozen, inputs, draws)
+    (grad,) = torch.autograd.grad(terms.feature, inputs.hidden)
+    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound)
+    assert torch.equal(grad.abs().sum(-1) > 0, drafted)
+    assert terms.n_positions == int(drafted.sum())
+
+
+def test_padding_and_batching_change_nothing():
+    model = build_model()
+    drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)
+    inputs = inputs_for(model, 0)
+    bound, offset = torch.tensor([5, 7]), torch.tensor([1, 3])
+    stairs = torch.tensor([False, True])
+    both, _ = moa_objective(drafter, frozen, inputs, Draws(bound, stairs, offset), denominator=1.0)
+    alone = []
+    for row, length in enumerate((30, 22)):
+        one = slice(row, row + 1)
+        cut = TrainingInputs(
+            inputs.tokens[one, :length], inputs.response_mask[one, :length], inputs.kv[one, :length],
+            inputs.hidden[one, :length],
+        )  # fmt: skip
+        terms, _ = moa_objective(drafter, frozen, cut, Draws(bound[one], stairs[one], offset[one]), denominator=1.0)
+        alone.append(terms.total)
+    torch.testing.assert_close(both.total, sum(alone), rtol=1e-5, atol=1e-4)
+
+
+def test_official_form_puts_loss_on_context_positions_too():
+    model = build_model()
+    drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)
+    inputs, draws = inputs_for(model, 0), Draws(torch.tensor([5, 7]), torch.zeros(2, dtype=torch.bool))
+    assert moa_objective(drafter, frozen, inputs, draws, official=True)[0].n_positions == (30 - 7) + (22 - 7)
+
+
+def test_target_layer_inference_needs_its_hidden_state():
+    model = build_model()
+    drafter, frozen = build_drafter(model, 1), FrozenTarget.from_model(model, 1)
+    draws = Draws(None, torch.zeros(2, dtype=torch.bool))
+    with pytest.raises(DrafterError, match="hidden state after layer 2"):
+        moa_objective(drafter, frozen, inputs_for(model, 0), draws)
+
+
+def test_initial_norms():
+    model = build_model()
+    ours = build_drafter(model).self_attention.input_layernorm.weight
+    assert torch.equal(ours, torch.ones_like(ours))
+    drafter = build_drafter(model)
+    drafter.initialize(torch.Generator().manual_seed(0), official=True)
+    weight = drafter.self_attention.input_layernorm.weight
+    assert abs(weight.mean().item()) < 0.02
+    assert 0.01 < weight.std().item() < 0.04
+
+
+def test_sizes_are_checked_together():
+    config = build_model().config
+    with pytest.raises(DrafterError, match=r"must divide the 4 query heads.*layer_attention_heads"):
+        DrafterConfig.from_target(config, self_attention_kv_heads=3, layer_attention_kv_heads=7)
+    with pytest.raises(DrafterError, match=r"layer_attention_heads \(5\) must divide the KV width 48; try 4"):
+        DrafterConfig.from_target(config, layer_attention_heads=5)
+    with pytest.raises(DrafterError, match="between 0 and the target's 4 layers"):
+        DrafterConfig.from_target(config, target_layer_inference=5)
+    wide = DrafterConfig.from_target(build_model(num_attention_heads=6, head_dim=64).config)
+    assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), "256 / 6 is no head dim"
+
+
+def test_loss_queries_packs_left():
+    mask = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0]]).bool()
+    queries, valid = loss_queries(mask)
+    assert queries.tolist() == [[1, 3], [2, 0]]
+    assert valid.tolist() == [[True, True], [True, False]]
