@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +53,7 @@ class ActivationStore:
     Args:
         path: the store's folder.
         require_complete: refuse a store of which planned parts have no commit.
+        parts: see only these parts; the others may be damaged. None for all.
 
     Attributes:
         path: the store's folder.
@@ -76,13 +77,20 @@ class ActivationStore:
         kv = store.read(0, "kv", layers=[-1], tokens=slice(0, 128))     # uint16 [128, 1, n_kv_heads, 2, head_dim]
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, require_complete: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        require_complete: bool = False,
+        parts: Collection[int] | None = None,
+    ) -> None:
         self.path = Path(path)
+        self._selected = parts
         self.manifest = read_manifest(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
         self._check_plan(plan)
-        self.commits = read_commits(self.path, self.manifest.n_parts)
+        self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
         for part, commit in self.commits.items():
             for _, error in find_size_damage(part_path(self.path, part), commit.files):
                 raise error
@@ -109,8 +117,8 @@ class ActivationStore:
                 "Restore the two files from one copy."
             )
 
-    def __reduce__(self) -> tuple[type[ActivationStore], tuple[Path]]:
-        return (ActivationStore, (self.path,))
+    def __reduce__(self) -> tuple[Callable[[Path], ActivationStore], tuple[Path]]:
+        return (partial(ActivationStore, parts=self._selected), (self.path,))
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -264,14 +272,14 @@ def read_manifest(store: Path) -> StoreManifest:
     return StoreManifest.from_json(text, str(path))
 
 
-def read_commits(store: Path, n_parts: int) -> dict[int, PartCommit]:
-    """Read the commits of all committed parts, in order of parts.
+def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
+    """Read the commits of those parts that have one, in order of parts.
 
     Raises:
         ManifestInvalid: a commit is damaged or names another part.
     """
     commits: dict[int, PartCommit] = {}
-    for part in range(n_parts):
+    for part in sorted(parts):
         path = commit_path(store, part)
         if not path.exists():
             continue
