@@ -29,6 +29,10 @@ class NonFiniteActivation(PipelineError, ValueError):
     """The target produced NaN or infinity."""
 
 
+class TargetDiffers(PipelineError, ValueError):
+    """A store was made from another target than the one given."""
+
+
 class NotEnoughDisk(PipelineError, OSError):
     """The disk cannot hold what the plan would write."""
 

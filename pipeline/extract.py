@@ -170,7 +170,7 @@ def _extract_pending(plan: ExtractPlan, store: StoreWriter, timings: Timings, pr
             tasks = PartTasks(store, part)
             open_parts = [*open_parts[-1:], tasks]  # the part before may still be on its way to the disk
             writer.submit(tasks.open)
-            for batch in batches(store.part_sequences(part), plan.config.batch_tokens):
+            for batch in batches(store.part_sequences(part), plan.batch_tokens):
                 _run_batch(plan, target, batch, tasks, writer, timings)
                 _report_progress(plan, store, timings, start, progress)
             writer.submit(tasks.commit)
