@@ -1,8 +1,308 @@
-"""The command line: the only module that reads arguments, prints and exits."""
+"""The command line: the only module that reads arguments, prints and exits.
+
+Stages are imported inside their commands, so that ``--help`` answers at once.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+
+from . import __version__
+from .cli_support import EXIT_FINDINGS, ProgressLine, StageFailure, StageGroup, TokenStream, quiet_libraries
+from .configuration import config_options
+from .demo.config import DemoConfig
+from .evaluation.config import EvalConfig
+from .pipeline.config import ExtractConfig
+from .provenance import collect_provenance
+from .trainer.config import PRESETS, TrainConfig
+
+if TYPE_CHECKING:
+    from .moa.decode import OnTokens
+
+out = Console(soft_wrap=True, highlight=False)
+
+EPILOG = """\b
+A whole job:
+  moa-data plan     --model M --dataset D --out STORE     what it will cost
+  moa-data extract  --model M --dataset D --out STORE     run the target once
+  moa-data inspect  STORE                                 look at what is there
+  moa-data train    STORE --out RUN                       train without the target
+  moa-data eval     --model M --drafter RUN --prompts P   acceptance length, speed
+  moa-data generate --model M --drafter RUN --prompt "Why is the sky blue?"
+
+\b
+Exit codes:
+  0    done
+  1    done, and verify or audit found something wrong
+  2    the input or the options can't be used; one line on stderr says why
+  130  interrupted with Ctrl-C; the line says how to go on
+"""
 
 
-@click.group()
-def main() -> None:
-    """Turn a language model's activations into a dataset, and train drafters from it."""
+@click.group(cls=StageGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, package_name="moa-data")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error instead of one line.")
+def main(debug: bool) -> None:
+    """Turn a language model's activations into a dataset, and train drafters for speculative decoding from it.
+
+    Run the target once over a chat dataset (extract), then train as many drafters as you like from the store (train),
+    and decode with them (generate, eval). `moa-data demo` shows all of it on a small machine.
+    """
+    quiet_libraries()
+
+
+@main.command()
+@config_options(ExtractConfig)
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop, like `moa-data plan`.")
+def extract(config: ExtractConfig, dry_run: bool) -> None:
+    """Run a target over chats and store its activations.
+
+    Run the same command again to go on after an interruption: committed parts are kept. If anything that shapes the
+    data has changed meanwhile, the command refuses and names what.
+
+    \b
+    Examples:
+      moa-data extract --model meta-llama/Meta-Llama-3-8B-Instruct \\
+          --dataset HuggingFaceH4/ultrachat_200k --split train_sft --out stores/llama3-8b
+      moa-data extract --model ./tiny-llama --dataset chats.jsonl --out store \\
+          --max-sequences 500 --target-layers 1 --activations kv,hidden:last
+    """
+    if dry_run:
+        _print_plan(config)
+        return
+    from .pipeline.extract import extract as run_extract
+
+    with ProgressLine("tok") as progress:
+        report = run_extract(config, progress=progress, provenance=collect_provenance())
+    out.print(report.describe(), markup=False)
+
+
+@main.command()
+@config_options(ExtractConfig)
+def plan(config: ExtractConfig) -> None:
+    """Say what an extraction would cost: sequences, tokens, bytes, parts, hours.
+
+    Takes the options of `extract`; reads the dataset and the tokenizer, runs no forward of the target and writes
+    nothing. Fails when the disk can't hold the store.
+
+    \b
+    Example:
+      moa-data plan --model ./llama3-8b --dataset HuggingFaceH4/ultrachat_200k --out /data/store
+    """
+    _print_plan(config)
+
+
+def _print_plan(config: ExtractConfig) -> None:
+    from .pipeline.plan import build_plan
+
+    with ProgressLine("chat") as progress:
+        extraction_plan = build_plan(config, progress=progress)
+    out.print(extraction_plan.describe(), markup=False)
+    extraction_plan.check_disk()
+
+
+@main.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option("--sample", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
+def inspect(store: Path, sample: int | None) -> None:
+    """Show what a store holds: identities, conventions, activations, sizes, lengths.
+
+    \b
+    Examples:
+      moa-data inspect store
+      moa-data inspect store --sample 3
+    """
+    from .cli_views import sample_view, summary_view
+    from .storage.summary import summarize_store
+
+    if sample is None:
+        out.print(summary_view(summarize_store(store)))
+        return
+    from transformers import AutoTokenizer
+
+    from .storage.reader import ActivationStore
+
+    with ActivationStore(store) as reader:
+        if not 0 <= sample < len(reader):
+            raise click.UsageError(f"--sample is {sample}, the store has sequences 0 to {len(reader) - 1}.")
+        tokenizer = AutoTokenizer.from_pretrained(reader.target_path)
+        tokens, mask = reader.read(sample, "tokens").tolist(), reader.read(sample, "response_mask").tolist()
+        row = {name: reader.sequences[name][sample].as_py() for name in reader.sequences.column_names}
+        out.print(sample_view(row, tokens, mask, tokenizer.decode))
+
+
+@main.command()
+@click.argument("store", type=click.Path(path_type=Path))
+def verify(store: Path) -> None:
+    """Check every byte of a store: sizes, checksums, counts, finite values.
+
+    Exit code 1 if anything is damaged; each damage names its part. Parts that are still to be extracted are reported
+    and are no damage.
+
+    \b
+    Example:
+      moa-data verify store
+    """
+    from .cli_views import verify_view
+    from .storage.verify import verify_store
+
+    with ProgressLine("") as progress:
+        report = verify_store(store, progress=progress)
+    out.print(verify_view(report))
+    if not report.ok:
+        raise StageFailure(f"{store} is damaged in {len(report.damages)} places.", EXIT_FINDINGS)
+
+
+@main.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
+@click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Picks the sequences.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None:
+    """Run random sequences on the live target and compare with the store.
+
+    Compares tokens, masks, keys and values, hidden states and the teacher's logits. Exit code 1 if anything is out of
+    tolerance.
+
+    \b
+    Example:
+      moa-data audit store --model ./llama3-8b --samples 20
+    """
+    from .pipeline.audit import audit as run_audit
+
+    with ProgressLine("seq") as progress:
+        report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
+    out.print(report.describe(), markup=False)
+    if not report.ok:
+        raise StageFailure(f"{store} differs from {model} beyond the tolerance.", EXIT_FINDINGS)
+
+
+@main.command()
+@config_options(TrainConfig, arguments=("store",), presets=PRESETS)
+def train(config: TrainConfig) -> None:
+    """Train a drafter from a store; the target is never loaded.
+
+    Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a PNG of the curves
+    to --out. With --resume it goes on from the last checkpoint, bit for bit on a CPU.
+
+    \b
+    Examples:
+      moa-data train store --out runs/moa --max-steps 2000
+      moa-data train store --out runs/moa --resume
+      moa-data train store --out runs/moa --config run.yaml --learning-rate 1e-4
+    """
+    from .cli_views import train_view
+    from .trainer.run import train as run_train
+
+    report = run_train(config, provenance=collect_provenance(), progress_bar=sys.stderr.isatty())
+    out.print(train_view(report))
+
+
+@main.command("eval")
+@config_options(EvalConfig)
+def evaluate(config: EvalConfig) -> None:
+    """Measure a drafter: acceptance length, target calls and tokens/s beside plain decoding.
+
+    Both methods decode the same prompts in turns. The prompts are chats (jsonl; the last assistant turn is left out) or
+    Spec-Bench questions (multi-turn). Acceptance length = tokens committed per target call, bonus token included.
+
+    \b
+    Example:
+      moa-data eval --model ./llama3-8b --drafter runs/moa --prompts test.jsonl --out report.json
+    """
+    from .evaluation.report import markdown_report
+    from .evaluation.run import evaluate as run_evaluate
+
+    with ProgressLine("prompt") as progress:
+        report = run_evaluate(config, progress=progress, provenance=collect_provenance())
+    out.print(markdown_report(report), markup=False)
+
+
+@main.command()
+@click.option("--model", required=True, help="The target: a folder or a hub id.")
+@click.option("--drafter", required=True, help="A run of `moa-data train`, or a folder with a drafter.")
+@click.option("--prompt", required=True, help="What the user says; - reads it from standard input.")
+@click.option("--max-new-tokens", default=256, show_default=True, metavar="N", help="Stop after this many tokens.")
+@click.option("--draft-length", default=5, show_default=True, metavar="N", help="Tokens drafted per target call.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Dtype of target and drafter; only float32 promises the very tokens of plain decoding.",
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--plain/--no-plain", default=True, help="Also decode plainly and compare (default) or not.")
+def generate(
+    model: str, drafter: str, prompt: str, max_new_tokens: int, draft_length: int, dtype: str, device: str, plain: bool
+) -> None:
+    """Answer a prompt with target and drafter; drafted and accepted text is green.
+
+    Afterwards prints acceptance length (tokens committed per target call, bonus token included), target calls and
+    tokens/s beside plain greedy decoding of the same prompt.
+
+    \b
+    Example:
+      moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "Why is the sky blue?"
+    """
+    import torch
+
+    from .cli_views import decoding_view
+    from .moa.bundle import FrozenTarget
+    from .moa.checkpoint import check_drafter_matches, load_drafter
+    from .moa.decode import plain_generate, speculative_generate
+    from .moa.target import Target
+    from .pipeline.prompts import prompt_tokens
+
+    loaded = Target.load(model, getattr(torch, dtype), device)
+    network = load_drafter(drafter, loaded.model.dtype, loaded.device)
+    check_drafter_matches(network, loaded)
+    frozen = FrozenTarget.from_model(loaded.model, network.config.target_layer_inference)
+    text = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+    prompt_ids = prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}])
+
+    # The first call of each method sets up kernels and buffers; it would be counted against whichever comes first.
+    speculative_generate(loaded, network, frozen, prompt_ids, max_new_tokens=4, draft_length=draft_length)
+    stream = TokenStream(lambda ids: loaded.tokenizer.decode(ids, skip_special_tokens=True))
+    drafted = speculative_generate(
+        loaded, network, frozen, prompt_ids,
+        max_new_tokens=max_new_tokens, draft_length=draft_length, on_tokens=_print_tokens(stream),
+    )  # fmt: skip
+    out.print(stream.rest(), markup=False)
+    reference = plain_generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if plain else None
+    out.print(decoding_view(drafted, reference, draft_length))
+
+
+def _print_tokens(stream: TokenStream) -> "OnTokens":
+    def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
+        for text, is_drafted in stream.feed(tokens, drafted):
+            out.print(text, end="", markup=False, style="green" if is_drafted else None)
+
+    return on_tokens
+
+
+@main.command()
+@config_options(DemoConfig)
+def demo(config: DemoConfig) -> None:
+    """Show the whole idea on a small machine, without network, in a few minutes.
+
+    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from the store, and
+    decodes held-out prompts with it. Running it again reuses what is finished.
+
+    \b
+    Example:
+      moa-data demo --out runs/demo
+    """
+    from .demo.run import run_demo
+
+    with ProgressLine("step") as progress:
+        report = run_demo(config, progress=progress, provenance=collect_provenance())
+    out.print(report.describe(), markup=False)
+
+
+if __name__ == "__main__":
+    main()

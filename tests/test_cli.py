@@ -1,0 +1,233 @@
+"""Every command explains itself at once, errors are one line with exit code 2, findings give 1, Ctrl-C gives 130."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from moa_data import __version__
+from moa_data.cli import main
+from moa_data.cli_support import ProgressLine, TokenStream, user_message
+from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view
+
+COMMANDS = ("extract", "plan", "inspect", "verify", "audit", "train", "generate", "eval", "demo")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def assert_one_line(result: Any, *texts: str) -> None:
+    """The error is the last line, and the usage hint that click may put before it is no traceback."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    for text in texts:
+        assert text in last
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_has_a_summary_and_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.output
+    assert f"moa-data {command}" in result.output
+    assert command in run("--help").output
+
+
+def test_every_option_has_a_help_text() -> None:
+    context = click.Context(main)
+    for command in COMMANDS:
+        loaded = main.get_command(context, command)
+        assert loaded is not None
+        for parameter in loaded.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{command} {parameter.name}"
+
+
+def test_main_help_documents_the_exit_codes() -> None:
+    page = run("--help").output
+    for text in ("Exit codes:", "130", "verify or audit", "A whole job:"):
+        assert text in page
+
+
+def test_version() -> None:
+    assert __version__ in run("--version").output
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "lightning", "datasets", "zarr", "matplotlib")
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom moa_data.cli import main\n"
+        f"for command in {COMMANDS!r}:\n    assert CliRunner().invoke(main, [command, '--help']).exit_code == 0\n"
+        f"print([m for m in {heavy!r} if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_module_and_console_script_are_the_same() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "moa_data", "--version"], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    assert __version__ in shown.stdout
+
+
+def test_missing_options_are_named() -> None:
+    assert_one_line(run("extract", "--model", "m"), "missing: --dataset, --out", "--config FILE")
+    assert_one_line(run("train"), "missing: --store, --out")
+
+
+def test_unknown_configuration_key_names_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rat: 1e-3\n", encoding="utf-8")
+    result = run("train", "store", "--out", "run", "--config", str(path))
+    assert_one_line(result, "unknown key 'learning_rat'", "did you mean 'learning_rate'?")
+
+
+def test_unknown_preset_names_the_nearest() -> None:
+    assert_one_line(run("train", "store", "--out", "run", "--preset", "papper"), "did you mean 'paper'?")
+
+
+def test_model_without_config_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    chats = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    chats.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    arguments = ["--model", str(tmp_path / "model"), "--dataset", str(chats), "--out", str(tmp_path / "store")]
+    for command in ("plan", "extract"):
+        assert_one_line(run(command, *arguments), "config.json")
+        assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--sample", "0"], ["verify"], ["train", "--out", "OUT"]])
+def test_folder_that_is_no_store_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    words = [str(tmp_path / "run") if word == "OUT" else word for word in command]
+    assert_one_line(run(*words, str(tmp_path / "absent")), str(tmp_path / "absent"))
+
+
+def test_generate_with_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent")
+    assert_one_line(run("generate", "--model", absent, "--drafter", absent, "--prompt", "Hi"), absent)
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str, function: Callable[..., Any]) -> None:
+    __import__(module)
+    monkeypatch.setattr(sys.modules[module], name, function)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return function
+
+
+EXTRACT = ("extract", "--model", "m", "--dataset", "d", "--out", "s")
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(KeyboardInterrupt()))
+    result = run(*EXTRACT)
+    assert result.exit_code == 130
+    assert "run the same command again to go on" in result.stderr
+
+
+def test_a_stage_that_was_interrupted_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moa_data.trainer.errors import TrainingInterrupted
+
+    replaced(monkeypatch, "moa_data.trainer.run", "train", raising(TrainingInterrupted("stopped at step 3; --resume")))
+    result = run("train", "store", "--out", "run")
+    assert result.exit_code == 130
+    assert "stopped at step 3; --resume" in result.stderr
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moa_data.pipeline.errors import DatasetError
+
+    error = DatasetError("empty")
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
+    assert_one_line(run(*EXTRACT), "empty")
+    assert run("--debug", *EXTRACT).exception is error
+
+
+def test_faults_of_the_code_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("shapes differ")
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
+    assert run(*EXTRACT).exception is error
+    assert user_message(error) is None
+
+
+def test_out_of_memory_gives_advice() -> None:
+    message = user_message(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."))
+    assert message is not None
+    assert "--batch-size" in message
+
+
+def test_token_stream_holds_back_incomplete_characters() -> None:
+    pieces = {1: b"h", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b"!"}
+    stream = TokenStream(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace"))
+    first = list(stream.feed([1, 2], [False, True]))
+    second = list(stream.feed([3, 4], [True, False]))
+    assert first == [("h", False)]
+    assert second == [("é", True), ("!", False)]
+    assert stream.rest() == ""
+
+
+def test_progress_line_starts_again_with_another_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine("tok") as progress:
+        progress(1, 2, "first")
+        progress(2, 2, "first")
+        progress(5, 10, "second")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "first" in shown.err
+    assert "second" in shown.err
+
+
+def rendered(view: Any) -> str:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(view)
+    return console.export_text()
+
+
+def test_sample_view_marks_responses() -> None:
+    view = sample_view({"sequence_id": "abc"}, [1, 2, 3, 4], [0, 1, 1, 0], lambda ids: "".join(map(str, ids)))
+    assert "1⟦23⟧4" in rendered(view)
+    assert "50%" in rendered(view)
+
+
+def test_bars_and_sizes() -> None:
+    text = rendered(bars(["0-9", "10-19", "20-29"], [400, 1, 0]))
+    assert text.splitlines()[0].count("█") == 40
+    assert text.splitlines()[1].count("█") == 1
+    assert [format_bytes(n) for n in (12, 1500, 31.5e12)] == ["12 B", "1.5 kB", "31.5 TB"]
+
+
+def test_decoding_view_compares_with_plain() -> None:
+    def generation(tokens: list[int], calls: list[int], seconds: float) -> Any:
+        stats = SimpleNamespace(
+            n_tokens=len(tokens), committed_per_call=calls, n_target_calls=len(calls), prefill_s=0.0, draft_s=0.0,
+            verify_s=seconds, acceptance_length=sum(calls) / len(calls),
+        )  # fmt: skip
+        return SimpleNamespace(tokens=tokens, stats=stats)
+
+    text = rendered(decoding_view(generation([1] * 9, [4, 4], 1.0), generation([1] * 9, [1] * 8, 2.0), 5))
+    assert "2.00 times the speed" in text
+    assert "the same tokens" in text
+    assert "4.00" in text
+    text = rendered(decoding_view(generation([1, 2], [1], 1.0), generation([1, 3], [1], 1.0), 5))
+    assert "OTHER tokens" in text
