@@ -1,0 +1,139 @@
+"""Prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
+
+Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT ``{"conversations": [{"from", "value"}]}``; the
+prompt is everything before the last assistant message. Optional keys: ``prompt_id``, ``category``.
+
+Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. Each turn is answered by the target,
+and its answer becomes part of the next turn's history.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from ..pipeline.chats import Message, Rejection, parse_chat
+from .errors import PromptsError
+
+CHATS, SPEC_BENCH = "chats", "spec-bench"
+_ANSWER = {"role": "assistant", "content": "-"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to be answered, turn by turn.
+
+    Attributes:
+        prompt_id: names it in the report.
+        category: group of the per-category table.
+        turns: for each answer, the messages that come before it and after the answer before.
+    """
+
+    prompt_id: str
+    category: str
+    turns: tuple[tuple[Message, ...], ...]
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a file of prompts holds.
+
+    Attributes:
+        kind: ``chats`` or ``spec-bench``.
+        n_in_file: prompts in the file, before any were left out.
+        prompts: the ones to use.
+    """
+
+    kind: str
+    n_in_file: int
+    prompts: tuple[Prompt, ...]
+
+
+def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
+    """Read a file of prompts.
+
+    Args:
+        path: a file with one JSON object per line.
+        n_prompts: use this many: of chats the first ones, of Spec-Bench questions in turn from each category, so that
+            every category is there; None uses all.
+
+    Raises:
+        PromptsError: no such file, a line that is no prompt (named), two formats in one file, or nothing in it.
+    """
+    path = Path(path).expanduser()
+    try:
+        # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for the end of a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError as error:
+        raise PromptsError(f"{path} does not exist; give a file of chats or of Spec-Bench questions.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"{path} cannot be read as UTF-8 text: {error}. Give a jsonl file.") from error
+    prompts: list[Prompt] = []
+    kinds: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        kind, prompt = _parse_line(line, where, number)
+        kinds.add(kind)
+        prompts.append(prompt)
+        if len(kinds) > 1:
+            raise PromptsError(f"{where} is a {kind} prompt, the lines before are not; put them into two files.")
+    if not prompts:
+        raise PromptsError(f"{path} holds no prompt; expected one JSON object per line.")
+    kind = kinds.pop()
+    return PromptFile(kind, len(prompts), tuple(_choose(prompts, kind, n_prompts)))
+
+
+def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise PromptsError(f"{where} is no JSON ({error}); expected one JSON object per line.") from error
+    if not isinstance(row, dict):
+        raise PromptsError(f"{where} is a {type(row).__name__}, expected an object with messages or turns.")
+    if "turns" in row:
+        return SPEC_BENCH, _spec_bench_prompt(row, where)
+    return CHATS, _chat_prompt(row, where, number)
+
+
+def _spec_bench_prompt(row: dict[str, Any], where: str) -> Prompt:
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        raise PromptsError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; mend or remove the line.")
+    return Prompt(
+        prompt_id=str(row.get("question_id", where.rsplit(" ", 1)[-1])),
+        category=str(row.get("category", "all")),
+        turns=tuple(({"role": "user", "content": text},) for text in turns),
+    )
+
+
+def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
+    messages = parse_chat(row)
+    if isinstance(messages, Rejection):
+        # A chat that ends with the question is a prompt as well; with an answer added it parses like the others.
+        key = "messages" if row.get("messages") is not None else "conversations"
+        items = row.get(key)
+        answered = parse_chat({key: [*items, _ANSWER]}) if isinstance(items, list) and items else messages
+        if isinstance(answered, Rejection):
+            raise PromptsError(f"{where}: {messages.reason} ({messages.detail}); mend or remove the line.")
+        messages = answered
+    last_answer = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    if last_answer == 0:
+        raise PromptsError(f"{where}: nothing comes before the assistant's message; mend or remove the line.")
+    identity = row.get("prompt_id", row.get("id", number))
+    return Prompt(str(identity), str(row.get("category") or "all"), (tuple(messages[:last_answer]),))
+
+
+def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable[Prompt]:
+    if n_prompts is None or n_prompts >= len(prompts):
+        return prompts
+    if kind == CHATS:
+        return prompts[:n_prompts]
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    in_turn = [prompt for prompt in chain.from_iterable(zip_longest(*by_category.values())) if prompt is not None]
+    return in_turn[:n_prompts]
