@@ -149,7 +149,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gated(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[..., E] -> what the down projection gets, [..., MLP width]."""
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
 class DecoderBlock(nn.Module):
@@ -184,9 +188,21 @@ class DecoderBlock(nn.Module):
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         """Self-attention over x [B, T, E]; equals :meth:`forward` on x's own keys and values with one norm less."""
+        return self._finish(x, self._self_attention(x, rotation, mask))
+
+    def attend_self_mean(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Mean over T of :meth:`attend_self` without a mask: [B, T, E] -> [B, E].
+
+        The down projection and the residual sums are linear, so they are done once on the mean instead of T times.
+        """
+        x = x + self._self_attention(x, rotation, mask=None)
+        gated = self.mlp.gated(self.post_attention_layernorm(x)).mean(dim=1)  # [B, MLP width]
+        return x.mean(dim=1) + self.mlp.down_proj(gated)
+
+    def _self_attention(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         normed = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(normed, rotation)
-        return self._finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
+        return self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask)
 
     def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended

@@ -29,10 +29,6 @@ class DrafterOutputs:
 
     queries: Tensor
     """[B, Q] int64, positions."""
-    layer_attention: Tensor
-    """[B, T, L, D], output of layer self-attention."""
-    layer_mean: Tensor
-    """[B, T, D], its mean over the layers."""
     memory: Tensor
     """[B, T, E], the projection that cross-attention attends to."""
     self_attention: Tensor
@@ -95,10 +91,23 @@ class MoADrafter(nn.Module):
 
     def encode_layers(self, kv: Tensor) -> Tensor:
         """Layer self-attention, bidirectional, RoPE position = layer index: [B, T, L, D] -> [B, T, L, D]."""
-        batch, n_tokens, n_layers, _ = kv.shape
-        layer_index = torch.arange(n_layers, device=kv.device)[None, :]
-        out = self.layer_self_attention.attend_self(kv.flatten(0, 1), self.layer_rotary(layer_index), mask=None)
-        return out.unflatten(0, (batch, n_tokens))
+        out = self.layer_self_attention.attend_self(kv.flatten(0, 1), self._layer_rotation(kv), mask=None)
+        return out.unflatten(0, kv.shape[:2])
+
+    def encode_memory(self, kv: Tensor) -> Tensor:
+        """What cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
+
+        Args:
+            kv: [B, T, L, D].
+
+        Returns:
+            [B, T, E].
+        """
+        mean = self.layer_self_attention.attend_self_mean(kv.flatten(0, 1), self._layer_rotation(kv))  # [B * T, D]
+        return self.kv_to_hidden(mean).unflatten(0, kv.shape[:2])
+
+    def _layer_rotation(self, kv: Tensor) -> Rotation:
+        return self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
 
     def forward(
         self,
@@ -133,9 +142,7 @@ class MoADrafter(nn.Module):
             queries = positions.expand(tokens.shape[0], -1)
         context = masks.last_context(drafted).gather(1, queries)  # [B, Q]
 
-        layer_attention = self.encode_layers(kv)
-        layer_mean = layer_attention.mean(dim=2)  # [B, T, D]
-        memory = self.kv_to_hidden(layer_mean)  # [B, T, E]
+        memory = self.encode_memory(kv)  # [B, T, E]
 
         rotation = self.rotary(positions)
         query_rotation = self.rotary(queries)
@@ -157,7 +164,7 @@ class MoADrafter(nn.Module):
         else:
             leaving = x2
         features = frozen.norm(leaving) if self.config.target_layer_inference else leaving
-        return DrafterOutputs(queries, layer_attention, layer_mean, memory, x1, x2, entering, leaving, features)
+        return DrafterOutputs(queries, memory, x1, x2, entering, leaving, features)
 
     def _recomputed_target_layers(self, frozen: FrozenTarget, x: Tensor, positions: Tensor) -> Tensor:
         """Official target layer inference: causal layers over the overwritten stream (``moa_spec.py`` 223-251)."""
@@ -197,7 +204,7 @@ class MoADrafter(nn.Module):
             state: caches of the sequence.
             kv: [1, n, L, D], packed target KV of the next n positions.
         """
-        memory = self.kv_to_hidden(self.encode_layers(kv).mean(dim=2))  # [1, n, E]
+        memory = self.encode_memory(kv)  # [1, n, E]
         start = state.memory.length
         positions = torch.arange(start, start + kv.shape[1], device=kv.device)[None, :]
         state.memory.append(*self.cross_attention.keys_values(memory, self.rotary(positions)))

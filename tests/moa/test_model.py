@@ -89,6 +89,19 @@ def test_loss_on_gathered_positions_equals_all_positions(n_target_layers):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item() + 1e-9)
 
 
+def test_memory_in_one_go_equals_the_mean_over_layers():
+    """The path that applies the down projection once per token equals the plain one, in value and gradient."""
+    drafter = build_drafter(build_model()).double()
+    kv = torch.randn(2, 5, 4, 48, dtype=torch.float64)
+    plain = drafter.kv_to_hidden(drafter.encode_layers(kv).mean(dim=2))
+    fast = drafter.encode_memory(kv)
+    torch.testing.assert_close(fast, plain)
+    used = [*drafter.layer_self_attention.parameters(), *drafter.kv_to_hidden.parameters()]
+    expected = torch.autograd.grad(plain.square().sum(), used)
+    for got, goal in zip(torch.autograd.grad(fast.square().sum(), used), expected, strict=True):
+        torch.testing.assert_close(got, goal)
+
+
 def test_gradient_is_zero_exactly_off_the_loss_positions():
     model = build_model()
     drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)

@@ -93,6 +93,7 @@ def test_memory_side(name):
         close(layers, batch["lsa_out"], real)
         close(layers.mean(dim=2), batch["lsa_mean"], real)
         close(drafter.kv_to_hidden(layers.mean(dim=2)), batch["ekv2e_out"], real)
+        close(drafter.encode_memory(packed), batch["ekv2e_out"], real)
 
 
 @pytest.mark.parametrize("name", CASES)
