@@ -2,7 +2,7 @@
 
 Ten task families (see `FAMILIES`) draw their words, numbers and phrasings from one `random.Random`, so that the text is neither
 constant nor noise: answers follow from their prompts, and no prompt occurs twice. The held-out prompts come from the same
-families and share no opening with the training chats. Every row is `{"messages": [{"role", "content"}, ...], "family": name}`.
+families and share no opening with the training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": name}`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CorpusStats:
         zlib_ratio: Raw bytes over zlib bytes (level 6); 1 for noise, hundreds for constant text.
         word_entropy_bits: Unigram entropy of the whitespace-separated words, in bits per word.
         distinct_openings: Share of chats whose opening (everything before the first answer) is unique; 1.0 by construction.
-        by_family: Number of chats of each family.
+        by_category: Number of chats of each task family.
     """
 
     n_chats: int
@@ -47,7 +47,7 @@ class CorpusStats:
     zlib_ratio: float
     word_entropy_bits: float
     distinct_openings: float
-    by_family: dict[str, int]
+    by_category: dict[str, int]
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as a JSON-ready dict."""
@@ -105,7 +105,7 @@ def _rows(rng: random.Random, count: int, seen: set[str]) -> Iterator[dict[str, 
         messages = _new_chat(rng, name, seen)
         if rng.random() < SYSTEM_SHARE:
             messages = [{"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}, *messages]
-        yield {"messages": messages, "family": name}
+        yield {"messages": messages, "category": name}
 
 
 def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
@@ -116,7 +116,9 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
         if key not in seen:
             seen.add(key)
             return messages
-    raise DemoError(f"family {name!r} gave no new prompt in {MAX_REDRAWS} draws ({len(seen)} used); ask for fewer chats")
+    raise DemoError(
+        f"family {name!r} gave no new prompt in {MAX_REDRAWS} draws ({len(seen)} used); ask for fewer chats"
+    )
 
 
 def corpus_stats(rows: list[dict[str, object]]) -> CorpusStats:
@@ -139,7 +141,7 @@ def corpus_stats(rows: list[dict[str, object]]) -> CorpusStats:
         zlib_ratio=len(raw) / len(zlib.compress(raw, 6)),
         word_entropy_bits=-sum(n / total * math.log2(n / total) for n in words.values()),
         distinct_openings=sum(1 for n in openings.values() if n == 1) / len(rows),
-        by_family=dict(Counter(str(row["family"]) for row in rows)),
+        by_category=dict(Counter(str(row["category"]) for row in rows)),
     )
 
 

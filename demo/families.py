@@ -44,7 +44,9 @@ def arithmetic(rng: random.Random) -> Chat:
 def sorting(rng: random.Random) -> Chat:
     """Words put into alphabetical order, one a line."""
     words = rng.sample(WORDS, rng.randint(3, 6))
-    ask = rng.choice(("Sort these words alphabetically: {}.", "Put these words in alphabetical order: {}.", "Please sort: {}."))
+    ask = rng.choice(
+        ("Sort these words alphabetically: {}.", "Put these words in alphabetical order: {}.", "Please sort: {}.")
+    )
     lines = [f"{i}. {word}" for i, word in enumerate(sorted(words), start=1)]
     return _chat(ask.format(", ".join(words)), "Here are the words in alphabetical order:\n" + "\n".join(lines))
 
@@ -52,7 +54,9 @@ def sorting(rng: random.Random) -> Chat:
 def reversing(rng: random.Random) -> Chat:
     """A list of words read backwards."""
     words = rng.sample(WORDS, rng.randint(3, 6))
-    ask = rng.choice(("Reverse this list: {}.", "Say these words backwards, last one first: {}.", "Write this list in reverse: {}."))
+    ask = rng.choice(
+        ("Reverse this list: {}.", "Say these words backwards, last one first: {}.", "Write this list in reverse: {}.")
+    )
     count = NUMBER_WORDS[len(words)]
     answer = f"The list has {count} words. In reverse order they are: {', '.join(reversed(words))}."
     return _chat(ask.format(", ".join(words)), f"{answer} The last word of your list comes first: {words[-1]}.")
@@ -77,7 +81,9 @@ def conversion(rng: random.Random) -> Chat:
         f"{name} asks: what is {value} {big} in {small}?",
     ))  # fmt: skip
     rule = f"Each of the {big} has {factor} {small}."
-    return _chat(ask, f"{rule}\nMultiply: {value} x {factor} = {value * factor}.\nSo {value} {big} are {value * factor} {small}.")
+    return _chat(
+        ask, f"{rule}\nMultiply: {value} x {factor} = {value * factor}.\nSo {value} {big} are {value * factor} {small}."
+    )
 
 
 def story(rng: random.Random) -> Chat:
@@ -109,12 +115,24 @@ def _facts(town: Town) -> tuple[tuple[tuple[str, ...], str], ...]:
     name = town.name
     return (
         ((f"who rules {name}", f"who is the ruler of {name}"), f"{name} is ruled by {town.ruler}."),
-        ((f"what do people eat in {name}", f"what is the food of {name}"), f"People in {name} love to eat {town.food}."),
+        (
+            (f"what do people eat in {name}", f"what is the food of {name}"),
+            f"People in {name} love to eat {town.food}.",
+        ),
         ((f"what is {name} known for", f"which craft is at home in {name}"), f"{name} is known for its {town.craft}."),
         ((f"on which island is {name}", f"where does {name} lie"), f"{name} lies on the island of {town.island}."),
-        ((f"what color is the flag of {name}", f"which flag flies over {name}"), f"The flag of {name} is {town.color}."),
-        ((f"which river flows past {name}", f"what is the river of {name}"), f"The river that flows past {name} is {town.river}."),
-        ((f"what do they celebrate in {name}", f"what is the feast of {name}"), f"Every year {name} celebrates {town.festival}."),
+        (
+            (f"what color is the flag of {name}", f"which flag flies over {name}"),
+            f"The flag of {name} is {town.color}.",
+        ),
+        (
+            (f"which river flows past {name}", f"what is the river of {name}"),
+            f"The river that flows past {name} is {town.river}.",
+        ),
+        (
+            (f"what do they celebrate in {name}", f"what is the feast of {name}"),
+            f"Every year {name} celebrates {town.festival}.",
+        ),
     )
 
 
@@ -144,7 +162,9 @@ def formatting(rng: random.Random) -> Chat:
         lines = [f"{i}. {n} ({k} {c} {item})" for i, (n, c, k) in enumerate(pairs, start=1)]
         return _chat(f"Make a numbered list: {text}", "\n".join(lines))
     if kind == 2:
-        return _chat(f"Make a CSV table: {text}", "\n".join(["name,count,color", *(f"{n},{k},{c}" for n, c, k in pairs)]))
+        return _chat(
+            f"Make a CSV table: {text}", "\n".join(["name,count,color", *(f"{n},{k},{c}" for n, c, k in pairs)])
+        )
     body = ",\n".join(f'  {{"name": "{n}", "count": {k}, "color": "{c}"}}' for n, c, k in pairs)
     return _chat(f"Write this as JSON: {text}", f"[\n{body}\n]")
 
@@ -173,7 +193,10 @@ def code(rng: random.Random) -> Chat:
 def shopping(rng: random.Random) -> Chat:
     """A list kept over several turns: add, remove, count."""
     things = rng.sample(WORDS, rng.randint(2, 4))
-    turns = [f"Please keep a list for me: {_join(things)}.", f"Your list has {NUMBER_WORDS[len(things)]} things: {_join(things)}."]
+    turns = [
+        f"Please keep a list for me: {_join(things)}.",
+        f"Your list has {NUMBER_WORDS[len(things)]} things: {_join(things)}.",
+    ]
     for _ in range(rng.randint(1, 3)):
         if rng.random() < 0.6 or len(things) < 3:
             thing = rng.choice([word for word in WORDS if word not in things])
@@ -200,6 +223,13 @@ def followup(rng: random.Random) -> Chat:
     )
 
 
+def echo(rng: random.Random) -> Chat:
+    """A few words said again: short, and the plainest lesson in copying from the prompt."""
+    words = [rng.choice((*WORDS, *NAMES, *ITEMS)) for _ in range(rng.randint(3, 7))]
+    text = " ".join(words)
+    return _chat(rng.choice(("Say: {}", "Repeat after me: {}", "Copy this line: {}")).format(text), f"You said: {text}")
+
+
 FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
     "arithmetic": arithmetic,
     "sorting": sorting,
@@ -211,4 +241,5 @@ FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
     "code": code,
     "shopping": shopping,
     "followup": followup,
+    "echo": echo,
 }

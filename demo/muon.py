@@ -41,7 +41,12 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum with orthogonalised updates, for matrices only (norms, embeddings and heads belong to AdamW)."""
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0, n_iterations: int = 5
+        self,
+        params: Iterable[Tensor],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        n_iterations: int = 5,
     ) -> None:
         """Set up; `lr` is the root mean square step of a square matrix times the square root of its side."""
         super().__init__(

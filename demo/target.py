@@ -23,6 +23,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .config import DemoConfig
+from .muon import Muon
 
 MARKER = "training.json"
 BOS, EOT, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"
@@ -90,7 +91,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer = Tokenizer(models.BPE())
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -227,7 +231,9 @@ def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generat
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _collate(examples: list[_Example], indices: np.ndarray, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _collate(
+    examples: list[_Example], indices: np.ndarray, pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ids int64 [B, T], next-token labels int64 [B, T] (-100 on padding) and answer weights float32 [B, T], right padded."""
     width = max(len(examples[i].ids) for i in indices)
     ids = np.full((len(indices), width), pad_id, dtype=np.int64)
@@ -243,14 +249,15 @@ def _collate(examples: list[_Example], indices: np.ndarray, pad_id: int) -> tupl
 
 
 def _fit(
-    model: LlamaForCausalLM, train: list[_Example], held_out: list[_Example], config: DemoConfig, progress: Progress | None
+    model: LlamaForCausalLM,
+    train: list[_Example],
+    held_out: list[_Example],
+    config: DemoConfig,
+    progress: Progress | None,
 ) -> tuple[list[tuple[int, float]], list[tuple[int, float]], float, int]:
-    """Run AdamW with warm-up and cosine; return train losses, validation losses, final accuracy and tokens seen."""
+    """Train with warm-up and cosine; return train losses, validation losses, final accuracy and tokens seen."""
     rng = np.random.default_rng(config.seed)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.target_learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizers = _optimizers(model, config)
     warmup = min(WARMUP_STEPS, max(1, config.target_steps // 5))
     train_loss: list[tuple[int, float]] = []
     validation: list[tuple[int, float]] = []
@@ -262,13 +269,14 @@ def _fit(
         pending = pending or _batches(train, config.target_batch_tokens, rng)
         ids, labels, weights = _collate(train, pending.pop(), pad_id)
         scale = _learning_rate_scale(step, config.target_steps, warmup)
-        for group in optimizer.param_groups:
-            group["lr"] = config.target_learning_rate * scale
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["peak_lr"] * scale
         loss = _weighted_loss(model, ids, labels, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         n_tokens += int((labels != IGNORED_LABEL).sum())
         done = step + 1
         if done % 10 == 0 or done == config.target_steps:
@@ -284,6 +292,18 @@ def _fit(
     return train_loss, validation, accuracy, n_tokens
 
 
+def _optimizers(model: LlamaForCausalLM, config: DemoConfig) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the decoder layers and AdamW for the rest, each with its `peak_lr`."""
+    in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
+    rest = [p for p in model.parameters() if id(p) not in in_layers]
+    matrices = [p for p in model.parameters() if id(p) in in_layers]
+    muon = Muon(matrices, lr=config.target_matrix_learning_rate, weight_decay=0.05)
+    adamw = torch.optim.AdamW(rest, lr=config.target_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for group in (*muon.param_groups, *adamw.param_groups):
+        group["peak_lr"] = group["lr"]
+    return [muon, adamw]
+
+
 def _learning_rate_scale(step: int, n_steps: int, warmup: int) -> float:
     """Return the share of the peak rate at `step`: linear warm-up, then a cosine down to 2 %."""
     if step < warmup:
@@ -297,7 +317,9 @@ def _weighted_loss(
 ) -> torch.Tensor:
     """Return the weighted mean cross-entropy in nats; padding stands at the right, so causality alone hides it."""
     logits = model(input_ids=ids, use_cache=False).logits  # [B, T, V]
-    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
@@ -315,3 +337,27 @@ def _validate(model: LlamaForCausalLM, examples: list[_Example], batch_tokens: i
         count += int(kept.sum())
     model.train()
     return loss_sum / max(count, 1), right / max(count, 1)
+
+
+@torch.no_grad()
+def greedy_answers(folder: Path, prompts: Sequence[list[dict[str, str]]], max_new_tokens: int) -> list[str]:
+    """Return the target's greedy answers as text, one prompt at a time.
+
+    Args:
+        folder: The target's folder.
+        prompts: Messages up to the answer.
+        max_new_tokens: Longest answer.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    answers = []
+    for messages in prompts:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        ids = encoded["input_ids"]
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+        )
+        answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    return answers

@@ -22,7 +22,16 @@ WORDS = (
 )  # fmt: skip
 ANIMALS = ("fox", "owl", "bear", "cat", "heron", "mouse", "otter", "hare", "wolf", "crow", "badger", "goat")
 PLACES = ("forest", "village", "harbor", "valley", "old mill", "garden", "market", "lighthouse", "mountain", "library")
-TREASURES = ("golden key", "silver bell", "old map", "blue lantern", "broken clock", "red kite", "wooden flute", "small mirror")
+TREASURES = (
+    "golden key",
+    "silver bell",
+    "old map",
+    "blue lantern",
+    "broken clock",
+    "red kite",
+    "wooden flute",
+    "small mirror",
+)
 MOODS = ("curious", "brave", "sleepy", "clever", "shy", "cheerful", "patient", "hungry")
 FRIENDS = ("turtle", "sparrow", "hedgehog", "frog", "squirrel", "donkey", "bee", "snail")
 COLORS = ("red", "blue", "green", "yellow", "white", "black", "purple", "brown")

@@ -1,0 +1,56 @@
+"""The demo report's own pictures; those of the evaluation come from `evaluation.figures`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from ..storage.summary import StoreSummary
+from .target import TargetReport
+
+DPI = 130
+
+
+def target_curves(report: TargetReport, path: Path) -> None:
+    """Draw the target's training and held-out loss against the step.
+
+    Args:
+        report: What its training gave.
+        path: Of the PNG file.
+    """
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*report.train_loss, strict=True), label="training (answers, prompts at a tenth)")
+    axes.plot(*zip(*report.validation_loss, strict=True), marker=".", label="held-out answers")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title("Target")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=DPI)
+
+
+def bytes_per_token(summary: StoreSummary, path: Path) -> None:
+    """Draw the raw and the stored bytes per token of each field, on a logarithmic axis.
+
+    Args:
+        summary: Of the store.
+        path: Of the PNG file.
+    """
+    fields = sorted(summary.fields, key=lambda item: -item.raw_bytes)
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for shift, label, sizes in (
+        (-0.2, "raw", [item.raw_bytes for item in fields]),
+        (0.2, "stored", [item.stored_bytes for item in fields]),
+    ):
+        per_token = [size / summary.n_tokens for size in sizes]
+        bars = axes.bar([k + shift for k in range(len(fields))], per_token, 0.4, label=label)
+        axes.bar_label(bars, [f"{size:,.1f}" for size in per_token], fontsize=8)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(fields)), [item.name for item in fields])
+    axes.set_ylabel("bytes per token")
+    axes.set_title(f"Store: {summary.bytes_per_token:,.0f} bytes per token, {summary.ratio:.3f} of raw")
+    axes.legend()
+    figure.savefig(path, dpi=DPI)
