@@ -97,7 +97,7 @@ def recipe() -> Recipe:
     return make_recipe()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def recipe_of() -> Callable[..., Recipe]:
     return make_recipe
 

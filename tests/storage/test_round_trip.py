@@ -1,0 +1,118 @@
+"""What is written is what is read: by this reader, by zarr-python and by tensorstore, for any bits and any lengths."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moa_data.storage import layout
+from moa_data.storage.reader import ActivationStore
+from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.writer import StoreWriter
+
+# Signalling and quiet NaN, infinities, both zeros, the smallest subnormals, the largest finite numbers.
+SPECIAL_BITS = [0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F]
+
+
+def check_all(store: ActivationStore, recipe, field_name: str) -> None:
+    spec = store.fields[field_name]
+    for i, row in enumerate(store.sequences.to_pylist()):
+        np.testing.assert_array_equal(store.read(i, field_name), recipe.values(spec, row))
+
+
+@pytest.mark.parametrize("field", ["tokens", "response_mask", "kv", "hidden/last"])
+def test_reader_returns_what_was_written(store: Path, recipe, field: str):
+    with ActivationStore(store) as reader:
+        assert len(reader) == reader.sequences.num_rows == 12
+        assert reader.sequences.equals(recipe.plan)
+        check_all(reader, recipe, field)
+
+
+@pytest.mark.parametrize("shard_tokens", [64, 128])
+def test_sequences_across_shards_and_layer_chunks(tmp_path: Path, recipe, monkeypatch, shard_tokens: int):
+    row_bytes = 64 * 4 * 2 * 2 * 8 * 2
+    monkeypatch.setattr(layout, "SHARD_BYTES", row_bytes * shard_tokens // 64)
+    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", row_bytes // 2)
+    with ActivationStore(recipe.write(tmp_path / "store")) as reader:
+        assert (tmp_path / "store/parts/part-00000.zarr/kv/c/1/0/0/0/0").exists()
+        check_all(reader, recipe, "kv")
+        spec = reader.fields["kv"]
+        for i, row in enumerate(reader.sequences.to_pylist()):
+            kv = recipe.values(spec, row)
+            np.testing.assert_array_equal(reader.read(i, "kv", layers=[3, -4, 1, 1]), kv[:, [3, 0, 1, 1]])
+            np.testing.assert_array_equal(reader.read(i, "kv", slice(1, 3), slice(5, 140)), kv[5:140, 1:3])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    fill=st.one_of(st.sampled_from(SPECIAL_BITS), st.integers(0, 0xFFFF)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_bits_survive(recipe_of, lengths: list[int], fill: int, seed: int):
+    fields = (tokens_field(), response_mask_field(), kv_field(2, 1, 4), hidden_field("layer_1", 6))
+    recipe = recipe_of(tuple(lengths), fields, 200)
+    rng = np.random.default_rng(seed)
+    written = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with StoreWriter.create_or_resume(folder, recipe.manifest, recipe.plan) as writer:
+            for part in writer.pending_parts():
+                with writer.part(part) as out:
+                    for row in out.sequences.to_pylist():
+                        for spec in fields:
+                            info = np.iinfo(spec.storage_dtype)
+                            shape = (row["n_tokens"], *spec.token_shape)
+                            values = rng.integers(info.min, info.max, shape, spec.storage_dtype, endpoint=True)
+                            if spec.dtype == "bfloat16":
+                                values[rng.random(shape) < 0.5] = fill
+                            written[row["sequence_id"], spec.name] = values
+                            out.write(spec.name, row["first_token"], values)
+                    out.commit()
+        with ActivationStore(folder) as reader:
+            for i, name in enumerate(reader.sequences["sequence_id"].to_pylist()):
+                for spec in fields:
+                    np.testing.assert_array_equal(reader.read(i, spec.name), written[name, spec.name])
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 27, 1 << 16])
+def test_zarr_and_tensorstore_read_the_same(tmp_path: Path, recipe, monkeypatch, shard_bytes: int):
+    monkeypatch.setattr(layout, "SHARD_BYTES", shard_bytes)
+    store = recipe.write(tmp_path / "store")
+    for part in range(recipe.manifest.n_parts):
+        folder = store / "parts" / f"part-{part:05d}.zarr"
+        group = zarr.open_group(folder, mode="r")
+        rows = [row for row in recipe.plan.to_pylist() if row["part"] == part]
+        for spec in recipe.manifest.fields:
+            by_zarr = group[spec.name][...]
+            opened = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / spec.name)}})
+            np.testing.assert_array_equal(opened.result().read().result(), by_zarr)
+            expected = np.zeros_like(by_zarr)
+            for row in rows:
+                span = slice(row["first_token"], row["first_token"] + row["n_tokens"])
+                expected[span] = recipe.values(spec, row)
+            np.testing.assert_array_equal(by_zarr, expected)
+            assert group[spec.name].attrs["logical_dtype"] == spec.dtype
+
+
+def test_our_reader_reads_a_shard_that_zarr_wrote(store: Path, recipe):
+    """The shards hold nothing private: one rewritten by zarr-python reads the same."""
+    folder = store / "parts" / "part-00000.zarr"
+    values = zarr.open_group(folder, mode="r")["kv"][...]
+    (folder / "kv/c/0/0/0/0/0").unlink()
+    zarr.open_group(folder, mode="r+")["kv"][...] = values
+    size = (folder / "kv/c/0/0/0/0/0").stat().st_size
+    commit = store / "commits" / "part-00000.json"
+    document = json.loads(commit.read_text())
+    document["files"]["kv/c/0/0/0/0/0"]["bytes"] = size
+    commit.write_text(json.dumps(document))
+    with ActivationStore(store) as reader:
+        rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
+        for i in rows:
+            row = reader.sequences.slice(i, 1).to_pylist()[0]
+            np.testing.assert_array_equal(reader.read(i, "kv"), recipe.values(reader.fields["kv"], row))
