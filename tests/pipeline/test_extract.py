@@ -1,0 +1,358 @@
+"""The store holds what a plain forward gives; interrupted, killed and repeated runs end in identical bytes."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.pipeline import extract as extract_module
+from moa_data.pipeline.background import BackgroundWriter
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.errors import ExtractionInterrupted, NonFiniteActivation
+from moa_data.pipeline.extract import batches, extract
+from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
+from moa_data.storage.reader import ActivationStore
+from moa_data.storage.shard import ShardWriter
+from moa_data.storage.verify import verify_store
+
+from .conftest import LLAMA3_TEMPLATE, build_tokenizer
+
+
+@pytest.fixture
+def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConfig:
+    return ExtractConfig(
+        model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
+        target_layers=1, part_tokens=512, batch_tokens=256,
+    )  # fmt: skip
+
+
+def data_bytes(store: Path) -> dict[str, bytes]:
+    """Every file that must not differ between runs."""
+    return {
+        path.relative_to(store).as_posix(): path.read_bytes()
+        for path in sorted(store.rglob("*"))
+        if path.is_file() and "runs" not in path.parts and path.name != "store.lock"
+    }
+
+
+def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
+    return dataclasses.replace(config, out=str(Path(config.out).with_name(name)))
+
+
+def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> None:
+    config = dataclasses.replace(config, batch_tokens=1)  # one sequence per forward, so that every bit can agree
+    report = extract(config, provenance={"argv": ["x"]})
+    assert report.n_parts == report.n_parts_done > 1
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    with ActivationStore(config.out) as store:
+        assert len(store) == report.n_sequences == 24
+        assert set(store.fields) == {"tokens", "response_mask", "kv", "hidden/last", "hidden/layer_1"}
+        for index in range(len(store)):
+            tokens = torch.from_numpy(store.read(index, "tokens").astype(np.int64))[None]
+            with torch.inference_mode():
+                expected = model(tokens, output_hidden_states=True, use_cache=True)
+            kv = torch.from_numpy(store.read(index, "kv")).view(torch.bfloat16)
+            for layer in range(3):
+                own = expected.past_key_values.layers[layer]
+                assert torch.equal(kv[:, layer, :, 0], own.keys[0].transpose(0, 1).bfloat16())
+                assert torch.equal(kv[:, layer, :, 1], own.values[0].transpose(0, 1).bfloat16())
+            last = torch.from_numpy(store.read(index, "hidden/last")).view(torch.bfloat16)
+            assert torch.equal(last, expected.hidden_states[-1][0].bfloat16())
+            middle = torch.from_numpy(store.read(index, "hidden/layer_1")).view(torch.bfloat16)
+            assert torch.equal(middle, expected.hidden_states[2][0].bfloat16())
+            mask = store.read(index, "response_mask")
+            assert mask.sum() == store.sequences["n_response_tokens"][index].as_py() > 0
+    assert verify_store(config.out).ok
+
+
+def test_the_bundle_keeps_the_dtype_of_the_weights_and_gives_the_logits(config: ExtractConfig) -> None:
+    extract(config)
+    frozen = FrozenTarget.load(Path(config.out) / "target", 1, None)
+    assert frozen.lm_head_weight.dtype == torch.bfloat16
+    assert json.loads((Path(config.out) / "target/config.json").read_text())["dtype"] == "bfloat16"
+    assert (Path(config.out) / "target/chat_template.jinja").read_text() == LLAMA3_TEMPLATE
+
+
+def test_a_run_is_recorded_with_its_timings(config: ExtractConfig) -> None:
+    calls: list[tuple[int, int, str]] = []
+    report = extract(config, progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
+    (record,) = [json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")]
+    assert record["provenance"] == {"argv": ["moa-data"]}
+    assert record["timings"]["n_tokens"] == report.n_tokens
+    assert 0 < record["timings"]["forward_s"] <= record["timings"]["wall_s"]
+    assert 0 <= record["timings"]["padding_fraction"] < 1
+    done = [call for call in calls if call[2].startswith("extract")]
+    assert done[-1][:2] == (report.n_tokens, report.n_tokens)
+    for part in ("24 sequences", "bytes per token", "rejected     0 of 24 rows", "tokens/s"):
+        assert part in report.describe()
+
+
+def test_a_second_run_has_nothing_to_do_and_changes_nothing(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(config)
+    before = data_bytes(Path(config.out))
+    monkeypatch.setattr(extract_module.Target, "load", lambda *_: pytest.fail("the target was loaded"))
+    report = extract(config)
+    assert report.n_parts_done == 0
+    assert "nothing to do" in report.describe()
+    assert data_bytes(Path(config.out)) == before
+
+
+def test_two_runs_give_identical_bytes(config: ExtractConfig) -> None:
+    extract(config)
+    extract(elsewhere(config))
+    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+
+
+def test_only_the_missing_part_is_done_again(config: ExtractConfig) -> None:
+    extract(config)
+    before = data_bytes(Path(config.out))
+    (Path(config.out) / "commits/part-00001.json").unlink()
+    assert extract(config).n_parts_done == 1
+    assert data_bytes(Path(config.out)) == before
+
+
+def replace_byte(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+def change_weights(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights": (change_weights, r"identities\.target\.weights_sha256"),
+    "config": (
+        lambda folder: replace_byte(folder / "config.json", b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05'),
+        r"identities\.target\.config_sha256",
+    ),
+    "tokenizer": (
+        lambda folder: replace_byte(folder / "tokenizer.json", b"\n", b"\n "),
+        r"identities\.tokenizer\.sha256",
+    ),
+    "template": (
+        lambda folder: replace_byte(folder / "chat_template.jinja", b"\n\n", b"\n "),
+        r"identities\.template\.sha256",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_target_is_refused_by_name(config: ExtractConfig, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(config.model, folder)
+    config = dataclasses.replace(config, model=str(folder))
+    extract(config)
+    before = data_bytes(Path(config.out))
+    change, key = CHANGES[name]
+    change(folder)
+    with pytest.raises(StoreMismatch, match=key):
+        extract(config)
+    assert data_bytes(Path(config.out)) == before
+
+
+def test_changed_data_and_changed_options_are_refused_together(config: ExtractConfig) -> None:
+    extract(config)
+    replace_byte(Path(config.dataset), b"cat", b"bat")
+    with pytest.raises(StoreMismatch, match=r"extraction\.max_length: store has 128, given 100.*identities\.dataset"):
+        extract(dataclasses.replace(config, max_length=100))
+
+
+def test_a_folder_that_holds_something_else_is_refused(config: ExtractConfig) -> None:
+    Path(config.out).mkdir()
+    (Path(config.out) / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputOccupied, match=r"thesis\.txt"):
+        extract(config)
+
+
+def interrupt_at(message: str, at_call: int) -> Callable[[int, int, str], None]:
+    """Progress that raises KeyboardInterrupt at a call whose message starts with `message`."""
+    seen = 0
+
+    def progress(_done: int, _total: int, text: str) -> None:
+        nonlocal seen
+        seen += text.startswith(message)
+        if seen == at_call and text.startswith(message):
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_ctrl_c_while_planning_leaves_nothing(config: ExtractConfig) -> None:
+    with pytest.raises(ExtractionInterrupted, match=r"while planning; nothing was written\. Run the same command again"):
+        extract(config, progress=interrupt_at("tokenise", 1))
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("at_call", [1, 3, 6])
+def test_ctrl_c_in_a_part_discards_it_and_the_next_run_goes_on(config: ExtractConfig, at_call: int) -> None:
+    extract(elsewhere(config))
+    with pytest.raises(ExtractionInterrupted, match=r"\d of \d parts are committed in .*Run the same command again"):
+        extract(config, progress=interrupt_at("extract", at_call))
+    assert not list(Path(config.out).rglob("*.partial"))
+    parts = {path.name for path in (Path(config.out) / "parts").iterdir()}
+    commits = {path.stem + ".zarr" for path in (Path(config.out) / "commits").glob("part-*.json")}
+    assert parts == commits
+    extract(config)
+    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+
+
+def test_ctrl_c_while_loading_and_while_writing_the_bundle(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    extract(elsewhere(config))
+    for owner, name in ((extract_module.Target, "load"), (extract_module, "save_target_bundle")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(ExtractionInterrupted, match=r"0 of \d parts are committed"):
+                extract(config)
+    extract(config)
+    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+
+
+def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(elsewhere(config))
+    n_rows = 0
+    append = ShardWriter.append_row
+
+    def full_after_some(self: ShardWriter, values: np.ndarray) -> None:
+        nonlocal n_rows
+        n_rows += 1
+        if n_rows > 30:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "append_row", full_after_some)
+        with pytest.raises((DiskFull, OSError)) as caught:
+            extract(config)
+    assert caught.value.errno == errno.ENOSPC or isinstance(caught.value, DiskFull)
+    assert not list(Path(config.out).rglob("*.partial"))
+    extract(config)
+    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+
+
+def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
+    config: ExtractConfig, model_for: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    model = model_for("llama")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[:] = float("nan")
+    model.save_pretrained(folder)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
+    with pytest.raises(NonFiniteActivation, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
+        extract(dataclasses.replace(config, model=str(folder)))
+    assert not list((Path(config.out) / "parts").iterdir())
+
+
+KILL_SCRIPT = """
+    import os, signal, sys
+    import torch
+    from moa_data.pipeline import extract as extract_module
+    from moa_data.pipeline.config import ExtractConfig
+    from moa_data.storage import part_writer, writer
+
+    torch.set_num_threads(1)
+    model, dataset, out = sys.argv[1:]
+
+    def die(*_arguments, **_named):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_at(owner, name, at_call, after=False):
+        real, calls = getattr(owner, name), [0]
+        def wrapper(*arguments, **named):
+            calls[0] += 1
+            if calls[0] == at_call and not after:
+                die()
+            result = real(*arguments, **named)
+            if calls[0] == at_call:
+                die()
+            return result
+        setattr(owner, name, wrapper)
+
+    POINTS = {
+        "plan": lambda: die_at(extract_module, "build_plan", 1, after=True),
+        "manifest": lambda: die_at(writer, "write_atomic", 2),
+        "bundle": lambda: die_at(extract_module, "save_target_bundle", 1, after=True),
+        "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
+        "before_rename": lambda: die_at(part_writer.ArrayWriter, "finish", 5, after=True),
+        "before_commit": lambda: die_at(part_writer, "write_atomic", 1),
+        "after_commit": lambda: die_at(part_writer, "write_atomic", 2, after=True),
+    }
+    for name, arm in POINTS.items():
+        child = os.fork()
+        if child == 0:
+            arm()
+            extract_module.extract(ExtractConfig(model=model, dataset=dataset, out=f"{out}-{name}", max_length=128,
+                device="cpu", target_layers=1, part_tokens=512, batch_tokens=256))
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
+        print(name)
+"""
+
+
+def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_bytes(config: ExtractConfig) -> None:
+    extract(config)
+    expected = data_bytes(Path(config.out))
+    arguments = [sys.executable, "-c", textwrap.dedent(KILL_SCRIPT), config.model, config.dataset, config.out]
+    run = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    names = run.stdout.split()
+    assert len(names) == 7
+    for name in names:
+        killed = elsewhere(config, f"store-{name}")
+        if (Path(killed.out) / "store.json").exists():
+            report = verify_store(killed.out)
+            assert not [damage for damage in report.damages if "part" in damage.path], report.damages
+        extract(killed)
+        assert data_bytes(Path(killed.out)) == expected, name
+        assert not list(Path(killed.out).rglob("*.partial"))
+
+
+def test_batches_hold_neighbours_and_keep_to_the_budget() -> None:
+    import pyarrow as pa
+
+    table = pa.table({"n_tokens": pa.array([50, 30, 30, 9, 9, 9, 1], pa.int32())})
+    found = [batch["n_tokens"].to_pylist() for batch in batches(table, 60)]
+    assert found == [[50], [30, 30], [9, 9, 9, 1]]
+    assert [len(batch) for batch in batches(table, 1)] == [1] * 7
+
+
+def test_an_error_on_the_writer_thread_reaches_the_main_thread() -> None:
+    def fail() -> None:
+        raise ValueError("broken")
+
+    ran: list[int] = []
+    writer = BackgroundWriter(depth=1)
+    writer.submit(fail)
+    with pytest.raises(ValueError, match="broken"):
+        writer.finish()
+    with pytest.raises(ValueError, match="broken"):
+        writer.submit(lambda: ran.append(1))
+    writer.abort()
+    assert ran == []

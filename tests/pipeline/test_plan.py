@@ -1,0 +1,171 @@
+"""The plan is complete and deterministic, and bad input is refused with one line that says what to do."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moa_data.moa.errors import TargetError
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    NotEnoughDisk,
+    SequenceTooLong,
+    TemplateError,
+    TooManyRejected,
+)
+from moa_data.pipeline.plan import build_plan, format_bytes
+
+from .conftest import random_chats, write_jsonl
+
+
+def make_config(target: Path, dataset: Path, tmp_path: Path, **overrides: Any) -> ExtractConfig:
+    return ExtractConfig(
+        model=str(target),
+        dataset=str(dataset),
+        out=str(tmp_path / "store"),
+        max_length=overrides.pop("max_length", 128),
+        device="cpu",
+        **overrides,
+    )
+
+
+def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_path: Path) -> None:
+    rows: list[Any] = random_chats(30)
+    rows += [rows[0], {"messages": [{"role": "user", "content": "x"}]}, "{broken"]
+    config = make_config(target_folder, write_jsonl(tmp_path / "c.jsonl", rows), tmp_path, max_rejected_fraction=0.2)
+    plan = build_plan(config)
+    assert plan.n_sequences == 30
+    assert plan.sequences.n_duplicates == 1
+    assert plan.rejections == {"the chat has no assistant message": 1, "the row is no JSON object": 1}
+    n_tokens = sum(len(plan.sequences.tokens(key)) for key in plan.table["sequence_id"].to_pylist())
+    assert plan.n_tokens == n_tokens
+    assert plan.raw_bytes["kv"] == n_tokens * 3 * 2 * 2 * 8 * 2
+    assert plan.raw_bytes["hidden/last"] == n_tokens * 32 * 2
+    assert not (tmp_path / "store").exists()
+    text = plan.describe()
+    for part in ("33 rows read", "1 duplicates", "2 rows", "first: row 31", "bytes per token", "free disk", "forwards"):
+        assert part in text, text
+
+
+def test_equal_inputs_give_equal_plans(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+    config = make_config(target_folder, chats_file, tmp_path, part_tokens=512)
+    first, second = build_plan(config, with_weights=True), build_plan(config, with_weights=True)
+    assert first.manifest == second.manifest
+    assert first.table.equals(second.table)
+    assert first.n_parts > 1
+    assert "target.weights_sha256" in first.manifest.identities
+
+
+def test_max_sequences_takes_the_first_usable_ones(target_folder: Path, tmp_path: Path) -> None:
+    rows: list[Any] = ["{broken", *random_chats(10)]
+    path = write_jsonl(tmp_path / "c.jsonl", rows)
+    plan = build_plan(make_config(target_folder, path, tmp_path, max_sequences=4, max_rejected_fraction=0.5))
+    assert sorted(plan.table["source_row"].to_pylist()) == [1, 2, 3, 4]
+
+
+def test_progress_is_told_while_tokenising(target_folder: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", random_chats(130))
+    calls: list[tuple[int, int, str]] = []
+    build_plan(make_config(target_folder, path, tmp_path), progress=lambda *call: calls.append(call))
+    assert calls == [(64, 130, "tokenise"), (128, 130, "tokenise"), (130, 130, "tokenise")]
+
+
+def test_target_layers_add_the_state_that_enters_them(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+    plan = build_plan(make_config(target_folder, chats_file, tmp_path, target_layers=1))
+    assert [spec.name for spec in plan.manifest.fields][2:] == ["kv", "hidden/last", "hidden/layer_1"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "is empty: no rows"),
+        ([{"text": "hi"}] * 3, r"has no usable chat among 3 rows: .*columns: text.*Expected a column `messages`"),
+        (["{broken", "nonsense"], r"has no usable chat among 2 rows: 2 x the row is no JSON object \(row 0"),
+        ([{"messages": 3}], "has no usable chat among 1 rows: 1 x messages is no list"),
+    ],
+)
+def test_datasets_without_chats_are_refused(target_folder: Path, tmp_path: Path, rows: list[Any], message: str) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", rows)
+    with pytest.raises(DatasetError, match=message):
+        build_plan(make_config(target_folder, path, tmp_path))
+
+
+def test_too_many_unusable_rows_fail_the_run_and_are_counted(target_folder: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", [*random_chats(8), "{broken", {"messages": []}])
+    with pytest.raises(TooManyRejected, match=r"2 of 10 rows \(20\.0%\) cannot be used.*0\.05.*1 x the row is no JSON"):
+        build_plan(make_config(target_folder, path, tmp_path))
+
+
+def test_a_sequence_longer_than_the_positions_is_named(target_folder: Path, tmp_path: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 400}]}
+    path = write_jsonl(tmp_path / "c.jsonl", [*random_chats(2), long])
+    with pytest.raises(SequenceTooLong, match=r"Row 2 of .* tokens after truncation to 2,048.*Use --max-length 256"):
+        build_plan(make_config(target_folder, path, tmp_path, max_length=2048))
+    assert build_plan(make_config(target_folder, path, tmp_path, max_length=256)).sequences.n_truncated == 1
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("config.json", r"has no config\.json"),
+        ("model.safetensors", r"has no \*\.safetensors weights"),
+        ("tokenizer.json", "has no usable tokenizer|has no fast tokenizer"),
+    ],
+)
+def test_an_incomplete_model_folder_is_refused(
+    target_folder: Path, chats_file: Path, tmp_path: Path, removed: str, message: str
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(target_folder, folder)
+    (folder / removed).unlink()
+    with pytest.raises(TargetError, match=message):
+        build_plan(make_config(folder, chats_file, tmp_path))
+
+
+def test_a_model_without_chat_template_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(target_folder, folder)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(TemplateError, match=rf"{folder}: the tokenizer has no chat template"):
+        build_plan(make_config(folder, chats_file, tmp_path))
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    model_for: Callable[..., Any], target_folder: Path, chats_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(target_folder, folder)
+    model_for("llama", vocab_size=100).save_pretrained(folder)
+    with pytest.raises(DatasetError, match=r"vocabulary has 100 entries.*does not belong to this model"):
+        build_plan(make_config(folder, chats_file, tmp_path))
+
+
+def test_all_problems_of_the_configuration_are_named_at_once(target_folder: Path, tmp_path: Path) -> None:
+    config = make_config(target_folder, tmp_path, tmp_path, max_length=0, dtype="int4", batch_tokens=0)
+    with pytest.raises(ConfigError, match=r"max_length is 0.*batch_tokens is 0.*dtype is 'int4', expected one of"):
+        build_plan(config)
+
+
+def test_unknown_codec_and_device_are_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Unknown codec 'zip'.*--codec"):
+        build_plan(make_config(target_folder, chats_file, tmp_path, codec="zip"))
+    config = dataclasses.replace(make_config(target_folder, chats_file, tmp_path), device="nonsense")
+    with pytest.raises(ConfigError, match=r"Device 'nonsense' cannot be used.*--device cpu"):
+        build_plan(config)
+
+
+def test_a_disk_that_is_too_small_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+    plan = build_plan(make_config(target_folder, chats_file, tmp_path))
+    plan.check_disk()
+    with pytest.raises(NotEnoughDisk, match=r"needs about .* has 10 B free.*--out"):
+        dataclasses.replace(plan, free_bytes=10).check_disk()
+    dataclasses.replace(plan, free_bytes=10, present_bytes=plan.stored_bytes).check_disk()
+
+
+def test_bytes_are_shown_in_decimal_units() -> None:
+    assert [format_bytes(n) for n in (999, 1500, 31.5e12, 4e15)] == ["999 B", "1.5 kB", "31.5 TB", "4,000.0 TB"]
