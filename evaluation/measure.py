@@ -147,7 +147,7 @@ def measure(
 
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first difference; the shorter length where one is a prefix of the other, None where they are equal."""
+    """Index of the first difference; the shorter length where one is a prefix of the other, None if they are equal."""
     for index, (left, right) in enumerate(zip(baseline, other, strict=False)):
         if left != right:
             return index

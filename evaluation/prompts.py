@@ -1,7 +1,8 @@
 """Prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
 
 Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT ``{"conversations": [{"from", "value"}]}``; the
-prompt is everything before the last assistant message. Optional keys: ``prompt_id``, ``category``.
+prompt is everything before the last assistant message, or the whole chat where it ends with the user.
+Optional keys: ``prompt_id``, ``category``.
 
 Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. Each turn is answered by the target,
 and its answer becomes part of the next turn's history.
@@ -113,18 +114,21 @@ def _spec_bench_prompt(row: dict[str, Any], where: str) -> Prompt:
 def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
     messages = parse_chat(row)
     if isinstance(messages, Rejection):
-        # A chat that ends with the question is a prompt as well; with an answer added it parses like the others.
+        # A chat without an answer is a prompt as well; with one added it parses like the others.
         key = "messages" if row.get("messages") is not None else "conversations"
         items = row.get(key)
         answered = parse_chat({key: [*items, _ANSWER]}) if isinstance(items, list) and items else messages
         if isinstance(answered, Rejection):
             raise PromptsError(f"{where}: {messages.reason} ({messages.detail}); mend or remove the line.")
-        messages = answered
-    last_answer = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-    if last_answer == 0:
+        messages = answered[:-1]
+    # A chat that ends with the question is a prompt as it stands.
+    n_before = len(messages)
+    if messages[-1]["role"] == "assistant":
+        n_before -= 1
+    if n_before == 0:
         raise PromptsError(f"{where}: nothing comes before the assistant's message; mend or remove the line.")
     identity = row.get("prompt_id", row.get("id", number))
-    return Prompt(str(identity), str(row.get("category") or "all"), (tuple(messages[:last_answer]),))
+    return Prompt(str(identity), str(row.get("category") or "all"), (tuple(messages[:n_before]),))
 
 
 def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable[Prompt]:

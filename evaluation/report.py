@@ -247,7 +247,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "# Speculative decoding against plain decoding",
         "",
         f"{answers} to prompts of {prompts['file']} ({prompts['kind']}); drafts of {config['draft_length']} tokens; "
-        f"{environment['dtype']} on {environment['device']}, {environment['n_threads']} threads; the methods alternate.",
+        f"{environment['dtype']} on {environment['device']}, {environment['n_threads']} threads; methods alternate.",
         "",
         "| method | acceptance length | target calls | calls saved | tokens | tokens/s | ratio | ratio per answer, "
         "median (quartiles) | exact |",

@@ -1,0 +1,114 @@
+"""`evaluate` writes a report that says what was measured and how, and refuses what it can't use."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.errors import EvalConfigError, EvaluationError
+from moa_data.evaluation.report import KIND
+from moa_data.evaluation.run import evaluate
+from moa_data.moa.checkpoint import save_drafter
+from moa_data.moa.config import DrafterConfig
+from moa_data.moa.errors import DrafterError, TargetMismatch
+from moa_data.moa.model import MoADrafter
+from moa_data.moa.target import Target
+
+
+@pytest.fixture
+def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> EvalConfig:
+    return EvalConfig(
+        model=str(target_folder),
+        drafter=str(drafter_folder),
+        prompts=str(chats_file),
+        out=str(tmp_path / "out" / "report.json"),
+        max_new_tokens=12,
+        draft_length=3,
+        device="cpu",
+    )
+
+
+def changed(config: EvalConfig, **values: object) -> EvalConfig:
+    return EvalConfig(**{**vars(config), **values})  # type: ignore[arg-type]
+
+
+def test_report_files(config: EvalConfig) -> None:
+    report = evaluate(config, provenance={"argv": ["moa-data", "eval"]})
+    out = Path(config.out)
+    written = json.loads(out.read_text())
+    assert written == json.loads(json.dumps(report.to_json()))
+    assert written["kind"] == KIND
+    assert written["provenance"] == {"argv": ["moa-data", "eval"]}
+    assert "bonus token included" in written["conventions"]["acceptance_length"]
+    assert written["environment"]["dtype"] == "float32"
+    assert len(written["environment"]["target"]["weights_sha256"]) == 64
+    plain, chain = written["methods"]
+    assert chain["n_exact"] == chain["n_answers"] == plain["n_answers"] == len(written["rows"]) == 5
+    assert chain["n_tokens"] == plain["n_tokens"]
+    assert sum(chain["accepted_drafts"]) == chain["n_target_calls"]
+    assert chain["acceptance_length"] * chain["n_target_calls"] == pytest.approx(chain["n_tokens"] - 5)
+    for row in written["rows"]:
+        assert row["runs"]["chain"]["exact_match"]
+        assert row["runs"]["chain"]["first_divergence"] is None
+        assert sum(row["runs"]["chain"]["committed_per_call"]) == row["runs"]["chain"]["n_tokens"] - 1
+    assert "| chain |" in out.with_suffix(".md").read_text()
+    for name in ("report_acceptance.png", "report_speed.png"):
+        assert (out.parent / name).read_bytes().startswith(b"\x89PNG")
+    evaluate(config)  # an earlier report may be replaced
+
+
+def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file: Path) -> None:
+    report = evaluate(changed(config, prompts=str(questions_file), n_prompts=5))
+    assert set(report.categories) == {"math", "writing", "qa"}
+    assert report.prompts["n_answers"] == len(report.measurement.rows) == 8
+    assert [row.turn for row in report.measurement.rows if row.prompt_id == "1"] == [0, 1]
+    assert report.method("chain").n_exact == 8
+
+
+def test_plain_alone_needs_no_drafter(config: EvalConfig) -> None:
+    report = evaluate(changed(config, method=("plain", "plain"), drafter=None, n_prompts=2))
+    first, second = report.methods
+    assert [first.method, second.method] == ["plain", "plain#2"]
+    assert first.n_tokens == second.n_tokens
+    assert first.n_target_calls == second.n_target_calls
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": ("chain",)}, "plain first"),
+        ({"method": ("plain", "tree")}, "plain first"),
+        ({"drafter": None}, "needs a drafter"),
+        ({"dtype": "float8"}, "expected one of float32"),
+        ({"draft_length": 0, "n_prompts": 0}, "draft_length is 0.*n_prompts is 0"),
+        ({"warmup": -1}, "warmup is -1"),
+    ],
+)
+def test_bad_settings_are_refused_together(config: EvalConfig, values: dict, message: str) -> None:
+    with pytest.raises(EvalConfigError, match=message):
+        evaluate(changed(config, **values))
+
+
+def test_other_files_are_not_overwritten(config: EvalConfig, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"mine": 1}')
+    with pytest.raises(EvaluationError, match="not an evaluation report"):
+        evaluate(changed(config, out=str(notes)))
+    with pytest.raises(EvaluationError, match=r"does not end in \.json"):
+        evaluate(changed(config, out=str(tmp_path)))
+    assert notes.read_text() == '{"mine": 1}'
+
+
+def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="device nothing cannot be used"):
+        evaluate(changed(config, device="nothing"))
+    with pytest.raises(DrafterError, match="holds no drafter"):
+        evaluate(changed(config, drafter=str(tmp_path)))
+    stranger = MoADrafter(DrafterConfig.from_target(target.config, target={"weights_sha256": "0" * 64}))
+    stranger.initialize(torch.Generator().manual_seed(0))
+    save_drafter(stranger, tmp_path / "stranger")
+    with pytest.raises(TargetMismatch, match="trained for a target with weights 0000"):
+        evaluate(changed(config, drafter=str(tmp_path / "stranger")))
+    assert not Path(config.out).exists()
