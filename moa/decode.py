@@ -168,7 +168,7 @@ class ChainDrafter:
         if n_verified > self.state.memory.length:
             kv = kv_layout.cache_kv(self.cache, self.state.memory.length, n_verified)
             self.drafter.extend_memory(self.state, kv.to(self._dtype))
-        self.drafter.begin_round(self.state, len(committed))
+        self.drafter.begin_round(self.state, n_verified)
         target_kv = self._target_layers_kv()
         fresh = committed[self.state.self_attention.length :]
         drafts: list[int] = []

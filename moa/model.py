@@ -209,9 +209,16 @@ class MoADrafter(nn.Module):
         positions = torch.arange(start, start + kv.shape[1], device=kv.device)[None, :]
         state.memory.append(*self.cross_attention.keys_values(memory, self.rotary(positions)))
 
-    def begin_round(self, state: DraftState, n_committed: int) -> None:
-        """Forget what was drafted beyond the committed tokens (root included)."""
-        state.self_attention.crop(n_committed)
+    def begin_round(self, state: DraftState, n_verified: int) -> None:
+        """Forget what was drafted beyond the verified tokens.
+
+        The root is fed anew: where it stands, the cache may hold the draft that was rejected there.
+
+        Args:
+            state: caches of the sequence.
+            n_verified: committed tokens without the root.
+        """
+        state.self_attention.crop(n_verified)
         state.target_layers = [KVBuffer() for _ in range(self.config.target_layer_inference)]
 
     def step(
