@@ -287,9 +287,13 @@ def _lock(store: Path) -> int:
         raise StoreLocked(
             f"{store} is being written by {holder}. Wait until it ends, or choose another output folder."
         ) from error
-    with disk_full_guard(store / LOCK_NAME):
-        os.ftruncate(fd, 0)
-        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    try:
+        with disk_full_guard(store / LOCK_NAME):
+            os.ftruncate(fd, 0)
+            os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
