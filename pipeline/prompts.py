@@ -58,6 +58,7 @@ class _Template:
     Attributes:
         text: the chat template.
         marked: the template with markers in place of its generation tags; None where it has none.
+        has_generation_prompt: whether it is known to render one after a user message.
         end_of_turn: what the template writes behind a last response, trailing white space removed.
         adds_bos: whether the tokenizer itself puts a BOS before plain text.
         special_tokens: matches any special token of the tokenizer.
@@ -65,6 +66,7 @@ class _Template:
 
     text: str
     marked: str | None
+    has_generation_prompt: bool
     end_of_turn: str
     adds_bos: bool
     special_tokens: re.Pattern[str]
@@ -167,7 +169,9 @@ def _template(tokenizer: Any) -> _Template:
             raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
         marked = _mark_generation_tags(text) if _TAG.search(text) else None
         special = re.compile("|".join(map(re.escape, filter(None, tokenizer.all_special_tokens))) or "(?!)")
-        known = _Template(text, marked, _end_of_turn(tokenizer), _adds_bos(tokenizer), special)
+        known = _Template(
+            text, marked, _has_generation_prompt(tokenizer), _end_of_turn(tokenizer), _adds_bos(tokenizer), special
+        )
         _TEMPLATES[tokenizer] = known
     return known
 
@@ -182,6 +186,14 @@ def _mark_generation_tags(template: str) -> str:
         return f"{{%{left} endif %}}{{{{ '{_CLOSE}' }}}}{{% endif {right}%}}"
 
     return _TAG.sub(replace, template)
+
+
+def _has_generation_prompt(tokenizer: Any) -> bool:
+    probe = [{"role": "user", "content": "a"}]
+    try:
+        return _render(tokenizer, probe, add_generation_prompt=True) != _render(tokenizer, probe)
+    except (JinjaError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _end_of_turn(tokenizer: Any) -> str:
@@ -231,7 +243,9 @@ def _response_spans(tokenizer: Any, template: _Template, messages: list[Message]
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            span = _prefix_span(tokenizer, messages, index, text) or _located_span(tokenizer, messages, index, text)
+            span = _prefix_span(tokenizer, template, messages, index, text) or _located_span(
+                tokenizer, messages, index, text
+            )
             if span is None or message["content"].strip() not in text[slice(*span)]:
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
@@ -256,13 +270,13 @@ def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
     return spans if length == len(text) and start is None else None
 
 
-def _prefix_span(tokenizer: Any, messages: list[Message], index: int, text: str) -> Span | None:
+def _prefix_span(tokenizer: Any, template: _Template, messages: list[Message], index: int, text: str) -> Span | None:
     """Span of a response from what the template renders before it and with it; None where these are no prefixes."""
     before = messages[:index]
     if not before:
         return None
     prompt = _render(tokenizer, before, add_generation_prompt=True)
-    if prompt == _render(tokenizer, before):
+    if not template.has_generation_prompt and prompt == _render(tokenizer, before):
         return None  # no generation prompt: the header of the response would count as response
     turn = _render(tokenizer, messages[: index + 1]).rstrip()
     if not (text.startswith(prompt) and text.startswith(turn) and len(turn) > len(prompt)):
@@ -306,18 +320,14 @@ def _encode(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, n
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)
-    waiting = iter(spans)
-    span = next(waiting, None)
-    reached = 0
-    for index, (offset_start, offset_end) in enumerate(encoded["offset_mapping"]):
-        start, end = min(offset_start, reached), offset_end
-        reached = max(reached, offset_end)
-        while span is not None and start >= span[1]:
-            span = next(waiting, None)
-        if span is None:
-            break
-        if end > span[0] and not text[start : max(start, span[0])].strip():
-            mask[index] = 1
+    offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    ends = offsets[:, 1]
+    reached = np.concatenate([[0], np.maximum.accumulate(ends)])[:-1]
+    starts = np.minimum(offsets[:, 0], reached)
+    for start, end in spans:
+        for index in np.flatnonzero((ends > start) & (starts < end)):
+            if starts[index] >= start or not text[starts[index] : start].strip():
+                mask[index] = 1
     return tokens, mask
 
 
