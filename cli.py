@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from . import __version__
-from .cli_support import EXIT_FINDINGS, ProgressLine, StageFailure, StageGroup, TokenStream, quiet_libraries
+from .cli_support import Findings, ProgressLine, StageGroup, TokenStream, quiet_libraries
 from .configuration import config_options
 from .demo.config import DemoConfig
 from .evaluation.config import EvalConfig
@@ -131,7 +131,7 @@ def inspect(store: Path, sample: int | None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(reader.target_path)
         tokens, mask = reader.read(sample, "tokens").tolist(), reader.read(sample, "response_mask").tolist()
         row = {name: reader.sequences[name][sample].as_py() for name in reader.sequences.column_names}
-        out.print(sample_view(row, tokens, mask, tokenizer.decode))
+        out.print(sample_view(row, tokens, mask, lambda ids: str(tokenizer.decode(ids))))
 
 
 @main.command()
@@ -153,7 +153,7 @@ def verify(store: Path) -> None:
         report = verify_store(store, progress=progress)
     out.print(verify_view(report))
     if not report.ok:
-        raise StageFailure(f"{store} is damaged in {len(report.damages)} places.", EXIT_FINDINGS)
+        raise Findings(f"{store} is damaged in {len(report.damages)} places.")
 
 
 @main.command()
@@ -178,7 +178,7 @@ def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None
         report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
     out.print(report.describe(), markup=False)
     if not report.ok:
-        raise StageFailure(f"{store} differs from {model} beyond the tolerance.", EXIT_FINDINGS)
+        raise Findings(f"{store} differs from {model} beyond the tolerance.")
 
 
 @main.command()
@@ -256,13 +256,14 @@ def generate(
     from .moa.checkpoint import check_drafter_matches, load_drafter
     from .moa.decode import plain_generate, speculative_generate
     from .moa.target import Target
-    from .pipeline.prompts import prompt_tokens
+    from .pipeline.prompts import check_template, prompt_tokens
 
     loaded = Target.load(model, getattr(torch, dtype), device)
+    check_template(loaded.tokenizer, model)
     network = load_drafter(drafter, loaded.model.dtype, loaded.device)
     check_drafter_matches(network, loaded)
     frozen = FrozenTarget.from_model(loaded.model, network.config.target_layer_inference)
-    text = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+    text = sys.stdin.read() if prompt == "-" else prompt
     prompt_ids = prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}])
 
     # The first call of each method sets up kernels and buffers; it would be counted against whichever comes first.

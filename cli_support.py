@@ -10,10 +10,6 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-EXIT_FINDINGS = 1
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
-
 # Imported only when something went wrong: an error's class decides between one line and a traceback.
 _STAGE_ERRORS = (
     ("storage.errors", "StoreError"),
@@ -33,11 +29,21 @@ _GO_ON = {
 
 
 class StageFailure(click.ClickException):
-    """Ends a command with one line on stderr and an exit code."""
+    """Ends a command with one line on stderr: the input can't be used."""
 
-    def __init__(self, line: str, exit_code: int) -> None:
-        super().__init__(line)
-        self.exit_code = exit_code
+    exit_code = 2
+
+
+class Findings(StageFailure):
+    """The command did its work and found something wrong."""
+
+    exit_code = 1
+
+
+class Stopped(StageFailure):
+    """The user stopped the command."""
+
+    exit_code = 130
 
 
 class StageGroup(click.Group):
@@ -54,13 +60,13 @@ class StageGroup(click.Group):
             if debug:
                 raise
             hint = _GO_ON.get(ctx.invoked_subcommand or "", "")
-            raise StageFailure(f"interrupted. {hint}".strip(), EXIT_INTERRUPTED) from interrupt
+            raise Stopped(f"interrupted. {hint}".strip()) from interrupt
         except Exception as error:
             line = None if debug else user_message(error)
             if line is None:
                 raise
-            code = EXIT_INTERRUPTED if type(error).__name__.endswith("Interrupted") else EXIT_ERROR
-            raise StageFailure(line, code) from error
+            kind = Stopped if type(error).__name__.endswith("Interrupted") else StageFailure
+            raise kind(line) from error
 
 
 def user_message(error: BaseException) -> str | None:
@@ -141,10 +147,14 @@ class TokenStream:
 
 def quiet_libraries() -> None:
     """Keeps the libraries' own progress bars and advice off the terminal; the user's settings win."""
-    for name, value in {
+    quiet = {
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    }.items():
+    }
+    # On a terminal the bars of a download or of loading many gigabytes are welcome; in a log file they are noise.
+    if not sys.stderr.isatty():
+        quiet["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    for name, value in quiet.items():
         os.environ.setdefault(name, value)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -68,11 +69,13 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         "target bundle": "target/" if summary.has_target else "missing",
     }
     lengths = summary.lengths
+    first = next((index for index, count in enumerate(lengths.counts) if count), 0)
     labels = [f"{low}-{high - 1}" for low, high in zip(lengths.edges, lengths.edges[1:], strict=False)]
     blocks: list[RenderableType] = [
         pairs_table(str(summary.path), facts),
         fields_table(summary),
-        Group(Text("Tokens per sequence", style="bold cyan"), bars(labels, lengths.counts)),
+        pairs_table("Their meaning", {item.name: item.description for item in summary.fields}),
+        Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], lengths.counts[first:])),
         pairs_table("Target", summary.target),
         pairs_table("Extraction", summary.extraction),
         pairs_table("Identities", summary.identities),
@@ -86,13 +89,18 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
 
 def fields_table(summary: "StoreSummary") -> Table:
     """The activations of a store and what each costs."""
-    table = Table(title="Activations", title_justify="left", title_style="bold cyan")
-    table.add_column("field", no_wrap=True)
-    table.add_column("dtype")
-    table.add_column("shape per token")
-    for name in ("raw", "stored", "ratio", "bytes/token"):
+    table = Table(
+        title="Activations",
+        title_justify="left",
+        title_style="bold cyan",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("field", "dtype", "per token"):
+        table.add_column(name, no_wrap=True)
+    for name in ("raw", "stored", "ratio", "B/token"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("meaning", overflow="fold")
     for item in summary.fields:
         table.add_row(
             item.name,
@@ -102,7 +110,6 @@ def fields_table(summary: "StoreSummary") -> Table:
             format_bytes(item.stored_bytes),
             f"{item.ratio:.3f}",
             f"{item.stored_bytes / max(summary.n_tokens, 1):,.1f}",
-            item.description,
         )
     return table
 
@@ -111,7 +118,7 @@ def verify_view(report: "VerifyReport") -> RenderableType:
     """What was checked, every damage with its part, and what is still to be extracted."""
     blocks: list[RenderableType] = []
     if report.damages:
-        table = Table("part", "file", "damage", title_justify="left")
+        table = Table("part", "file", "damage", box=SIMPLE_HEAD)
         for damage in report.damages:
             table.add_row("-" if damage.part is None else str(damage.part), Text(damage.path), Text(damage.message))
         blocks.append(table)
@@ -180,7 +187,7 @@ def decoding_view(drafted: "Generation", plain: "Generation | None", draft_lengt
         plain: The generation without, or None.
         draft_length: Tokens drafted per target call.
     """
-    table = Table(title_justify="left")
+    table = Table(box=SIMPLE_HEAD)
     for name in ("", "tokens", "target calls", "tokens per call", "tokens/s"):
         table.add_column(name, justify="left" if not name else "right")
     rows = [(f"chain of {draft_length}", drafted)] + ([("plain", plain)] if plain else [])
