@@ -8,21 +8,33 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-
-def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
-    """Columns of a Lightning metrics.csv as (step, value) pairs, empty cells left out."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    with file.open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            for name, cell in row.items():
-                if name not in ("step", "epoch") and cell:
-                    series.setdefault(name, []).append((int(float(row["step"])), float(cell)))
-    return series
+METRICS_FILE = "metrics.csv"
 
 
-def plot_curves(metrics_file: Path, out: Path) -> None:
-    """Draw loss terms, validation figures, and throughput against the step."""
-    series = read_metrics(metrics_file)
+def keep_earlier_metrics(run: Path) -> None:
+    """Move metrics.csv of an earlier invocation aside; Lightning's logger would delete it."""
+    if (run / METRICS_FILE).is_file():
+        index = len(list(run.glob("metrics-*.csv")))
+        (run / METRICS_FILE).rename(run / f"metrics-{index:03d}.csv")
+
+
+def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Columns of all metrics files of a run as (step, value) pairs; a later invocation replaces what it repeats."""
+    series: dict[str, dict[int, float]] = {}
+    for file in [*sorted(run.glob("metrics-*.csv")), run / METRICS_FILE]:
+        if not file.is_file():
+            continue
+        with file.open(newline="") as stream:
+            for row in csv.DictReader(stream):
+                for name, cell in row.items():
+                    if name not in ("step", "epoch") and cell:
+                        series.setdefault(name, {})[int(float(row["step"]))] = float(cell)
+    return {name: sorted(points.items()) for name, points in series.items()}
+
+
+def plot_curves(run: Path, out: Path) -> None:
+    """Draw loss terms, validation figures, and throughput of a run against the step."""
+    series = read_metrics(run)
     panels = [
         ("Training loss", {"train/loss": "total", "train/forward_kl": "forward KL", "train/feature_loss": "features"}),
         ("Validation", {"val/kl": "KL (nats)", "val/top1_agreement": "top-1 agreement"}),

@@ -59,24 +59,33 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     return order[random.permutation(n_batches)]
 
 
+def needed_fields(store: ActivationStore, config: TrainConfig) -> list[str]:
+    """Fields that training reads: kv, hidden/last and, for N > 0, the state that enters the last N layers.
+
+    Raises:
+        MissingField: the store lacks one; the message names the flags that would add it.
+    """
+    n_layers = int(store.manifest.target["n_layers"])
+    needed = ["kv", "hidden/last"]
+    if config.target_layer_inference > 0:
+        needed.append(f"hidden/layer_{n_layers - config.target_layer_inference - 1}")
+    missing = [name for name in needed if name not in store.fields]
+    if missing:
+        flags = ",".join("kv" if name == "kv" else name.replace("/", ":").replace("_", ":") for name in needed)
+        raise MissingField(
+            f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
+            f"--target-layers {config.target_layer_inference}."
+        )
+    return needed
+
+
 class BatchReader:
     """Reads given sequences of a store into one right-padded batch."""
 
     def __init__(self, store: ActivationStore, config: TrainConfig, pin_memory: bool) -> None:
         self.store, self.config, self._pin = store, config, pin_memory
-        self._fields = ["kv", "hidden/last"]
-        n_layers = int(store.manifest.target["n_layers"])
-        self._entering: str | None = None
-        if 0 < config.target_layer_inference < n_layers:
-            self._entering = f"hidden/layer_{n_layers - config.target_layer_inference - 1}"
-            self._fields.append(self._entering)
-        missing = [name for name in self._fields if name not in store.fields]
-        if missing:
-            flags = ",".join("kv" if n == "kv" else n.replace("/", ":").replace("_", ":") for n in self._fields)
-            raise MissingField(
-                f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
-                f"--target-layers {config.target_layer_inference}."
-            )
+        self._fields = needed_fields(store, config)
+        self._entering = self._fields[2] if len(self._fields) > 2 else None
 
     def read(self, sequences: np.ndarray, lengths: np.ndarray) -> TrainingInputs:
         """Read sequences with the given token counts; padding is zero."""
@@ -116,11 +125,6 @@ class TrainingStream:
         self, reader: BatchReader, sequences: np.ndarray, lengths: np.ndarray, max_steps: int, rank: int, n_ranks: int
     ) -> None:
         config = reader.config
-        if len(sequences) < config.batch_size:
-            raise TrainingError(
-                f"{len(sequences)} training sequences cannot fill a batch of {config.batch_size}; "
-                "extract more or lower --batch-size."
-            )
         self._reader, self._sequences, self._lengths = reader, sequences, lengths
         self._max_steps, self._rank, self._n_ranks = max_steps, rank, n_ranks
         self.steps_per_epoch = len(sequences) // config.batch_size
@@ -198,6 +202,19 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     return DrawnRows(step_bound, staircase, offset)
 
 
+class FixedBatches:
+    """Batches in memory; not a list, because Lightning takes a list for several dataloaders."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
 class StoreDataModule(L.LightningDataModule):
     """Training and validation batches of a store."""
 
@@ -210,8 +227,12 @@ class StoreDataModule(L.LightningDataModule):
         responses = table["n_response_tokens"].to_numpy()
         self.train_sequences = train
         self.validation_sequences = held_out[responses[held_out] > config.draft_length][: config.validation_sequences]
-        if not len(train):
-            raise TrainingError(f"{store.path} has no committed training sequences; finish the extraction first.")
+        if len(train) < config.batch_size:
+            raise TrainingError(
+                f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "
+                f"{config.batch_size}; extract more or lower --batch-size."
+            )
+        needed_fields(store, config)
         self.steps_per_epoch = max(1, len(train) // config.batch_size)
         self.max_steps = config.max_steps or max(1, round((config.epochs or 1) * self.steps_per_epoch))
         self.n_validation_batches = -(-len(self.validation_sequences) // max(1, config.batch_size))
@@ -232,7 +253,7 @@ class StoreDataModule(L.LightningDataModule):
         stream.start_step = trainer.global_step
         return stream
 
-    def val_dataloader(self) -> list[Batch]:
+    def val_dataloader(self) -> "FixedBatches":
         """The validation batches, sorted by length; blocks of draft_length steps with a fixed phase per sequence."""
         reader = BatchReader(self.store, self.config, pin_memory=False)
         chosen = self.validation_sequences
@@ -245,4 +266,4 @@ class StoreDataModule(L.LightningDataModule):
             draws = Draws(bound, torch.zeros(len(part), dtype=torch.bool), phase)
             inputs = reader.read(part, self._lengths[part])
             batches.append(Batch(inputs, draws, 1.0, int(self._lengths[part].sum())))
-        return batches
+        return FixedBatches(batches)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from ..storage.reader import ActivationStore
 from . import callbacks
 from .allocator import keep_freed_memory
 from .config import TrainConfig
-from .curves import plot_curves
+from .curves import keep_earlier_metrics, plot_curves
 from .data import StoreDataModule, micro_batch_size
 from .errors import RunExists, TrainingError, TrainingInterrupted
 from .module import DrafterModule
 
+RUN_FILE = "run.yaml"
 _FREE_TO_CHANGE = frozenset(
     {
         "store",
@@ -75,15 +78,17 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     out = Path(config.out)
     last = out / "checkpoints" / "last.ckpt"
     _check_config(config)
+    _check_folder(config, out, last)
     store = ActivationStore(config.store)
-    _prepare_folder(config, out, last, provenance)
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
+    _record_run(config, out, provenance)
     throughput, interrupt = callbacks.Throughput(), callbacks.SaveOnInterrupt(last)
     best = callbacks.ExportBest(out / "drafter")
     extra = [callbacks.stop_at(config.stop_after_steps)] if config.stop_after_steps else []
     if progress_bar:
         extra.append(TQDMProgressBar(refresh_rate=1))
+    _hush_lightning()
     trainer = _build_trainer(config, data, out, [throughput, best, interrupt, *extra], progress_bar)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None, weights_only=False)
@@ -99,7 +104,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
         save_drafter(module.drafter, out / "drafter")
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
     if trainer.is_global_zero:
-        plot_curves(out / "metrics.csv", out / "curves.png")
+        plot_curves(out, out / "curves.png")
     report = TrainReport(
         out=str(out),
         n_steps=trainer.global_step,
@@ -186,6 +191,13 @@ def _build_trainer(
     return trainer
 
 
+def _hush_lightning() -> None:
+    """Drop Lightning's advertisements and its warnings about folders that were checked here."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in ("Experiment logs directory", "Checkpoint directory", "`isinstance\\(treespec"):
+        warnings.filterwarnings("ignore", message=message)
+
+
 def _precision(config: TrainConfig) -> Any:
     if config.precision != "auto":
         return config.precision
@@ -212,9 +224,9 @@ def _check_config(config: TrainConfig) -> None:
         raise TrainingError("; ".join(problems) + ".")
 
 
-def _prepare_folder(config: TrainConfig, out: Path, last: Path, provenance: dict[str, Any] | None) -> None:
-    """Refuse what would mix two runs, then record the resolved settings."""
-    record = out / "run.yaml"
+def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
+    """Refuse what would mix two runs."""
+    record = out / RUN_FILE
     resolved = dataclasses.asdict(config)
     if config.resume:
         if not last.is_file():
@@ -231,6 +243,11 @@ def _prepare_folder(config: TrainConfig, out: Path, last: Path, provenance: dict
         raise RunExists(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
     elif out.is_dir() and any(out.iterdir()):
         raise RunExists(f"{out} is not empty and holds no run; choose another --out.")
+
+
+def _record_run(config: TrainConfig, out: Path, provenance: dict[str, Any] | None) -> None:
+    """Write the resolved settings and where they come from."""
     out.mkdir(parents=True, exist_ok=True)
-    record.write_text(yaml.safe_dump(resolved, sort_keys=False))
+    (out / RUN_FILE).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    keep_earlier_metrics(out)
     (out / "provenance.json").write_text(json.dumps(provenance or {}, indent=1, default=str) + "\n")

@@ -1,0 +1,166 @@
+"""Training from the store alone: no target, exact resume, clear refusals, and a drafter that gets better."""
+
+import builtins
+import csv
+import json
+
+import pytest
+import torch
+import transformers
+
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.curves import read_metrics
+from moa_data.trainer.errors import MissingField, RunExists, TrainingError, TrainingInterrupted
+from moa_data.trainer.run import train
+
+from .conftest import build_store
+
+BASE = {
+    "batch_size": 8,
+    "learning_rate": 1e-3,
+    "peak_multiplier": 3.0,
+    "warmup_steps": 4,
+    "decay_steps": -1,
+    "validation_fraction": 0.2,
+    "validate_every": 6,
+    "checkpoint_every": 4,
+    "log_every": 2,
+    "draft_length": 3,
+    "step_bound_min": 3,
+    "step_bound_max": 6,
+    "accelerator": "cpu",
+    "precision": "32-true",
+}
+
+
+def run(store, out, **changes):
+    return train(TrainConfig(store=str(store), out=str(out), **(BASE | changes)), {"argv": ["test"]}, False)
+
+
+def last_state(out):
+    return torch.load(out / "checkpoints" / "last.ckpt", weights_only=False)
+
+
+def test_it_learns_and_leaves_everything_behind(store_path, tmp_path):
+    report = run(store_path, tmp_path / "run", max_steps=150, validate_every=25)
+    out = tmp_path / "run"
+    metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
+    assert metrics["val/kl"][-1] < 0.8 * metrics["val/kl"][0]
+    assert metrics["val/top1_agreement"][-1] > metrics["val/top1_agreement"][0] + 0.05
+    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    assert report.n_steps == 150
+    assert 0 <= report.data_wait_share < 1
+    for name in ("curves.png", "metrics.csv", "run.yaml", "provenance.json", "checkpoints/best.ckpt", "drafter"):
+        assert (out / name).exists(), name
+    assert list((out / "tensorboard").glob("events*"))
+    drafter = load_drafter(out)
+    assert drafter.config.target == {"weights_sha256": "ab" * 32}
+    assert json.loads((out / "report.json").read_text())["n_parameters"] == report.n_parameters
+    assert not any("frozen" in key for key in last_state(out)["state_dict"])
+
+
+def test_no_target_is_ever_loaded(store_path, tmp_path, monkeypatch):
+    """With the target's classes out of reach, training goes on, target layer inference included."""
+    real_import = builtins.__import__
+
+    def guarded(name, *args, **kwargs):
+        assert "modeling_llama" not in name, "training must not import the target's class"
+        return real_import(name, *args, **kwargs)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("training must not load a model")
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.PreTrainedModel, "__init__", refuse)
+    assert run(store_path, tmp_path / "run", max_steps=3, target_layer_inference=1).n_steps == 3
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 4, "target_layer_inference": 1}])
+def test_resume_is_bit_exact(store_path, tmp_path, changes):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(store_path, whole, max_steps=16, **changes)
+    run(store_path, parts, max_steps=16, stop_after_steps=8, **changes)
+    assert last_state(parts)["global_step"] == 8
+    run(store_path, parts, max_steps=16, resume=True, **changes)
+    one, other = last_state(whole), last_state(parts)
+    assert one["global_step"] == other["global_step"] == 16
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+    for key, moments in one["optimizer_states"][0]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(other["optimizer_states"][0]["state"][key][name])
+            )
+    assert one["lr_schedulers"] == other["lr_schedulers"]
+    losses_whole, losses_parts = read_metrics(whole)["train/loss"], read_metrics(parts)["train/loss"]
+    assert losses_whole == losses_parts, "also the part before the resumption is kept"
+
+
+def test_accumulation_equals_the_whole_batch(store_path, tmp_path):
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    run(store_path, one, max_steps=4)
+    run(store_path, parts, max_steps=4, micro_batch_size=2)
+    for name, value in last_state(one)["state_dict"].items():
+        torch.testing.assert_close(value, last_state(parts)["state_dict"][name], rtol=1e-3, atol=2e-5)
+
+
+def test_learning_rate_follows_the_schedule(store_path, tmp_path):
+    run(store_path, tmp_path / "run", max_steps=5)
+    state = last_state(tmp_path / "run")
+    assert state["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(1e-3)
+
+
+def test_interruption_keeps_the_state(store_path, tmp_path, monkeypatch):
+    from moa_data.trainer import module
+
+    real, calls = module.moa_objective, []
+
+    def interrupting(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "moa_objective", interrupting)
+    with pytest.raises(TrainingInterrupted, match="stopped at step 6; go on with the same command and --resume"):
+        run(store_path, tmp_path / "run", max_steps=12)
+    monkeypatch.undo()
+    assert run(store_path, tmp_path / "run", max_steps=12, resume=True).n_steps == 12
+
+
+def test_refusals(store_path, tmp_path):
+    run(store_path, tmp_path / "run", max_steps=2)
+    with pytest.raises(RunExists, match="already holds a run; pass --resume"):
+        run(store_path, tmp_path / "run", max_steps=2)
+    with pytest.raises(RunExists, match="batch_size was 8, now 4"):
+        run(store_path, tmp_path / "run", max_steps=2, batch_size=4, resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    with pytest.raises(RunExists, match="holds no run"):
+        run(store_path, tmp_path / "other", max_steps=2)
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        run(store_path, tmp_path / "none", max_steps=2, resume=True)
+    with pytest.raises(TrainingError, match=r"which cannot fill a batch of 500; extract more or lower --batch-size"):
+        run(store_path, tmp_path / "big", max_steps=2, batch_size=500)
+    with pytest.raises(TrainingError, match=r"step bounds.*; validation_fraction"):
+        run(store_path, tmp_path / "bad", max_steps=2, step_bound_min=1, validation_fraction=2.0)
+    with pytest.raises(TrainingError, match="does not divide"):
+        run(store_path, tmp_path / "micro", max_steps=2, micro_batch_size=3)
+    assert not any((tmp_path / name).exists() for name in ("none", "big", "bad")), "a refusal leaves nothing behind"
+
+
+def test_a_missing_activation_names_the_flag(tmp_path):
+    store = build_store(tmp_path / "store", activations=("kv",), n_sequences=20)
+    with pytest.raises(MissingField, match=r"lacks hidden/last; extract again with --activations kv,hidden:last"):
+        run(store, tmp_path / "run", max_steps=2)
+
+
+def test_metrics_file_has_the_promised_columns(store_path, tmp_path):
+    run(store_path, tmp_path / "run", max_steps=6)
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as stream:
+        columns = set(csv.DictReader(stream).fieldnames)
+    wanted = {"train/loss", "train/forward_kl", "train/feature_loss", "train/tokens_per_s", "train/data_wait_share"}
+    assert wanted | {"val/kl", "val/top1_agreement", "val/expected_acceptance_length"} <= columns
