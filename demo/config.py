@@ -31,9 +31,9 @@ class DemoConfig:
     """Attention heads of the target."""
     n_kv_heads: int = 2
     """Key/value heads of the target (grouped-query attention)."""
-    target_steps: int = 450
+    target_steps: int = 640
     """Optimiser steps of the target."""
-    target_batch_tokens: int = 1536
+    target_batch_tokens: int = 1024
     """Padded tokens in one training batch of the target."""
     target_matrix_learning_rate: float = 0.02
     """Peak learning rate of Muon, for the matrices of the target's decoder layers."""

@@ -1,8 +1,9 @@
 """A small, varied chat corpus made from a seed: what the demo trains its target on.
 
-Ten task families (see `FAMILIES`) draw their words, numbers and phrasings from one `random.Random`, so that the text is neither
-constant nor noise: answers follow from their prompts, and no prompt occurs twice. The held-out prompts come from the same
-families and share no opening with the training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": name}`.
+The task families (see `FAMILIES`) draw their words, numbers and phrasings from one `random.Random`, so that text is
+neither constant nor noise: answers follow from their prompts, and no prompt occurs twice. The held-out prompts come
+from the same families and share no opening with the training chats. Every row is
+`{"messages": [{"role", "content"}, ...], "category": family}`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CorpusStats:
         n_chars: Characters of all messages together.
         zlib_ratio: Raw bytes over zlib bytes (level 6); 1 for noise, hundreds for constant text.
         word_entropy_bits: Unigram entropy of the whitespace-separated words, in bits per word.
-        distinct_openings: Share of chats whose opening (everything before the first answer) is unique; 1.0 by construction.
+        distinct_openings: Share of chats whose opening (the text before the first answer) is unique.
         by_category: Number of chats of each task family.
     """
 

@@ -25,9 +25,9 @@ def _join(words: Sequence[str]) -> str:
 def arithmetic(rng: random.Random) -> Chat:
     """A running total in steps, each written out."""
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
-    total = rng.randint(5, 40)
+    total = rng.randint(5, 20)
     story, steps = [f"{name} has {total} {item}."], [f"{name} starts with {total} {item}."]
-    for _ in range(rng.randint(2, 4)):
+    for _ in range(rng.randint(2, 3)):
         amount = rng.randint(1, 9)
         if rng.random() < 0.5 and total > amount:
             story.append(rng.choice((f"{name} gives away {amount}.", f"{name} loses {amount}.")))
@@ -43,7 +43,7 @@ def arithmetic(rng: random.Random) -> Chat:
 
 def sorting(rng: random.Random) -> Chat:
     """Words put into alphabetical order, one a line."""
-    words = rng.sample(WORDS, rng.randint(3, 6))
+    words = rng.sample(WORDS, rng.randint(3, 5))
     ask = rng.choice(
         ("Sort these words alphabetically: {}.", "Put these words in alphabetical order: {}.", "Please sort: {}.")
     )
@@ -53,13 +53,13 @@ def sorting(rng: random.Random) -> Chat:
 
 def reversing(rng: random.Random) -> Chat:
     """A list of words read backwards."""
-    words = rng.sample(WORDS, rng.randint(3, 6))
+    words = rng.sample(WORDS, rng.randint(3, 5))
     ask = rng.choice(
         ("Reverse this list: {}.", "Say these words backwards, last one first: {}.", "Write this list in reverse: {}.")
     )
     count = NUMBER_WORDS[len(words)]
-    answer = f"The list has {count} words. In reverse order they are: {', '.join(reversed(words))}."
-    return _chat(ask.format(", ".join(words)), f"{answer} The last word of your list comes first: {words[-1]}.")
+    answer = f"The list has {count} words: {', '.join(words)}. In reverse order: {', '.join(reversed(words))}."
+    return _chat(ask.format(", ".join(words)), answer)
 
 
 UNITS = (
@@ -104,8 +104,8 @@ def story(rng: random.Random) -> Chat:
         f"{name} was not sure what to do with it and showed it to a friend, the {friend}.",
     ))  # fmt: skip
     end = rng.choice((
-        f"The {friend} smiled and said: \"It was mine once. Now it is yours.\" {name} kept the {treasure} and was never lonely again.",
-        f"The {friend} had looked for it all year and was very happy. From that day on, {name} and the {friend} were best friends.",
+        f"The {friend} smiled and said: \"It was mine once. Now it is yours.\" {name} kept the {treasure} forever.",
+        f"The {friend} was very happy to have it back. From that day on, {name} and the {friend} were best friends.",
     ))  # fmt: skip
     return _chat(ask, f"Once upon a time a {mood} {animal} called {name} lived in the {place}. {found} {middle} {end}")
 
@@ -150,7 +150,7 @@ def world(rng: random.Random) -> Chat:
 
 def formatting(rng: random.Random) -> Chat:
     """A sentence's items as bullets, as a numbered list, as CSV or as JSON."""
-    names = rng.sample(NAMES, rng.randint(2, 4))
+    names = rng.sample(NAMES, rng.randint(2, 3))
     pairs = [(name, rng.choice(COLORS), rng.randint(1, 20)) for name in names]
     facts = _join([f"{name} has {count} {color} {{}}" for name, color, count in pairs])
     item = rng.choice(ITEMS)
@@ -171,7 +171,7 @@ def formatting(rng: random.Random) -> Chat:
 
 def code(rng: random.Random) -> Chat:
     """A short Python function with an example of its use."""
-    name, n = rng.choice(WORDS), rng.randint(2, 60)
+    name, n = rng.choice(WORDS), rng.randint(2, 40)
     verb, expression, text = rng.choice((
         ("adds", f"x + {n}", f"adds {n} to each number"),
         ("multiplies", f"x * {n}", f"multiplies each number by {n}"),
@@ -213,7 +213,7 @@ def shopping(rng: random.Random) -> Chat:
 
 def followup(rng: random.Random) -> Chat:
     """A question about positions in a list, then a second one that leans on the first."""
-    words = rng.sample(WORDS, rng.randint(4, 6))
+    words = rng.sample(WORDS, rng.randint(3, 5))
     first, second = rng.sample(range(len(words)), 2)
     return _chat(
         f"Remember these words: {', '.join(words)}. What is the {ORDINALS[first]} word?",

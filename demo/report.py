@@ -81,8 +81,8 @@ def _headline(state: DemoState, summary: StoreSummary) -> list[str]:
         "# Demo: from chats to a drafter",
         "",
         f"**{measured['acceptance_length']:.2f} tokens per target call** (bonus token included; plain decoding has 1), "
-        f"{measured['calls_saved']:.0%} of the target calls saved, {measured['ratio']:.2f} x the tokens per second of plain "
-        f"decoding, {measured['n_exact']} of {measured['n_answers']} answers identical to it. "
+        f"{measured['calls_saved']:.0%} of the target calls saved, {measured['ratio']:.2f} x the tokens per second of "
+        f"plain decoding, {measured['n_exact']} of {measured['n_answers']} answers identical to it. "
         f"The drafter learned from {summary.n_tokens:,} stored tokens; the target was not loaded for its training.",
         "",
         "![Acceptance](figures/acceptance.png)",
@@ -110,9 +110,9 @@ def _target_section(report: TargetReport, rows: list[dict[str, Any]], answers: l
     lines = [
         "## Target",
         "",
-        f"A Llama of {report.n_parameters:,} parameters, trained on {report.n_tokens:,} tokens in {report.seconds:.0f} s: "
-        f"held-out loss {report.validation_loss[-1][1]:.3f} nats per answer token, {report.validation_accuracy:.1%} of the "
-        "answer tokens ranked first.",
+        f"A Llama of {report.n_parameters:,} parameters, trained on {report.n_tokens:,} tokens in "
+        f"{report.seconds:.0f} s: held-out loss {report.validation_loss[-1][1]:.3f} nats per answer token, "
+        f"{report.validation_accuracy:.1%} of the answer tokens ranked first.",
         "",
         "![Target](figures/target.png)",
         "",
@@ -130,7 +130,8 @@ def _store_section(state: DemoState, summary: StoreSummary) -> list[str]:
     lines = [
         "## Store",
         "",
-        f"{summary.n_sequences:,} sequences, {summary.n_tokens:,} tokens ({summary.n_response_tokens:,} of them answers), "
+        f"{summary.n_sequences:,} sequences, {summary.n_tokens:,} tokens "
+        f"({summary.n_response_tokens:,} of them answers), "
         f"{facts['tokens_per_s']:,.0f} tokens/s; codec {summary.codec}.",
         "",
         "| field | dtype | raw bytes per token | stored bytes per token | stored / raw |",

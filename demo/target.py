@@ -1,7 +1,7 @@
 """Trains the demo's target: a byte-level BPE tokenizer and a tiny Llama, saved as an ordinary Hugging Face folder.
 
-The chat template is Llama-3's with `{% generation %}` around the answers, so that masks come from the template itself. The folder
-appears by one rename at the end: a folder without `MARKER` was not finished and is made again.
+The chat template is Llama-3's with `{% generation %}` around the answers, so that masks come from the template itself.
+The folder appears by one rename at the end: a folder without `MARKER` was not finished and is made again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SPECIAL_TOKENS = (BOS, "<|end_of_text|>", "<|start_header_id|>", "<|end_header_i
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] | trim }}{{ '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -234,7 +235,10 @@ def _batches(examples: list[_Example], batch_tokens: int, rng: np.random.Generat
 def _collate(
     examples: list[_Example], indices: np.ndarray, pad_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ids int64 [B, T], next-token labels int64 [B, T] (-100 on padding) and answer weights float32 [B, T], right padded."""
+    """Return ids and next-token labels (int64 [B, T]; labels are -100 on padding) and weights float32 [B, T].
+
+    Rows are padded on the right; prompt tokens weigh `PROMPT_WEIGHT`.
+    """
     width = max(len(examples[i].ids) for i in indices)
     ids = np.full((len(indices), width), pad_id, dtype=np.int64)
     labels = np.full((len(indices), width), IGNORED_LABEL, dtype=np.int64)

@@ -1,0 +1,80 @@
+"""The corpus is deterministic, neither constant nor noise, and its held-out prompts are new."""
+
+import ast
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from moa_data.demo.corpus import FAMILIES, corpus_stats, generate_corpus, opening, read_jsonl, write_jsonl
+from moa_data.demo.errors import DemoError
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return generate_corpus(1500, 110, seed=3)
+
+
+def test_equal_seeds_give_equal_rows_and_others_do_not(rows):
+    again = generate_corpus(1500, 110, seed=3)
+    assert again == rows
+    assert generate_corpus(1500, 110, seed=4).train != rows.train
+
+
+def test_text_is_neither_constant_nor_noise(rows):
+    stats = corpus_stats(rows.train)
+    assert 3.0 < stats.zlib_ratio < 12.0
+    assert 6.5 < stats.word_entropy_bits < 10.0
+    assert stats.distinct_openings == 1.0
+    assert set(stats.by_category) == set(FAMILIES)
+    assert len(FAMILIES) >= 6
+
+
+def test_held_out_prompts_do_not_occur_in_training(rows):
+    train = {opening(row["messages"]) for row in rows.train}
+    assert all(opening(row["messages"]) not in train for row in rows.held_out)
+    assert {row["category"] for row in rows.held_out} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_chat_alternates_and_ends_with_an_answer(name):
+    rng = random.Random(1)
+    for _ in range(100):
+        messages = FAMILIES[name](rng)
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        assert all(m["content"] == m["content"].strip() and m["content"] for m in messages)
+        assert "None" not in messages[-1]["content"]
+
+
+def test_arithmetic_steps_are_right():
+    rng = random.Random(0)
+    for _ in range(200):
+        answer = FAMILIES["arithmetic"](rng)[-1]["content"]
+        for line in answer.splitlines()[1:-1]:
+            left, right = line.split(": ")[1].rstrip(".").split(" = ")
+            first, sign, second = left.split()
+            assert int(right) == (int(first) + int(second) if sign == "+" else int(first) - int(second)) >= 0
+
+
+def test_code_runs_and_lists_are_sorted_and_json_parses():
+    rng = random.Random(0)
+    for _ in range(100):
+        code = FAMILIES["code"](rng)[-1]["content"].split("```")[1].removeprefix("python\n")
+        ast.parse(code)
+        words = [line.split(". ")[1] for line in FAMILIES["sorting"](rng)[-1]["content"].splitlines()[1:]]
+        assert words == sorted(words)
+        answer = FAMILIES["formatting"](rng)[-1]["content"]
+        if answer.startswith("["):
+            assert json.loads(answer)
+
+
+def test_too_many_chats_and_bad_counts_are_refused():
+    with pytest.raises(DemoError, match="at least one training and one held-out chat, got 0 and 5"):
+        generate_corpus(0, 5, seed=0)
+
+
+def test_jsonl_round_trip(tmp_path: Path, rows):
+    write_jsonl(rows.held_out, tmp_path / "a.jsonl")
+    assert read_jsonl(tmp_path / "a.jsonl") == rows.held_out
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]

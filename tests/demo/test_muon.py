@@ -1,0 +1,34 @@
+"""Muon's updates are orthogonal, equal for stacked and single matrices, and lower a loss."""
+
+import torch
+
+from moa_data.demo.muon import Muon, orthogonalize
+
+
+def test_singular_values_come_near_one():
+    torch.manual_seed(0)
+    for shape in ((3, 16, 16), (2, 8, 24), (2, 24, 8)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+        assert values.min() > 0.3
+        assert values.max() < 1.3
+
+
+def test_a_stack_equals_its_members():
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, 12)
+    alone = torch.stack([orthogonalize(m[None])[0] for m in x])
+    torch.testing.assert_close(orthogonalize(x), alone)
+
+
+def test_a_linear_fit_improves():
+    torch.manual_seed(0)
+    weight, goal, x = torch.nn.Parameter(torch.zeros(8, 8)), torch.randn(8, 8), torch.randn(64, 8)
+    optimizer = Muon([weight], lr=0.1)
+    losses = []
+    for _ in range(60):
+        loss = (x @ (weight - goal).T).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]

@@ -1,0 +1,74 @@
+"""The demo runs end to end on tiny settings, reuses finished phases, goes on when interrupted, refuses foreign folders."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from moa_data.demo import run
+from moa_data.demo.config import DemoConfig
+from moa_data.demo.errors import DemoError, DemoInterrupted
+from moa_data.demo.run import run_demo
+from moa_data.demo.state import PHASES, DemoState
+
+TINY = DemoConfig(
+    n_chats=80, n_store_chats=30, n_held_out=11, vocab_size=300, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1,
+    target_steps=4, target_batch_tokens=512, drafter_steps=4, drafter_batch_size=4, n_eval_prompts=2, max_new_tokens=6,
+    draft_length=2,
+)  # fmt: skip
+
+
+def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = dataclasses.replace(TINY, out=str(tmp_path / "demo"))
+    real_eval = run._Run.run_eval
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Run, "run_eval", interrupted)
+    with pytest.raises(DemoInterrupted, match="interrupted in the eval phase; run the same command again"):
+        run_demo(config)
+    monkeypatch.setattr(run._Run, "run_eval", real_eval)
+
+    first = run_demo(config, provenance={"argv": ["demo"]})
+    assert first.reused == ("corpus", "target", "extract", "train")
+    assert first.acceptance_length >= 1.0
+    assert first.identical
+    assert first.bytes_per_token > 0
+    text = first.report.read_text()
+    for picture in ("acceptance", "target", "drafter", "bytes_per_token", "speed"):
+        assert f"figures/{picture}.png" in text
+        assert (first.folder / "figures" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    assert "kv" in text
+    assert "tokens per target call" in first.describe()
+
+    report_written = first.report.stat().st_mtime_ns
+    second = run_demo(config)
+    assert second.reused == PHASES
+    assert second.report.stat().st_mtime_ns == report_written
+
+    with pytest.raises(DemoError, match="other settings: seed is 7, was 0"):
+        run_demo(dataclasses.replace(config, seed=7))
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DemoError, match="not empty and holds no demo"):
+        run_demo(dataclasses.replace(TINY, out=str(tmp_path)))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_damaged_state_is_named(tmp_path: Path):
+    config = dataclasses.replace(TINY, out=str(tmp_path / "demo"))
+    state = DemoState.open(config)
+    state.finish("corpus", 1.0, {})
+    assert json.loads((tmp_path / "demo" / "demo.json").read_text())["phases"]["corpus"]["seconds"] == 1.0
+    (tmp_path / "demo" / "demo.json").write_text("{")
+    with pytest.raises(DemoError, match=r"demo\.json cannot be read"):
+        DemoState.open(config)
+
+
+def test_all_unusable_settings_are_named_together():
+    with pytest.raises(DemoError, match=r"target_steps is 0.*n_store_chats is 100.*expected at most n_chats"):
+        run_demo(dataclasses.replace(TINY, target_steps=0, n_store_chats=100))
