@@ -50,7 +50,7 @@ types: $(STAMP) ## Check types over the packages
 	MYPYPATH=.mypy_path $(BIN)/mypy -p moa_data
 
 bench: $(STAMP) ## Measure this machine; results go to benchmarks/results
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python benchmarks/bench_store.py
 
 check: lint types test ## All that continuous integration runs
 
