@@ -171,6 +171,9 @@ class PartWriter:
         with disk_full_guard(self._path):
             try:
                 self._partial.mkdir()
+            except FileExistsError as error:
+                raise WriteInvalid(f"Part {part} is being written already; open each part once.") from error
+            try:
                 self._files = self._write_metadata(specs, codec)
             except BaseException:
                 self.discard()

@@ -52,5 +52,5 @@ def test_truncation_and_wrong_size_are_noticed():
 
 
 def test_unknown_codec_is_refused():
-    with pytest.raises(ValueError, match="Unknown codec 'int3'. Use one of: lossless"):
+    with pytest.raises(ValueError, match=r"Unknown codec 'int3'. Use one of: lossless"):
         Codec("int3")

@@ -33,7 +33,7 @@ def test_finite_bits_equal_numpy():
 
 
 def test_refuses_other_dtypes():
-    with pytest.raises(ValueError, match="Cannot store dtype 'complex64'. Use one of: bfloat16"):
+    with pytest.raises(ValueError, match=r"Cannot store dtype 'complex64'. Use one of: bfloat16"):
         storage_dtype("complex64")
     with pytest.raises(ValueError, match="bfloat16 is stored as uint16, got an array of float32"):
         to_float32(np.zeros(2, np.float32), "bfloat16")

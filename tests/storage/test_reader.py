@@ -208,11 +208,11 @@ def test_truncation_after_opening_is_noticed(store: Path):
 def test_other_schema_version_and_other_folders(store: Path, tmp_path: Path):
     with pytest.raises(StoreNotFound, match="there is no such folder"):
         ActivationStore(tmp_path / "nowhere")
-    with pytest.raises(StoreNotFound, match="it has no store.json"):
+    with pytest.raises(StoreNotFound, match=r"it has no store.json"):
         ActivationStore(tmp_path)
     document = json.loads((store / "store.json").read_text())
     (store / "store.json").write_text(json.dumps(document | {"schema_version": 9}))
-    with pytest.raises(SchemaVersionError, match="schema version 9; this release reads version 1. Install a release"):
+    with pytest.raises(SchemaVersionError, match=r"schema version 9; this release reads version 1. Install a release"):
         ActivationStore(store)
 
 
