@@ -1,8 +1,8 @@
 """Muon: momentum whose matrix updates are made orthogonal, in float32 and in batches of equal shape.
 
 A tiny Llama needs about a quarter of AdamW's steps to the same loss, which is what makes a target of a minute and a
-half possible on two cores. `torch.optim.Muon` computes the same update one matrix at a time in bfloat16, which many CPUs
-have no units for. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+half possible on two cores. `torch.optim.Muon` computes the same update one matrix at a time in bfloat16, for which
+many CPUs have no units. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each matrix once; `closure`, when given, recomputes the loss first and its value is returned."""
         loss = None if closure is None else closure()
         for group in self.param_groups:

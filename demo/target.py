@@ -209,7 +209,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) ->
     """Tokenise chats with the template's own answer mask."""
     examples = []
     for row in rows:
-        encoded = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         ids = np.asarray(encoded["input_ids"], dtype=np.int64)[:MAX_POSITIONS]
@@ -266,7 +266,7 @@ def _fit(
     train_loss: list[tuple[int, float]] = []
     validation: list[tuple[int, float]] = []
     accuracy, n_tokens, started = 0.0, 0, time.perf_counter()
-    pad_id = int(model.config.pad_token_id)
+    pad_id = _pad_id(model)
     pending: list[np.ndarray] = []
     model.train()
     for step in range(config.target_steps):
@@ -294,6 +294,13 @@ def _fit(
             progress(done, config.target_steps, f"loss {loss.item():.3f}{held}, {rate:,.0f} tok/s")
     model.eval()
     return train_loss, validation, accuracy, n_tokens
+
+
+def _pad_id(model: LlamaForCausalLM) -> int:
+    """Return the padding token that `build_target` set."""
+    pad_id = model.config.pad_token_id
+    assert pad_id is not None
+    return pad_id
 
 
 def _optimizers(model: LlamaForCausalLM, config: DemoConfig) -> list[torch.optim.Optimizer]:
@@ -353,10 +360,10 @@ def greedy_answers(folder: Path, prompts: Sequence[list[dict[str, str]]], max_ne
         max_new_tokens: Longest answer.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder)
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
     answers = []
     for messages in prompts:
-        encoded = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         ids = encoded["input_ids"]

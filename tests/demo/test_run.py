@@ -1,4 +1,4 @@
-"""The demo runs end to end on tiny settings, reuses finished phases, goes on when interrupted, refuses foreign folders."""
+"""The demo runs end to end on tiny settings, reuses finished phases, resumes, and refuses foreign folders."""
 
 import dataclasses
 import json
