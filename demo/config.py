@@ -17,7 +17,7 @@ class DemoConfig:
     """Seed of the corpus, of the target's and of the drafter's initial weights and batches."""
     n_chats: int = 4000
     """Generated training chats; the target learns from all of them."""
-    n_store_chats: int = 1600
+    n_store_chats: int = 2400
     """How many of the training chats are extracted to the store that the drafter learns from."""
     n_held_out: int = 200
     """Generated held-out chats: the target's validation set and the pool of evaluation prompts."""
@@ -43,7 +43,7 @@ class DemoConfig:
     """Activations that are extracted."""
     drafter_steps: int = 400
     """Optimiser steps of the drafter."""
-    drafter_batch_size: int = 8
+    drafter_batch_size: int = 16
     """Sequences in one training batch of the drafter."""
     drafter_learning_rate: float = 1e-4
     """Learning rate at the end of the drafter's schedule; the peak is ten times as much."""
