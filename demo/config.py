@@ -45,7 +45,7 @@ class DemoConfig:
     """Optimiser steps of the drafter."""
     drafter_batch_size: int = 16
     """Sequences in one training batch of the drafter."""
-    drafter_learning_rate: float = 1e-4
+    drafter_learning_rate: float = 4e-4
     """Learning rate at the end of the drafter's schedule; the peak is ten times as much."""
     n_eval_prompts: int = 40
     """Held-out prompts that are decoded with and without the drafter."""
