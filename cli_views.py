@@ -118,7 +118,9 @@ def verify_view(report: "VerifyReport") -> RenderableType:
     """What was checked, every damage with its part, and what is still to be extracted."""
     blocks: list[RenderableType] = []
     if report.damages:
-        table = Table("part", "file", "damage", box=SIMPLE_HEAD)
+        table = Table("part", box=SIMPLE_HEAD)
+        for name in ("file", "damage"):
+            table.add_column(name, overflow="fold")
         for damage in report.damages:
             table.add_row("-" if damage.part is None else str(damage.part), Text(damage.path), Text(damage.message))
         blocks.append(table)
