@@ -2,14 +2,17 @@
 # The whole job on a real model and real chats: plan, extract, verify, audit, train at two budgets, eval at two drafts.
 # usage: benchmarks/real_input.sh MODEL TRAIN_CHATS TEST_CHATS OUT
 # Every command is safe to run again: it goes on, or repeats what is quick. The output of each goes to OUT/logs.
-# MOA_DATA, N_PROMPTS, SHORT_STEPS and LONG_STEPS in the environment change what runs.
+# MOA_DATA, N_PROMPTS, SHORT_STEPS, LONG_STEPS and DRAFTER_SIZES in the environment change what runs; the sizes here are
+# a drafter of 1.9 million weights for a target of width 384 with 2 KV heads of 64.
 set -euo pipefail
-if [ $# -ne 4 ]; then sed -n '2,5p' "$0" | cut -c3-; exit 2; fi
+if [ $# -ne 4 ]; then sed -n '2,6p' "$0" | cut -c3-; exit 2; fi
 model=$1 train_chats=$2 test_chats=$3 out=$4
 moa_data=${MOA_DATA:-moa-data}
 n_prompts=${N_PROMPTS:-80}
 short_steps=${SHORT_STEPS:-340}
 long_steps=${LONG_STEPS:-3000}
+read -r -a sizes <<< "${DRAFTER_SIZES---self-attention-kv-heads 1 --self-attention-mlp-width 320 \
+--cross-attention-kv-heads 1 --cross-attention-mlp-width 320 --layer-attention-kv-heads 2 --layer-attention-mlp-width 224}"
 mkdir -p "$out/logs"
 
 step() { # step NAME COMMAND...: runs it, keeps its output, shows it
@@ -21,7 +24,8 @@ step() { # step NAME COMMAND...: runs it, keeps its output, shows it
 train() { # train NAME N_STEPS: goes on if the run is there
   local resume=()
   if [ -e "$out/$1/checkpoints/last.ckpt" ]; then resume=(--resume); fi
-  step "train-$1" "$moa_data" train "$out/store" --out "$out/$1" --preset small --max-steps "$2" "${resume[@]}"
+  step "train-$1" "$moa_data" train "$out/store" --out "$out/$1" --preset small --max-steps "$2" \
+    "${sizes[@]}" "${resume[@]}"
 }
 
 step plan "$moa_data" plan --model "$model" --dataset "$train_chats" --out "$out/store"

@@ -1,0 +1,104 @@
+"""Measures what extraction adds to the bare forward: wall time of both over the very same batches, in alternation.
+
+The bare forward fills a key/value cache and throws it away; extraction gathers, compresses, checksums and writes all of
+it. Appends one JSON file to benchmarks/results.
+
+    python benchmarks/extract_overhead.py --model MODEL --dataset CHATS [--max-sequences 400] [--repeats 3]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.compute as pc
+import torch
+
+from moa_data.moa.kv_layout import new_cache
+from moa_data.moa.target import Target
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import batches, extract
+from moa_data.pipeline.plan import ExtractPlan, build_plan
+from moa_data.provenance import collect_provenance
+
+
+def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
+    """The token ids [B, T] of every batch that extraction runs, padded on the right."""
+    padded = []
+    for part in range(plan.n_parts):
+        for rows in batches(plan.table.filter(pc.field("part") == part), plan.batch_tokens):
+            texts = [torch.from_numpy(plan.sequences.tokens(key)).long() for key in rows["sequence_id"].to_pylist()]
+            padded.append(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
+    return padded
+
+
+@torch.inference_mode()
+def forward_seconds(target: Target, padded: list[torch.Tensor]) -> float:
+    """Seconds of the bare forwards, from the first to the end of the last."""
+    started = time.perf_counter()
+    for tokens in padded:
+        target.model.model(input_ids=tokens.to(target.device), past_key_values=new_cache(), use_cache=True)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Runs the benchmark, prints the figures and writes them."""
+    parser = argparse.ArgumentParser(description="Measure extraction against the bare forward.")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("--max-sequences", type=int, default=400)
+    parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None, help="torch threads; default: torch's own choice")
+    parser.add_argument("--work", default=None, help="folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    config = ExtractConfig(
+        model=options.model,
+        dataset=options.dataset,
+        out="unused",
+        max_sequences=options.max_sequences,
+        max_length=options.max_length,
+        device=options.device,
+    )
+    forward_s, extract_s, wait_s = [], [], []
+    with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as folder:
+        plan = build_plan(replace(config, out=f"{folder}/plan"))
+        target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
+        padded = padded_batches(plan)
+        forward_seconds(target, padded[:2])
+        for repeat in range(options.repeats):
+            forward_s.append(forward_seconds(target, padded))
+            report = extract(replace(config, out=f"{folder}/store-{repeat}"))
+            extract_s.append(report.timings.extract_s)
+            wait_s.append(report.timings.wait_s)
+            print(f"forward {forward_s[-1]:.2f} s, extract {extract_s[-1]:.2f} s")
+    figures = {
+        "overhead": statistics.median(extract_s) / statistics.median(forward_s) - 1,
+        "forward_s": forward_s,
+        "extract_s": extract_s,
+        "waiting_for_writer_s": wait_s,
+        "n_tokens": plan.n_tokens,
+        "extract_tokens_per_s": plan.n_tokens / statistics.median(extract_s),
+        "stored_over_raw": report.stored_bytes / report.raw_bytes,
+        "n_threads": torch.get_num_threads(),
+    }
+    print(f"overhead {figures['overhead']:.1%} of the bare forward, {figures['extract_tokens_per_s']:,.0f} tokens/s")
+    provenance = collect_provenance()
+    settings = {key: str(value) for key, value in vars(options).items() if key != "out"}
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"extract-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
+    file.write_text(json.dumps({"figures": figures, "settings": settings, "provenance": provenance}, indent=1) + "\n")
+    print(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Measures training from a store: tokens per second, and the share of time that a step waits for data.
+
+A short run that isn't counted comes first. Validation is off. Appends one JSON file to benchmarks/results.
+
+    python benchmarks/train_step.py STORE [--steps 40] [--batch-size 8] [--threads 1] [--reader-threads 1]
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from moa_data.provenance import collect_provenance
+from moa_data.trainer.config import PRESETS, TrainConfig
+from moa_data.trainer.run import train
+
+SIZES = (
+    "self_attention_kv_heads",
+    "self_attention_mlp_width",
+    "cross_attention_kv_heads",
+    "cross_attention_mlp_width",
+    "layer_attention_heads",
+    "layer_attention_kv_heads",
+    "layer_attention_mlp_width",
+    "target_layer_inference",
+)
+
+
+def main() -> None:
+    """Runs the benchmark, prints the figures and writes them."""
+    parser = argparse.ArgumentParser(description="Measure training from a store.")
+    parser.add_argument("store")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--reader-threads", type=int, default=1)
+    parser.add_argument("--precision", default="auto")
+    for name in SIZES:
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=None)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    values = PRESETS["small"] | {
+        "batch_size": options.batch_size,
+        "reader_threads": options.reader_threads,
+        "precision": options.precision,
+        "validation_fraction": 0.0,
+        "checkpoint_every": 10**9,
+    }
+    with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
+        config = TrainConfig(store=options.store, out=f"{folder}/warm-up", max_steps=3, **values, **sizes)
+        train(config, progress_bar=False)
+        report = train(replace(config, out=f"{folder}/run", max_steps=options.steps), progress_bar=False)
+    figures = {
+        "tokens_per_s": report.tokens_per_s,
+        "data_wait_share": report.data_wait_share,
+        "n_tokens": report.n_tokens,
+        "n_steps": report.n_steps,
+        "n_parameters": report.n_parameters,
+        "n_threads": torch.get_num_threads(),
+        "n_reader_threads": options.reader_threads,
+    }
+    for name, value in figures.items():
+        print(f"{name:20} {value:14,.3f}")
+    provenance = collect_provenance()
+    settings = {key: value for key, value in asdict(config).items() if key != "out"} | {"max_steps": options.steps}
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"train-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
+    file.write_text(json.dumps({"figures": figures, "settings": settings, "provenance": provenance}, indent=1) + "\n")
+    print(file)
+
+
+if __name__ == "__main__":
+    main()
