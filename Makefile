@@ -5,7 +5,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 # Where the demo writes; running it again reuses what is finished.
 DEMO_OUT ?= demo-output
-PYTEST_ARGS ?=
+# One process per core, each with one thread; PYTEST_ARGS= runs them one after the other.
+PYTEST_ARGS ?= -n auto
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -28,7 +29,7 @@ demo: $(STAMP) ## Run the whole idea on this machine: chats, target, store, draf
 	$(BIN)/moa-data demo --out $(DEMO_OUT)
 
 test: $(STAMP) ## Run the tests (offline, a few minutes on two cores)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
