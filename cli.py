@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from . import __version__
-from .cli_support import Findings, ProgressLine, StageGroup, TokenStream, quiet_libraries
+from .cli_support import Findings, ProgressLine, StageFailure, StageGroup, TokenStream, quiet_libraries
 from .configuration import config_options
 from .demo.config import DemoConfig
 from .evaluation.config import EvalConfig
@@ -121,14 +121,13 @@ def inspect(store: Path, sample: int | None) -> None:
     if sample is None:
         out.print(summary_view(summarize_store(store)))
         return
-    from transformers import AutoTokenizer
-
+    from .moa.target import load_target_tokenizer
     from .storage.reader import ActivationStore
 
     with ActivationStore(store) as reader:
         if not 0 <= sample < len(reader):
-            raise click.UsageError(f"--sample is {sample}, the store has sequences 0 to {len(reader) - 1}.")
-        tokenizer = AutoTokenizer.from_pretrained(reader.target_path)
+            raise StageFailure(f"--sample is {sample}, the store has {len(reader)} sequences, counted from 0.")
+        tokenizer = load_target_tokenizer(reader.target_path)
         tokens, mask = reader.read(sample, "tokens").tolist(), reader.read(sample, "response_mask").tolist()
         row = {name: reader.sequences[name][sample].as_py() for name in reader.sequences.column_names}
         out.print(sample_view(row, tokens, mask, lambda ids: str(tokenizer.decode(ids))))
@@ -249,6 +248,9 @@ def generate(
     Example:
       moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "Why is the sky blue?"
     """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
     import torch
 
     from .cli_views import decoding_view
@@ -263,7 +265,6 @@ def generate(
     network = load_drafter(drafter, loaded.model.dtype, loaded.device)
     check_drafter_matches(network, loaded)
     frozen = FrozenTarget.from_model(loaded.model, network.config.target_layer_inference)
-    text = sys.stdin.read() if prompt == "-" else prompt
     prompt_ids = prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}])
 
     # The first call of each method sets up kernels and buffers; it would be counted against whichever comes first.

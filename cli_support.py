@@ -54,6 +54,9 @@ class StageGroup(click.Group):
         debug = bool(ctx.params.get("debug"))
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else "moa-data"
+            raise StageFailure(f"{error.format_message()} (`{command} --help` lists the options)") from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt as interrupt:
@@ -75,6 +78,8 @@ def user_message(error: BaseException) -> str | None:
     for module, name in _STAGE_ERRORS:
         if isinstance(error, getattr(import_module(f".{module}", __package__), name)):
             return text
+    if isinstance(error, NotADirectoryError | FileExistsError | PermissionError | IsADirectoryError) and error.filename:
+        return f"{error.filename}: {error.strerror}. Check the path, or choose another."
     if isinstance(error, OSError):
         return text
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in text:

@@ -317,6 +317,9 @@ def check_output(path: str | Path) -> Path:
     if path.suffix != ".json":
         raise EvaluationError(f"--out {path} does not end in .json; the report is JSON, with a .md file beside it.")
     if not path.exists():
+        occupied = [folder for folder in path.parents if folder.exists() and not folder.is_dir()]
+        if occupied:
+            raise EvaluationError(f"--out {path}: {occupied[0]} is a file, not a folder; choose another --out.")
         return path
     try:
         is_report = json.loads(path.read_text(encoding="utf-8")).get("kind") == KIND

@@ -12,10 +12,10 @@ from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import check_drafter_matches, load_drafter
 from ..moa.decode import plain_generate, speculative_generate
 from ..moa.model import MoADrafter
-from ..moa.target import Target, pick_device
+from ..moa.target import Target
 from ..pipeline.prompts import check_template
 from .config import EvalConfig
-from .errors import EvalConfigError, EvaluationError
+from .errors import EvalConfigError
 from .figures import write_figures
 from .measure import Generate, Progress, measure
 from .prompts import load_prompts
@@ -45,7 +45,7 @@ def evaluate(
     out = check_output(config.out)
     prompts = load_prompts(config.prompts, config.n_prompts)
     dtype = getattr(torch, config.dtype)
-    target = _load_target(config, dtype)
+    target = Target.load(config.model, dtype, config.device)
     check_template(target.tokenizer, config.model)
     drafter = None
     if config.drafter is not None and "chain" in config.method:
@@ -97,16 +97,6 @@ def build_methods(config: EvalConfig, target: Target, drafter: MoADrafter | None
         number = 1 + sum(name.split("#")[0] == method for name in methods)
         methods[method if number == 1 else f"{method}#{number}"] = generate
     return methods
-
-
-def _load_target(config: EvalConfig, dtype: torch.dtype) -> Target:
-    try:
-        device = pick_device(config.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EvaluationError(f"device {config.device} cannot be used ({reason}); choose another --device.") from error
-    return Target.load(config.model, dtype, device)
 
 
 def _environment(target: Target, dtype: str) -> dict[str, Any]:

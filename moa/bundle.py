@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
@@ -82,7 +82,7 @@ def hash_target(folder: str | Path) -> dict[str, str]:
         ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
 
     Raises:
-        TargetError: no config or no safetensors weights.
+        TargetError: no config, no safetensors weights, or a weight file that is damaged.
     """
     folder = Path(folder)
     weights = sorted(folder.glob("*.safetensors"))
@@ -92,11 +92,25 @@ def hash_target(folder: str | Path) -> dict[str, str]:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     digest = hashlib.sha256()
     for file in weights:
+        check_weight_file(file)
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return {"weights_sha256": digest.hexdigest(), "config_sha256": config_digest}
+
+
+def check_weight_file(file: Path) -> None:
+    """Refuse a safetensors file that is cut short; reads its header only.
+
+    Raises:
+        TargetError: the file does not hold what its header says.
+    """
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise TargetError(f"{file} is damaged or cut short ({error}). Restore or download it again.") from error
 
 
 def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int) -> None:
@@ -176,7 +190,10 @@ class FrozenTarget(nn.Module):
         """
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():
-            raise TargetError(f"{path} has no {FROZEN_FILE}; is this the target/ folder of a store?")
+            raise TargetError(
+                f"{path} has no {FROZEN_FILE}, the target's frozen weights. Run extract again: it restores target/."
+            )
+        check_weight_file(path / FROZEN_FILE)
         config = AutoConfig.from_pretrained(path)
         first = config.num_hidden_layers - n_layers
         with safe_open(path / FROZEN_FILE, framework="pt") as file:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from . import kv_layout
-from .bundle import hash_target, target_sizes
+from .bundle import check_weight_file, hash_target, target_sizes
 from .errors import TargetError
 
 
@@ -40,13 +40,16 @@ def load_target_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise TargetError(f"cannot read {folder}/config.json: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise TargetError(f"cannot read {folder}/config.json: {reason} Restore the file.") from error
     target_sizes(config)
     return config
 
 
 def load_target_tokenizer(folder: Path) -> Any:
     """The fast tokenizer of a model folder."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -63,8 +66,11 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
         TargetError: weights missing or not matching the config.
     """
     load_target_config(folder)
-    if not list(folder.glob("*.safetensors")):
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
+    for file in weights:
+        check_weight_file(file)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
@@ -79,8 +85,17 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def pick_device(device: str) -> str:
-    """``auto`` -> cuda, mps or cpu, whichever is there; anything else unchanged."""
+    """``auto`` -> cuda, mps or cpu, whichever is there; anything else unchanged.
+
+    Raises:
+        TargetError: this machine has no such device.
+    """
     if device != "auto":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TargetError(f"device {device!r} cannot be used: {reason}. Try --device cpu.") from error
         return device
     if torch.cuda.is_available():
         return "cuda"

@@ -20,7 +20,7 @@ from ..storage.reader import ActivationStore
 from .capture import Capture, capture
 from .chats import ChatSource, Progress, parse_chat
 from .config import ActivationSpec
-from .errors import DatasetError, TargetDiffers
+from .errors import ConfigError, DatasetError, TargetDiffers
 from .prompts import TokenizedChat, tokenize_chat
 from .sequences import content_id
 
@@ -132,11 +132,17 @@ def audit(
         One row for each sequence and field.
 
     Raises:
+        ConfigError: fewer than one sequence is asked for.
+        DatasetError: no part of the store is committed.
         TargetDiffers: the store was made from another target.
         StoreError: the store cannot be read.
         TargetError: the target cannot be loaded.
     """
+    if samples < 1:
+        raise ConfigError(f"samples is {samples}, expected at least 1. Mend --samples.")
     with ActivationStore(store) as stored:
+        if not len(stored):
+            raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")
         _check_target(stored, model)
         compute_dtype = str(stored.manifest.extraction.get("compute_dtype", "float32"))
         target = Target.load(model, getattr(torch, compute_dtype), device)

@@ -166,7 +166,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     source = ChatSource(config.dataset, config.split)
     sequences = read_sequences(source, tokenizer, config, sizes, progress)
     table = plan_parts(sequences.table(), config.part_tokens, ALIGNMENT_TOKENS)
-    device = _device(config.device)
+    device = pick_device(config.device)
     compute_dtype = resolve_compute_dtype(config, device)
     batch_tokens = config.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
     fields = field_specs(spec, sizes, config.dtype)
@@ -244,15 +244,6 @@ def _codec(name: str) -> Codec:
         return Codec(name)
     except ValueError as error:
         raise ConfigError(f"{error} Mend --codec.") from error
-
-
-def _device(name: str) -> str:
-    device = pick_device(name)
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"Device {name!r} cannot be used: {str(error).splitlines()[0]}. Try --device cpu.") from error
-    return device
 
 
 def _extraction(

@@ -3,6 +3,34 @@
 from dataclasses import dataclass
 from typing import Any
 
+PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+_LEAST = {
+    "max_steps": 1,
+    "batch_size": 1,
+    "micro_batch_size": 1,
+    "warmup_steps": 0,
+    "decay_steps": -1,
+    "target_layer_inference": 0,
+    "self_attention_kv_heads": 1,
+    "self_attention_mlp_width": 1,
+    "cross_attention_kv_heads": 1,
+    "cross_attention_mlp_width": 1,
+    "layer_attention_heads": 1,
+    "layer_attention_kv_heads": 1,
+    "layer_attention_mlp_width": 1,
+    "validation_sequences": 0,
+    "validate_every": 1,
+    "draft_length": 1,
+    "log_every": 1,
+    "checkpoint_every": 1,
+    "stop_after_steps": 1,
+    "reader_threads": 1,
+    "prefetch_batches": 1,
+    "seed": 0,
+}
+"""Smallest value of each whole number."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -88,6 +116,34 @@ class TrainConfig:
     """Batches read ahead."""
     seed: int = 0
     """Of the initial weights, the order of the data and all draws."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot be used, one line each; empty when all are good."""
+        found = []
+        if self.max_steps is not None and self.epochs is not None:
+            found.append("give --max-steps or --epochs, not both")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                found.append(f"{name} must be at least {least}, got {value}")
+        for name in ("learning_rate", "peak_multiplier", "epochs"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                found.append(f"{name} must be a number above 0, got {value}")
+        for name in ("weight_decay", "gradient_clip", "forward_kl_weight", "feature_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                found.append(f"{name} must be a number from 0 up, got {getattr(self, name)}")
+        if not 2 <= self.step_bound_min <= self.step_bound_max:
+            found.append(f"step bounds must satisfy 2 <= min <= max, got {self.step_bound_min}..{self.step_bound_max}")
+        if not 0 <= self.validation_fraction < 1:
+            found.append(f"validation_fraction must be in [0, 1), got {self.validation_fraction}")
+        if self.precision not in PRECISIONS:
+            found.append(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.accelerator not in ACCELERATORS:
+            found.append(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {self.accelerator!r}")
+        if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) > 0):
+            found.append(f"devices must be auto or a number from 1 up, got {self.devices!r}")
+        return found
 
 
 PRESETS: dict[str, dict[str, Any]] = {

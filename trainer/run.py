@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import save_drafter
@@ -77,7 +79,8 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     keep_freed_memory()
     out = Path(config.out)
     last = out / "checkpoints" / "last.ckpt"
-    _check_config(config)
+    if problems := config.problems():
+        raise TrainingError("; ".join(problems) + ".")
     _check_folder(config, out, last)
     store = ActivationStore(config.store)
     data = StoreDataModule(store, config)
@@ -166,25 +169,31 @@ def _build_trainer(
         enable_version_counter=False,
     )
     devices: Any = config.devices if config.devices == "auto" else int(config.devices)
-    trainer = L.Trainer(
-        default_root_dir=out,
-        accelerator=config.accelerator,
-        devices=devices,
-        precision=_precision(config),
-        max_steps=data.max_steps,
-        max_epochs=-1,
-        gradient_clip_val=config.gradient_clip or None,
-        log_every_n_steps=config.log_every,
-        val_check_interval=config.validate_every if has_validation else None,
-        check_val_every_n_epoch=None if has_validation else 1,
-        limit_val_batches=1.0 if has_validation else 0,
-        num_sanity_val_steps=0,
-        logger=[CSVLogger(out, name="", version=""), TensorBoardLogger(out, name="tensorboard", version="")],
-        callbacks=[saver, regular, *extra],
-        enable_model_summary=False,
-        enable_progress_bar=progress_bar,
-        use_distributed_sampler=False,
-    )
+    try:
+        trainer = L.Trainer(
+            default_root_dir=out,
+            accelerator=config.accelerator,
+            devices=devices,
+            precision=_precision(config),
+            max_steps=data.max_steps,
+            max_epochs=-1,
+            gradient_clip_val=config.gradient_clip or None,
+            log_every_n_steps=config.log_every,
+            val_check_interval=config.validate_every if has_validation else None,
+            check_val_every_n_epoch=None if has_validation else 1,
+            limit_val_batches=1.0 if has_validation else 0,
+            num_sanity_val_steps=0,
+            logger=[CSVLogger(out, name="", version=""), TensorBoardLogger(out, name="tensorboard", version="")],
+            callbacks=[saver, regular, *extra],
+            enable_model_summary=False,
+            enable_progress_bar=progress_bar,
+            use_distributed_sampler=False,
+        )
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise TrainingError(
+            f"this machine cannot train with --accelerator {config.accelerator} --devices {config.devices} --precision "
+            f"{config.precision} ({error}); choose others, or auto."
+        ) from error
     share = config.batch_size // trainer.world_size
     trainer.accumulate_grad_batches = share // micro_batch_size(config, trainer.world_size)
     trainer.val_check_interval = config.validate_every * trainer.accumulate_grad_batches if has_validation else 1.0
@@ -205,25 +214,6 @@ def _precision(config: TrainConfig) -> Any:
     return "32-true" if on_cpu else "bf16-mixed"
 
 
-def _check_config(config: TrainConfig) -> None:
-    problems = []
-    if config.max_steps is not None and config.epochs is not None:
-        problems.append("give --max-steps or --epochs, not both")
-    for name in ("batch_size", "log_every", "validate_every", "checkpoint_every", "draft_length", "reader_threads"):
-        if getattr(config, name) < 1:
-            problems.append(f"{name} must be at least 1, got {getattr(config, name)}")
-    if not 2 <= config.step_bound_min <= config.step_bound_max:
-        problems.append(
-            f"step bounds must satisfy 2 <= min <= max, got {config.step_bound_min}..{config.step_bound_max}"
-        )
-    if not 0 <= config.validation_fraction < 1:
-        problems.append(f"validation_fraction must be in [0, 1), got {config.validation_fraction}")
-    if config.target_layer_inference < 0:
-        problems.append(f"target_layer_inference must not be negative, got {config.target_layer_inference}")
-    if problems:
-        raise TrainingError("; ".join(problems) + ".")
-
-
 def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
     """Refuse what would mix two runs."""
     record = out / RUN_FILE
@@ -231,7 +221,14 @@ def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
     if config.resume:
         if not last.is_file():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
-        before = yaml.safe_load(record.read_text())
+        if not zipfile.is_zipfile(last):
+            raise TrainingError(
+                f"{last} is damaged; copy best.ckpt over it, if it is there, or train again with another --out."
+            )
+        try:
+            before = dict(yaml.safe_load(record.read_text()))
+        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+            raise TrainingError(f"{record} cannot be read, so nothing can be resumed; restore it.") from error
         changed = [
             f"{name} was {before.get(name)!r}, now {value!r}"
             for name, value in resolved.items()
@@ -239,7 +236,11 @@ def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
         ]
         if changed:
             raise RunExists(f"cannot resume {out} with other settings: {'; '.join(changed)}.")
+    elif out.exists() and not out.is_dir():
+        raise RunExists(f"{out} is a file, expected a folder or nothing; choose another --out.")
     elif record.is_file():
+        if not last.is_file():
+            return  # it ended before its first checkpoint: there is nothing to go on from, so it starts again
         raise RunExists(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
     elif out.is_dir() and any(out.iterdir()):
         raise RunExists(f"{out} is not empty and holds no run; choose another --out.")

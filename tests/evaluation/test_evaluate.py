@@ -12,7 +12,7 @@ from moa_data.evaluation.report import KIND
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.checkpoint import save_drafter
 from moa_data.moa.config import DrafterConfig
-from moa_data.moa.errors import DrafterError, TargetMismatch
+from moa_data.moa.errors import DrafterError, TargetError, TargetMismatch
 from moa_data.moa.model import MoADrafter
 from moa_data.moa.target import Target
 
@@ -102,7 +102,7 @@ def test_other_files_are_not_overwritten(config: EvalConfig, tmp_path: Path) -> 
 
 
 def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="device nothing cannot be used"):
+    with pytest.raises(TargetError, match=r"device 'nothing' cannot be used.*--device cpu"):
         evaluate(changed(config, device="nothing"))
     with pytest.raises(DrafterError, match="holds no drafter"):
         evaluate(changed(config, drafter=str(tmp_path)))

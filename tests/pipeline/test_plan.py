@@ -155,7 +155,7 @@ def test_unknown_codec_and_device_are_refused(target_folder: Path, chats_file: P
     with pytest.raises(ConfigError, match=r"Unknown codec 'zip'.*--codec"):
         build_plan(make_config(target_folder, chats_file, tmp_path, codec="zip"))
     config = dataclasses.replace(make_config(target_folder, chats_file, tmp_path), device="nonsense")
-    with pytest.raises(ConfigError, match=r"Device 'nonsense' cannot be used.*--device cpu"):
+    with pytest.raises(TargetError, match=r"device 'nonsense' cannot be used.*--device cpu"):
         build_plan(config)
 
 

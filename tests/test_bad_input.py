@@ -1,0 +1,214 @@
+"""Bad input through the command line: one line that says what and what to do, exit code 2, nothing left behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import LlamaForCausalLM
+
+from moa_data.cli import main
+from moa_data.demo.config import DemoConfig
+from moa_data.demo.target import build_target, train_tokenizer
+
+CHATS = [
+    [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
+    for n in range(12)
+]
+TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
+    assert result.exit_code == exit_code, (result.output, result.exception)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, result.stderr
+    assert result.stderr.rstrip().endswith(lines[0]), result.stderr
+    for text in texts:
+        assert text in lines[0]
+
+
+@pytest.fixture(scope="session")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/, chats.jsonl and store/ of several parts."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    rows = [json.dumps({"messages": messages}) for messages in CHATS]
+    (folder / "chats.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
+    tokenizer = train_tokenizer([message["content"] for chat in CHATS for message in chat], config.vocab_size)
+    build_target(config, tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    assert extract(folder, folder / "store").exit_code == 0
+    return folder
+
+
+def extract(room: Path, out: Path, *options: str, model: Path | None = None) -> Any:
+    arguments = ["--model", model or room / "model", "--dataset", room / "chats.jsonl", "--out", out]
+    return run("extract", *arguments, "--part-tokens", "256", "--device", "cpu", *options)
+
+
+def copied(room: Path, name: str, to: Path) -> Path:
+    return Path(shutil.copytree(room / name, to / name))
+
+
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_weights_that_are_cut_short_are_named_and_leave_no_store(room: Path, tmp_path: Path) -> None:
+    model = copied(room, "model", tmp_path)
+    halve(model / "model.safetensors")
+    refused(extract(room, tmp_path / "out", model=model), "model.safetensors is damaged or cut short", "Restore")
+    assert not (tmp_path / "out").exists()
+    refused(run("generate", "--model", model, "--drafter", tmp_path, "--prompt", "Hi"), "damaged or cut short")
+
+
+def test_model_without_tokenizer(room: Path, tmp_path: Path) -> None:
+    model = copied(room, "model", tmp_path)
+    (model / "tokenizer.json").unlink()
+    refused(extract(room, tmp_path / "out", model=model), "has no tokenizer; put the model's tokenizer.json")
+
+
+def test_nan_weights_are_named_by_sequence_and_layer(room: Path, tmp_path: Path) -> None:
+    model = copied(room, "model", tmp_path)
+    network = LlamaForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        network.model.layers[0].mlp.down_proj.weight[3, 4] = float("nan")
+    network.save_pretrained(model)
+    refused(extract(room, tmp_path / "out", model=model), "row ", "layer 1", "NaN or infinity")
+
+
+@pytest.mark.parametrize("command", ["train", "audit"])
+def test_bundle_that_is_cut_short(room: Path, tmp_path: Path, command: str) -> None:
+    store = copied(room, "store", tmp_path)
+    halve(store / "target" / "frozen.safetensors")
+    options = ["--out", tmp_path / "run", *TRAIN] if command == "train" else ["--model", room / "model"]
+    refused(run(command, store, *options), "frozen.safetensors is damaged or cut short")
+    assert not (tmp_path / "run").exists()
+
+
+def test_store_of_another_schema_version(room: Path, tmp_path: Path) -> None:
+    store = copied(room, "store", tmp_path)
+    manifest = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps(manifest | {"schema_version": 99}))
+    for command in (["inspect"], ["verify"], ["audit", "--model", room / "model"], ["train", "--out", tmp_path / "r"]):
+        refused(run(*command, store), "schema version 99; this release reads version 1")
+
+
+def test_store_of_another_target(room: Path, tmp_path: Path) -> None:
+    model = copied(room, "model", tmp_path)
+    network = LlamaForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        network.lm_head.weight += 1.0
+    network.save_pretrained(model)
+    refused(run("audit", room / "store", "--model", model), "made from another target", "weights_sha256")
+    refused(extract(room, room / "store", model=model), "identities.target.weights_sha256")
+    assert run("verify", room / "store").exit_code == 0
+
+
+def test_truncated_shard_and_missing_commit_are_made_again(room: Path, tmp_path: Path) -> None:
+    store = copied(room, "store", tmp_path)
+    shard = max((store / "parts" / "part-00000.zarr" / "kv").rglob("0"), key=lambda file: file.stat().st_size)
+    whole = shard.read_bytes()
+    halve(shard)
+    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), "Run extract again")
+    refused(run("verify", store), "damaged", exit_code=1)
+    (store / "commits" / "part-00001.json").unlink()
+    assert extract(room, store).exit_code == 0
+    assert shard.read_bytes() == whole
+    assert run("verify", store).exit_code == 0
+
+
+def test_store_without_a_committed_part(room: Path, tmp_path: Path) -> None:
+    store = copied(room, "store", tmp_path)
+    for commit in (store / "commits").glob("part-*.json"):
+        commit.unlink()
+    refused(run("audit", store, "--model", room / "model"), "no committed part")
+    refused(run("inspect", store, "--sample", "0"), "--sample is 0, the store has 0 sequences")
+    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), "0 committed training sequences")
+
+
+@pytest.mark.parametrize("samples", ["0", "-3"])
+def test_audit_of_no_samples(room: Path, samples: str) -> None:
+    refused(run("audit", room / "store", "--model", room / "model", "--samples", samples), "--samples")
+
+
+def test_unknown_device(room: Path, tmp_path: Path) -> None:
+    refused(run("audit", room / "store", "--model", room / "model", "--device", "quantum"), "'quantum'", "--device cpu")
+    refused(extract(room, tmp_path / "out", "--device", "quantum"), "'quantum'", "--device cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--max-steps", "0", "max_steps must be at least 1"),
+        ("--micro-batch-size", "0", "micro_batch_size must be at least 1"),
+        ("--learning-rate", "nan", "learning_rate must be a number above 0"),
+        ("--gradient-clip", "-1", "gradient_clip must be a number from 0 up"),
+        ("--precision", "int1", "precision must be one of auto, bf16-mixed"),
+        ("--devices", "banana", "devices must be auto or a number"),
+        ("--accelerator", "abacus", "accelerator must be one of auto, cpu"),
+        ("--layer-attention-heads", "0", "layer_attention_heads must be at least 1"),
+        ("--prefetch-batches", "0", "prefetch_batches must be at least 1"),
+        ("--learning-rat", "1", "No such option"),
+    ],
+)
+def test_training_options_are_checked_first(room: Path, tmp_path: Path, option: str, value: str, text: str) -> None:
+    refused(run("train", room / "store", "--out", tmp_path / "run", *TRAIN, option, value), text)
+    assert not (tmp_path / "run").exists()
+
+
+def test_outputs_that_hold_something_else(room: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for out in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
+        refused(extract(room, out), str(out), "hoose another")
+        refused(run("train", room / "store", "--out", out, *TRAIN), str(out), "hoose another")
+        refused(run("demo", "--out", out), str(out), "hoose another")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_run_without_checkpoint_starts_again_and_a_damaged_one_is_named(room: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train = ("train", room / "store", "--out", out, *TRAIN)
+    out.mkdir()
+    (out / "run.yaml").write_text("{", encoding="utf-8")  # as a kill before the first checkpoint may leave it
+    assert run(*train).exit_code == 0
+    refused(run(*train), "already holds a run; pass --resume")
+    halve(out / "checkpoints" / "last.ckpt")
+    refused(run(*train, "--resume"), "last.ckpt is damaged", "another --out")
+
+
+def test_empty_prompt() -> None:
+    refused(run("generate", "--model", "m", "--drafter", "d", "--prompt", " "), "the prompt is empty")
+
+
+def test_usage_errors_are_one_line() -> None:
+    result = run("extract", "--max-length", "abc", "--model", "m")
+    refused(result, "max_length is 'abc'", "--help")
+    assert len(result.stderr.strip().splitlines()) == 1
+    refused(run("extrakt"), "No such command 'extrakt'")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_on_the_real_process_while_planning(room: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom moa_data.cli import main\nimport moa_data.pipeline.extract as stage\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def build_plan(*args, **kwargs):\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
+        "stage.build_plan = build_plan\nsys.argv = ['moa-data', *sys.argv[1:]]\nmain()\n"
+    )
+    arguments = ["extract", "--model", room / "model", "--dataset", room / "chats.jsonl", "--out", tmp_path / "out"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert "nothing was written. Run the same command again" in done.stderr
+    assert not (tmp_path / "out").exists()
