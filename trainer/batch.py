@@ -21,7 +21,7 @@ class Batch:
     draws: Draws
     """Step bounds and staircase rows, already drawn."""
     denominator: float
-    """What sums over loss positions are divided by, so that micro-batches of unequal content weigh right."""
+    """What sums over loss positions are divided by; unequal micro-batches and devices then weigh by their positions."""
     n_tokens: int
     """Real tokens, without padding."""
     read_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What happens around the steps: throughput, exports of the best drafter, saving on interruption."""
+"""What happens around the steps: throughput, exports of the best drafter, interruption."""
 
 import time
 from pathlib import Path
@@ -100,21 +100,32 @@ class ExportBest(L.Callback):
         self.best = state_dict["best"]
 
 
-class SaveOnInterrupt(L.Callback):
-    """Saves the state when training is stopped by Ctrl-C, so that ``--resume`` loses nothing.
+class InterruptGuard(L.Callback):
+    """Notes that training is stopped by Ctrl-C, and lets the state that is then saved begin at a whole step.
 
-    Args:
-        path: checkpoint file.
+    Attributes:
+        interrupted: whether it was.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self.interrupted = False
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save on KeyboardInterrupt between steps."""
+        """Remember Ctrl-C; the caller saves."""
         if isinstance(exception, KeyboardInterrupt):
             self.interrupted = True
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Un-count the micro-batches of the unfinished step.
+
+        The stream starts again at the step's first micro-batch, while Lightning would go on counting in its middle and
+        from then on step across two batches.
+        """
+        if self.interrupted:
+            n_batches = trainer.global_step * trainer.accumulate_grad_batches
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for part in ("total", "current"):
+                progress[part] = dict.fromkeys(progress[part], n_batches)
 
 
 def stop_at(step: int) -> L.Callback:

@@ -155,11 +155,15 @@ class TrainingStream:
             part = mine[start : start + micro]
             inputs = self._reader.read(self._sequences[rows[part]], self._lengths[rows[part]])
             picked = torch.from_numpy(part)
-            own = Draws(draws.step_bound[picked], draws.staircase_rows[picked], draws.offset[picked])
+            own = _rows_of(draws, picked)
             batches.append(Batch(inputs, own, 1.0, int(self._lengths[rows[part]].sum())))
-        n_positions = sum(count_loss_positions(batch, config.official_quirks) for batch in batches)
+        n_positions = sum(count_loss_positions(batch.inputs.response_mask, batch.draws, config) for batch in batches)
+        for row in np.setdiff1d(np.arange(config.batch_size), mine).tolist():  # of the other devices
+            response = torch.from_numpy(self._reader.store.read(int(self._sequences[rows[row]]), "response_mask"))
+            n_positions += count_loss_positions(response[None], _rows_of(draws, slice(row, row + 1)), config)
         for batch in batches:
-            batch.denominator = max(1.0, n_positions / len(batches))
+            # Lightning averages over micro-batches, and over devices.
+            batch.denominator = max(1, n_positions) / (len(batches) * self._n_ranks)
             batch.read_s = (time.perf_counter() - began) / len(batches)
         return batches
 
@@ -175,12 +179,11 @@ def micro_batch_size(config: TrainConfig, n_ranks: int) -> int:
     return micro
 
 
-def count_loss_positions(batch: Batch, official_quirks: bool) -> int:
-    """Positions that carry loss in a batch."""
-    response = batch.inputs.response_mask
-    if official_quirks:
-        return int(response.sum())
-    return int(masks.drafted_positions(response, batch.draws.step_bound, batch.draws.offset).sum())
+def count_loss_positions(response: Tensor, draws: Draws, config: TrainConfig) -> int:
+    """Positions that carry loss, of response masks [B, T]."""
+    if config.official_quirks:
+        return int(response.bool().sum())
+    return int(masks.drafted_positions(response, draws.step_bound, draws.offset).sum())
 
 
 class DrawnRows(Draws):
@@ -200,6 +203,10 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     staircase = ~dropped if config.staircase else torch.zeros(rows, dtype=torch.bool)
     offset = torch.zeros_like(step_bound) if config.official_quirks else (phase * step_bound).long()
     return DrawnRows(step_bound, staircase, offset)
+
+
+def _rows_of(draws: DrawnRows, rows: Tensor | slice) -> Draws:
+    return Draws(draws.step_bound[rows], draws.staircase_rows[rows], draws.offset[rows])
 
 
 class FixedBatches:

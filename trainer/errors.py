@@ -15,3 +15,7 @@ class RunExists(TrainingError):
 
 class TrainingInterrupted(TrainingError):
     """Stopped by the user; the state is saved."""
+
+
+class NonFiniteGradient(TrainingError, FloatingPointError):
+    """A gradient is NaN or infinite; the step was not taken."""

@@ -11,6 +11,7 @@ from ..moa.model import MoADrafter
 from ..moa.objective import LossWeights, moa_objective
 from .batch import Batch
 from .config import TrainConfig
+from .errors import NonFiniteGradient
 from .schedule import zero_peak_constant
 from .validation import ValidationSums, validate_batch
 
@@ -40,8 +41,8 @@ class DrafterModule(L.LightningModule):
         return self._frozen[0]
 
     def on_fit_start(self) -> None:
-        """Bring the target pieces to the device."""
-        self._frozen[0] = self.frozen.to(self.device)
+        """Bring the target pieces to the device; bf16-true has made the drafter bfloat16, so they follow its dtype."""
+        self._frozen[0] = self.frozen.to(self.device, self.drafter.kv_to_hidden.weight.dtype)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
@@ -74,10 +75,17 @@ class DrafterModule(L.LightningModule):
             name for name, p in self.drafter.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
         ]
         if bad and self.trainer.precision_plugin.precision != "16-mixed":
-            raise FloatingPointError(
+            raise NonFiniteGradient(
                 f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
                 "lower --learning-rate or use --precision 32-true."
             )
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the global norm. Lightning's own refuses fused optimizers in bf16-mixed too, where nothing is scaled."""
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), gradient_clip_val)
 
     def on_validation_epoch_start(self) -> None:
         """Start counting."""
@@ -103,7 +111,8 @@ class DrafterModule(L.LightningModule):
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=config.weight_decay,
-            fused=True,
+            # A fused step undoes the loss scaling of 16-mixed by itself, too late for clipping.
+            fused=self.trainer.precision_plugin.precision != "16-mixed",
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer,

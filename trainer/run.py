@@ -14,6 +14,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..moa.bundle import FrozenTarget
@@ -81,12 +82,15 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     last = out / "checkpoints" / "last.ckpt"
     if problems := config.problems():
         raise TrainingError("; ".join(problems) + ".")
-    _check_folder(config, out, last)
+    is_first = rank_zero_only.rank == 0  # Lightning starts this very command once more for each further device
+    if is_first:
+        _check_folder(config, out, last)
     store = ActivationStore(config.store)
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
-    _record_run(config, out, provenance)
-    throughput, interrupt = callbacks.Throughput(), callbacks.SaveOnInterrupt(last)
+    if is_first:
+        _record_run(config, out, provenance)
+    throughput, interrupt = callbacks.Throughput(), callbacks.InterruptGuard()
     best = callbacks.ExportBest(out / "drafter")
     extra = [callbacks.stop_at(config.stop_after_steps)] if config.stop_after_steps else []
     if progress_bar:
@@ -103,11 +107,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
             f"stopped at step {trainer.global_step}; go on with the same command and --resume."
         ) from None
     trainer.save_checkpoint(last)
-    if best.best == float("-inf"):
-        save_drafter(module.drafter, out / "drafter")
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
-    if trainer.is_global_zero:
-        plot_curves(out, out / "curves.png")
     report = TrainReport(
         out=str(out),
         n_steps=trainer.global_step,
@@ -118,7 +118,11 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
         metrics=metrics,
         best_expected_acceptance_length=best.best,
     )
-    (out / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+    if is_first:
+        if best.best == float("-inf"):
+            save_drafter(module.drafter, out / "drafter")
+        plot_curves(out, out / "curves.png")
+        (out / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
     store.close()
     return report
 

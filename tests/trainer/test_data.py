@@ -1,6 +1,7 @@
 """Batches are a pure function of store, settings and step; what is read is what was stored."""
 
 import numpy as np
+import pytest
 import torch
 
 from moa_data.moa.objective import Draws
@@ -22,9 +23,9 @@ def config(**changes):
     return TrainConfig(store="", out="", **({"batch_size": 4, "reader_threads": 2} | changes))
 
 
-def stream_of(store, settings, max_steps=20):
+def stream_of(store, settings, max_steps=20, rank=0, n_ranks=1):
     lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
-    return TrainingStream(BatchReader(store, settings, False), np.arange(len(store)), lengths, max_steps, 0, 1)
+    return TrainingStream(BatchReader(store, settings, False), np.arange(len(store)), lengths, max_steps, rank, n_ranks)
 
 
 def test_batches_hold_what_the_store_holds(store_path):
@@ -77,8 +78,21 @@ def test_micro_batches_make_up_the_batch(store_path):
     iterator = iter(stream_of(store, config(micro_batch_size=1)))
     parts = [next(iterator) for _ in range(4)]
     assert sum(part.n_tokens for part in parts) == whole.n_tokens
-    n_positions = [count_loss_positions(part, False) for part in parts]
+    n_positions = [count_loss_positions(part.inputs.response_mask, part.draws, config()) for part in parts]
     assert sum(n_positions) == whole.denominator
+    assert all(part.denominator == whole.denominator / 4 for part in parts)
+
+
+@pytest.mark.parametrize("official", [False, True])
+def test_devices_share_one_batch_and_its_denominator(store_path, official):
+    """Gradients are averaged over devices and micro-batches, so each divides by its share of ALL loss positions."""
+    store, settings = ActivationStore(store_path), config(official_quirks=official)
+    whole = next(iter(stream_of(store, settings)))
+    parts = []
+    for rank in range(2):
+        iterator = iter(stream_of(store, config(official_quirks=official, micro_batch_size=1), rank=rank, n_ranks=2))
+        parts += [next(iterator) for _ in range(2)]
+    assert sum(part.n_tokens for part in parts) == whole.n_tokens
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 
 

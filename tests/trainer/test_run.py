@@ -3,6 +3,9 @@
 import builtins
 import csv
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import transformers
 from moa_data.moa.checkpoint import load_drafter
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
-from moa_data.trainer.errors import MissingField, RunExists, TrainingError, TrainingInterrupted
+from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError, TrainingInterrupted
 from moa_data.trainer.run import train
 
 from .conftest import build_store
@@ -107,6 +110,25 @@ def test_accumulation_equals_the_whole_batch(store_path, tmp_path):
         torch.testing.assert_close(value, last_state(parts)["state_dict"][name], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [
+        ("bf16-mixed", {}),
+        ("bf16-mixed", {"target_layer_inference": 1}),
+        ("bf16-mixed", {"official_quirks": True}),
+        ("bf16-true", {"target_layer_inference": 1}),
+    ],
+)
+def test_low_precision_follows_float32(store_path, tmp_path, precision, changes):
+    settings = {"max_steps": 3, "validate_every": 3, "log_every": 1, **changes}
+    run(store_path, tmp_path / "full", **settings)
+    run(store_path, tmp_path / "low", **settings, precision=precision)
+    full, low = read_metrics(tmp_path / "full"), read_metrics(tmp_path / "low")
+    assert full.keys() == low.keys()
+    for name in ("train/loss", "train/forward_kl", "train/feature_loss", "val/kl"):
+        assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), name
+
+
 def test_learning_rate_follows_the_schedule(store_path, tmp_path):
     run(store_path, tmp_path / "run", max_steps=5)
     state = last_state(tmp_path / "run")
@@ -131,6 +153,31 @@ def test_interruption_keeps_the_state(store_path, tmp_path, monkeypatch):
     assert run(store_path, tmp_path / "run", max_steps=12, resume=True).n_steps == 12
 
 
+def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_path, monkeypatch):
+    """The half-accumulated step is done again from its first micro-batch."""
+    settings = {"max_steps": 10, "micro_batch_size": 4}
+    run(store_path, tmp_path / "whole", **settings)
+    from moa_data.trainer import module
+
+    real, calls = module.moa_objective, []
+
+    def interrupting(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "moa_objective", interrupting)
+    with pytest.raises(TrainingInterrupted, match="stopped at step 3"):
+        run(store_path, tmp_path / "parts", **settings)
+    monkeypatch.undo()
+    run(store_path, tmp_path / "parts", resume=True, **settings)
+    one, other = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
+    assert one["global_step"] == other["global_step"] == 10
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+
+
 def test_refusals(store_path, tmp_path):
     run(store_path, tmp_path / "run", max_steps=2)
     with pytest.raises(RunExists, match="already holds a run; pass --resume"):
@@ -147,9 +194,40 @@ def test_refusals(store_path, tmp_path):
         run(store_path, tmp_path / "big", max_steps=2, batch_size=500)
     with pytest.raises(TrainingError, match=r"step bounds.*; validation_fraction"):
         run(store_path, tmp_path / "bad", max_steps=2, step_bound_min=1, validation_fraction=2.0)
+    with pytest.raises(TrainingError, match=r"max_steps must be at least 1.*precision must be.*devices must be"):
+        run(store_path, tmp_path / "bad", max_steps=0, precision="int3", devices="two")
     with pytest.raises(TrainingError, match="does not divide"):
         run(store_path, tmp_path / "micro", max_steps=2, micro_batch_size=3)
     assert not any((tmp_path / name).exists() for name in ("none", "big", "bad")), "a refusal leaves nothing behind"
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monkeypatch):
+    from moa_data.trainer import module
+
+    real = module.moa_objective
+
+    def broken(*args, **kwargs):
+        terms, outputs = real(*args, **kwargs)
+        return replace(terms, total=terms.total * torch.inf), outputs
+
+    monkeypatch.setattr(module, "moa_objective", broken)
+    with pytest.raises(NonFiniteGradient, match=r"is not finite at step 0.*lower --learning-rate"):
+        run(store_path, tmp_path / "run", max_steps=2)
+
+
+def test_two_devices_train_one_run(store_path, tmp_path):
+    """Lightning starts the command a second time; that process must not take the run for somebody else's."""
+    run(store_path, tmp_path / "one", max_steps=3)
+    settings = {"store": str(store_path), "out": str(tmp_path / "two"), **BASE, "max_steps": 3, "devices": "2"}
+    script = tmp_path / "two.py"
+    script.write_text(
+        "from moa_data.trainer.config import TrainConfig\nfrom moa_data.trainer.run import train\n"
+        f"train(TrainConfig(**{settings!r}), None, False)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, value in last_state(tmp_path / "one")["state_dict"].items():
+        torch.testing.assert_close(value, last_state(tmp_path / "two")["state_dict"][name], rtol=1e-3, atol=2e-5)
 
 
 def test_a_missing_activation_names_the_flag(tmp_path):
