@@ -22,7 +22,7 @@ _STAGE_ERRORS = (
 )
 _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
-    "train": "Run the same command with --resume to go on from the last checkpoint.",
+    "train": "Run the same command again, with --resume if it had saved a checkpoint.",
     "demo": "Run the same command again; finished phases are kept.",
     "eval": "Nothing was written; run the same command again.",
 }
