@@ -55,7 +55,13 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def layer_sizes(config: Any) -> BlockSizes:
-    """Block sizes of the target's own decoder layers."""
+    """Block sizes of the target's own decoder layers.
+
+    Raises:
+        TargetError: another activation than silu.
+    """
+    if config.hidden_act != "silu":
+        raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
     sizes = target_sizes(config)
     qkv_bias = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
     return BlockSizes(

@@ -6,6 +6,7 @@ the TARGET's config.json; drafter sizes are read off the shapes.
 """
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def check_drafter_matches(drafter: MoADrafter, target: Target) -> None:
         TargetMismatch: sizes or weights differ.
     """
     config, sizes = drafter.config, target.sizes
-    for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim"):
+    sizes = sizes | {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
+    for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         if getattr(config, name) != sizes[name]:
             raise TargetMismatch(
                 f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
@@ -176,10 +178,22 @@ def _read_official(folder: Path) -> tuple[dict[str, Tensor], DrafterConfig]:
     if (folder / "model.safetensors").is_file():
         weights = _read_weights(folder / "model.safetensors")
     elif (folder / "pytorch_model.bin").is_file():
-        weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        weights = _read_pickled(folder / "pytorch_model.bin")
     else:
         raise CheckpointError(f"{folder} has a config.json but neither model.safetensors nor pytorch_model.bin.")
     if "layer_self_attention.self_attn.q_proj.weight" not in weights:
         raise CheckpointError(f"{folder} holds no drafter: expected {CONFIG_FILE}, or official MoA weights.")
-    config = sizes_from_official(weights, AutoConfig.from_pretrained(folder))
-    return from_official_keys(weights), config
+    try:
+        target_config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}/config.json is not the target's config ({str(error).splitlines()[0]}); copy the target's there."
+        ) from error
+    return from_official_keys(weights), sizes_from_official(weights, target_config)
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, IndexError, KeyError) as error:
+        raise CheckpointError(f"cannot read {file}: {(str(error).splitlines() or ['truncated'])[0]}") from error

@@ -108,12 +108,15 @@ def speculative_generate(
         on_tokens: called at each commit.
 
     Raises:
-        DrafterError: empty or too long prompt, or draft_length < 1.
+        DrafterError: empty or too long prompt, draft_length < 1, or drafter and frozen differ in dtype.
     """
     if draft_length < 1:
         raise DrafterError(f"draft_length must be at least 1, got {draft_length}.")
     if frozen is None:
         frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+    dtypes = next(drafter.parameters()).dtype, frozen.lm_head_weight.dtype
+    if dtypes[0] != dtypes[1]:
+        raise DrafterError(f"the drafter is {dtypes[0]}, its target pieces are {dtypes[1]}; load both in one dtype.")
     started = time.perf_counter()
     run = _Run(target, prompt_tokens, max_new_tokens, on_tokens)
     chain = ChainDrafter(target, drafter, frozen, run.cache)

@@ -189,6 +189,7 @@ class MoADrafter(nn.Module):
         if frozen.sliding_window is not None:
             key = torch.arange(n_tokens, device=x.device)
             verified = verified & (queries[..., None] - key < frozen.sliding_window)
+            own = own & (queries[..., None] - queries[:, None, :] < frozen.sliding_window)
         mask = torch.cat((verified, own), dim=-1)  # [B, Q, T + Q]
         rotation = frozen.rotary(queries)
         first = self.config.n_layers - self.config.target_layer_inference

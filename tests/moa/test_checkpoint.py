@@ -41,6 +41,22 @@ def test_official_layout(tmp_path, family, n_keys):
     assert again.config == drafter.config
 
 
+def test_official_layout_as_pickle_and_its_faults(tmp_path):
+    model = build_model()
+    drafter = build_drafter(model)
+    save_official(drafter, tmp_path, model.config)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert same_weights(load_drafter(tmp_path), drafter)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "moa_spec"}))
+    with pytest.raises(CheckpointError, match="is not the target's config"):
+        load_drafter(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
+        load_drafter(tmp_path)
+
+
 def test_strict_keys_and_shapes(tmp_path):
     drafter = build_drafter(build_model())
     save_drafter(drafter, tmp_path)
@@ -72,5 +88,7 @@ def test_another_target_is_refused(tmp_path):
     check_drafter_matches(build_drafter(model, target={"weights_sha256": "cd" * 32}), target)
     with pytest.raises(TargetMismatch, match="weights efefefefefef, this one has cdcdcdcdcdcd"):
         check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)
+    with pytest.raises(TargetMismatch, match="kv_width 48, this target has 96"):
+        check_drafter_matches(build_drafter(model), Target(build_model(num_key_value_heads=4)))
     with pytest.raises(TargetMismatch, match="vocab_size 67, this target has 80"):
         check_drafter_matches(build_drafter(model), Target(build_model(vocab_size=80)))

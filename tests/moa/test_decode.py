@@ -257,7 +257,7 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
     assert n_drafted_before > 15
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_plain_equals_transformers_generate(family: str) -> None:
     target = Target(build_model(family, num_hidden_layers=2))
     n_ended = 0
@@ -295,6 +295,18 @@ def test_count_accepted() -> None:
     assert count_accepted([1, 2, 3], [1, 2, 3, 4]) == 3
     assert count_accepted([1, 2, 3], [1, 9, 3, 4]) == 1
     assert count_accepted([9, 2], [1, 2, 3]) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n_target_layers", [0, 2])
+def test_bfloat16_target_and_drafter_decode(family: str, n_target_layers: int) -> None:
+    target = Target(build_model(family).to(torch.bfloat16))
+    target.eos_token_ids = frozenset()
+    drafter = build_drafter(target.model, n_target_layers).to(torch.bfloat16)
+    fast = speculative_generate(target, drafter, None, [5, 6, 7], max_new_tokens=12)
+    assert len(fast.tokens) == 12
+    with pytest.raises(DrafterError, match=r"drafter is torch\.float32, its target pieces are torch\.bfloat16"):
+        speculative_generate(target, drafter.float(), None, [5], max_new_tokens=4)
 
 
 def test_bad_requests_are_refused(target: Target) -> None:

@@ -108,9 +108,15 @@ def test_cache_packing_round_trips(family):
     assert kv_layout.cache_length(cache) == 5
 
 
+def test_only_silu_layers_are_kept():
+    with pytest.raises(TargetError, match="hidden_act 'gelu' is not supported"):
+        FrozenTarget.from_model(build_model(hidden_act="gelu"), 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bundle_round_trip(family, tmp_path):
-    model = build_model(family)
+def test_bundle_round_trip(family, tied, tmp_path):
+    model = build_model(family, tie_word_embeddings=tied)
     save_target_bundle(model, NoTokenizer(), tmp_path, 2)
     frozen = FrozenTarget.load(tmp_path, n_layers=2)
     live = FrozenTarget.from_model(model, n_layers=2)

@@ -24,6 +24,19 @@ def test_chunked_equals_plain_in_value_and_gradient(chunk_bytes):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_chunked_under_autocast_equals_plain_within_bfloat16():
+    torch.manual_seed(0)
+    head, hidden, features = torch.randn(31, 16), torch.randn(10, 16), torch.randn(10, 16, requires_grad=True)
+    plain = forward_kl(features @ head.T, hidden @ head.T)
+    (expected,) = torch.autograd.grad(plain.sum(), features)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = chunked_forward_kl(features, hidden, head, 4 * 31 * 3)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, plain, rtol=0.02, atol=0.05)
+    (got,) = torch.autograd.grad(low.sum(), features)
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
 def test_infinite_logits_give_finite_value_and_gradient():
     draft = torch.randn(3, 5)
     draft[:, 2] = -torch.inf

@@ -25,15 +25,16 @@ def activations(model, tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("n_target_layers", [0, 1, 3])
+@pytest.mark.parametrize("step_bound", [6, 14])  # 14: a block longer than mistral's window
 @torch.no_grad()
-def test_teacher_forced_features_equal_draft_steps(family, n_target_layers):
+def test_teacher_forced_features_equal_draft_steps(family, n_target_layers, step_bound):
     model = build_model(family)
     drafter = build_drafter(model, n_target_layers)
     frozen = FrozenTarget.from_model(model, n_target_layers)
     tokens = torch.randint(4, 67, (1, 30))
     kv, _, _ = activations(model, tokens)
     response = (torch.arange(30) >= 11)[None]
-    drafted = masks.drafted_positions(response, torch.tensor([6]), torch.tensor([2]))
+    drafted = masks.drafted_positions(response, torch.tensor([step_bound]), torch.tensor([2]))
     no_staircase = torch.zeros(1, dtype=torch.bool)
     trained = drafter(frozen, tokens, kv, drafted, no_staircase).features
 
