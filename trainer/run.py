@@ -82,7 +82,8 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     last = out / "checkpoints" / "last.ckpt"
     if problems := config.problems():
         raise TrainingError("; ".join(problems) + ".")
-    is_first = getattr(rank_zero_only, "rank", 0) == 0  # Lightning starts this very command once more for each further device
+    # Lightning starts this very command once more for each further device.
+    is_first = getattr(rank_zero_only, "rank", 0) == 0
     if is_first:
         _check_folder(config, out, last)
     store = ActivationStore(config.store)
