@@ -31,6 +31,7 @@ from .errors import RunExists, TrainingError, TrainingInterrupted
 from .module import DrafterModule
 
 RUN_FILE = "run.yaml"
+REPORT_FILE = "report.json"
 _FREE_TO_CHANGE = frozenset(
     {
         "store",
@@ -123,7 +124,8 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
         if best.best == float("-inf"):
             save_drafter(module.drafter, out / "drafter")
         plot_curves(out, out / "curves.png")
-        (out / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+        if report.n_tokens or not (out / REPORT_FILE).is_file():  # a finished run that is resumed keeps its figures
+            (out / REPORT_FILE).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
     store.close()
     return report
 
