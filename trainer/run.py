@@ -32,6 +32,7 @@ from .module import DrafterModule
 
 RUN_FILE = "run.yaml"
 REPORT_FILE = "report.json"
+STORE_FILE = "store.json"
 _FREE_TO_CHANGE = frozenset(
     {
         "store",
@@ -91,7 +92,8 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
     if is_first:
-        _record_run(config, out, provenance)
+        _check_same_store(config, out, store)
+        _record_run(config, out, store, provenance)
     throughput, interrupt = callbacks.Throughput(), callbacks.InterruptGuard()
     best = callbacks.ExportBest(out / "drafter")
     extra = [callbacks.stop_at(config.stop_after_steps)] if config.stop_after_steps else []
@@ -253,9 +255,28 @@ def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
         raise RunExists(f"{out} is not empty and holds no run; choose another --out.")
 
 
-def _record_run(config: TrainConfig, out: Path, provenance: dict[str, Any] | None) -> None:
-    """Write the resolved settings and where they come from."""
+def _store_facts(store: ActivationStore) -> dict[str, Any]:
+    """What decides the order and content of batches: a store may move between two invocations, but not change."""
+    identities = dict(sorted(store.manifest.identities.items()))
+    return {"n_sequences": len(store), "n_tokens": int(store.lengths.sum()), **identities}
+
+
+def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) -> None:
+    """Refuse to go on with a run on another store, or on one that has grown."""
+    if not config.resume or not (out / STORE_FILE).is_file():
+        return
+    before, now = json.loads((out / STORE_FILE).read_text()), _store_facts(store)
+    changed = [
+        f"{name} was {before.get(name)!r}, now {value!r}" for name, value in now.items() if before.get(name) != value
+    ]
+    if changed:
+        raise RunExists(f"cannot resume {out} on another store: {'; '.join(changed)}.")
+
+
+def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
+    """Write the resolved settings, the store's identity, and where they come from."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / STORE_FILE).write_text(json.dumps(_store_facts(store), indent=1) + "\n")
     (out / RUN_FILE).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     keep_earlier_metrics(out)
     (out / "provenance.json").write_text(json.dumps(provenance or {}, indent=1, default=str) + "\n")
