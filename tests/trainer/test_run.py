@@ -230,6 +230,16 @@ def test_two_devices_train_one_run(store_path, tmp_path):
         torch.testing.assert_close(value, last_state(tmp_path / "two")["state_dict"][name], rtol=1e-3, atol=2e-5)
 
 
+def test_resume_refuses_another_store(store_path, tmp_path):
+    run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
+    other = build_store(tmp_path / "other", n_sequences=40)
+    with pytest.raises(RunExists, match=r"on another store: n_sequences was 60, now 40"):
+        run(other, tmp_path / "run", max_steps=4, resume=True)
+    moved = store_path.parent / "alias"
+    moved.symlink_to(store_path)
+    assert run(moved, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
+
+
 def test_a_missing_activation_names_the_flag(tmp_path):
     store = build_store(tmp_path / "store", activations=("kv",), n_sequences=20)
     with pytest.raises(MissingField, match=r"lacks hidden/last; extract again with --activations kv,hidden:last"):
