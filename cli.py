@@ -199,6 +199,11 @@ def train(config: TrainConfig) -> None:
 
     report = run_train(config, provenance=collect_provenance(), progress_bar=sys.stderr.isatty())
     out.print(train_view(report))
+    if report.n_pending_parts:
+        click.echo(
+            f"{report.n_pending_parts} parts of {config.store} are not extracted yet; the drafter saw the others only.",
+            err=True,
+        )
 
 
 @main.command("eval")

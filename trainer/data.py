@@ -64,8 +64,13 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> list[str]:
 
     Raises:
         MissingField: the store lacks one; the message names the flags that would add it.
+        TrainingError: N is not below the target's number of layers.
     """
     n_layers = int(store.manifest.target["n_layers"])
+    if config.target_layer_inference >= n_layers:
+        raise TrainingError(
+            f"--target-layer-inference {config.target_layer_inference} must be below the target's {n_layers} layers."
+        )
     needed = ["kv", "hidden/last"]
     if config.target_layer_inference > 0:
         needed.append(f"hidden/layer_{n_layers - config.target_layer_inference - 1}")

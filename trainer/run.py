@@ -63,6 +63,8 @@ class TrainReport:
     metrics: dict[str, float]
     """Last training and validation figures."""
     best_expected_acceptance_length: float
+    n_pending_parts: int = 0
+    """Parts of the store that were planned but not extracted yet, so not trained on."""
 
 
 def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progress_bar: bool = True) -> TrainReport:
@@ -121,6 +123,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
         data_wait_share=throughput.data_wait_share,
         metrics=metrics,
         best_expected_acceptance_length=best.best,
+        n_pending_parts=store.manifest.n_parts - store.n_parts_committed,
     )
     if is_first:
         if best.best == float("-inf"):

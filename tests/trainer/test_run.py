@@ -53,6 +53,7 @@ def test_it_learns_and_leaves_everything_behind(store_path, tmp_path):
     assert metrics["val/top1_agreement"][-1] > metrics["val/top1_agreement"][0] + 0.05
     assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
     assert report.n_steps == 150
+    assert report.n_pending_parts == 0
     assert 0 <= report.data_wait_share < 1
     for name in ("curves.png", "metrics.csv", "run.yaml", "provenance.json", "checkpoints/best.ckpt", "drafter"):
         assert (out / name).exists(), name
@@ -196,6 +197,8 @@ def test_refusals(store_path, tmp_path):
         run(store_path, tmp_path / "bad", max_steps=2, step_bound_min=1, validation_fraction=2.0)
     with pytest.raises(TrainingError, match=r"max_steps must be at least 1.*precision must be.*devices must be"):
         run(store_path, tmp_path / "bad", max_steps=0, precision="int3", devices="two")
+    with pytest.raises(TrainingError, match="must be below the target's 3 layers"):
+        run(store_path, tmp_path / "deep", max_steps=2, target_layer_inference=3)
     with pytest.raises(TrainingError, match="does not divide"):
         run(store_path, tmp_path / "micro", max_steps=2, micro_batch_size=3)
     assert not any((tmp_path / name).exists() for name in ("none", "big", "bad")), "a refusal leaves nothing behind"
