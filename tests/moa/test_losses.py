@@ -1,11 +1,10 @@
 """The chunked loss equals the plain one; no logits of the whole batch are ever held."""
 
-import resource
-import subprocess
-import sys
-
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moa_data.moa.losses import chunked_forward_kl, feature_loss, forward_kl
 
@@ -54,29 +53,42 @@ def test_feature_loss_is_smooth_l1_mean_over_width():
     assert got.tolist() == [pytest.approx((0.125 + 2.5) / 2)]
 
 
-MEMORY_PROBE = """
-import resource, sys, torch
-from moa_data.moa.losses import chunked_forward_kl, forward_kl
-rows, vocab, width = int(sys.argv[1]), 131072, 64
-torch.set_num_threads(1)
-head, hidden = torch.randn(vocab, width), torch.randn(rows, width)
-features = torch.randn(rows, width, requires_grad=True)
-chunked_forward_kl(features[:8], hidden[:8], head).sum().backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-chunked_forward_kl(features, hidden, head).sum().backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
+class LiveBytes(TorchDispatchMode):
+    """Records the peak of the bytes held by all tensors that operations made."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._live = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._live[leaf] = leaf.untyped_storage()
+        storages = {storage.data_ptr(): storage.nbytes() for storage in self._live.values()}
+        self.peak = max(self.peak, sum(storages.values()))
+        return out
 
 
-def test_peak_memory_at_a_128k_vocabulary_does_not_grow_with_the_batch():
-    def growth_mb(rows):
-        out = subprocess.run(
-            [sys.executable, "-c", MEMORY_PROBE, str(rows)], capture_output=True, text=True, check=True
-        )
-        return int(out.stdout) / 1024
+def test_peak_memory_does_not_grow_with_rows_times_vocabulary():
+    vocab, width, chunk_bytes = 4096, 8, 1 << 18
+    head = torch.randn(vocab, width)
 
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
-    small, large = growth_mb(256), growth_mb(1024)
-    whole_logits_mb = 1024 * 131072 * 4 / 2**20
-    assert large < 0.9 * whole_logits_mb, "one float32 [rows, vocab] tensor would already be more"
-    assert large - small < 0.1 * whole_logits_mb
+    def peak_bytes(loss, rows):
+        hidden, features = torch.randn(rows, width), torch.randn(rows, width, requires_grad=True)
+        with LiveBytes() as live:
+            loss(features, hidden).sum().backward()
+        return live.peak
+
+    def chunked(features, hidden):
+        return chunked_forward_kl(features, hidden, head, chunk_bytes)
+
+    def plain(features, hidden):
+        return forward_kl(features @ head.T, hidden @ head.T)
+
+    small, large = peak_bytes(chunked, 256), peak_bytes(chunked, 1024)
+    per_row = 8 * 4 * width
+    assert large - small < per_row * (1024 - 256)
+    assert large < 12 * chunk_bytes + per_row * 1024
+    assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, "the measure must see the plain loss's logits"
