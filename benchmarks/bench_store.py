@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from moa_data.provenance import collect_provenance
-from moa_data.storage.codec import Codec
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.reader import ActivationStore
@@ -47,7 +47,7 @@ def make_inputs(n_tokens: int, n_layers: int, n_kv_heads: int, head_dim: int) ->
         n_sequences=n,
         n_parts=int(plan["part"].to_numpy().max()) + 1,
         n_tokens=512 * n,
-        codec=Codec("lossless").describe(),
+        codec=StoreCodec("lossless", ()).describe(),
     )
     return manifest, plan
 

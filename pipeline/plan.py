@@ -16,7 +16,8 @@ import torch
 
 from ..moa.bundle import target_sizes
 from ..moa.target import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
-from ..storage.codec import Codec
+from ..storage.codecs.registry import StoreCodec
+from ..storage.errors import CodecUnknown
 from ..storage.plan import plan_parts
 from ..storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from .chats import ChatSource, Progress
@@ -160,7 +161,6 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
     sizes = target_sizes(model_config)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
-    codec = _codec(config.codec)
     tokenizer = load_target_tokenizer(folder)
     check_template(tokenizer, config.model)
     source = ChatSource(config.dataset, config.split)
@@ -170,6 +170,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     compute_dtype = resolve_compute_dtype(config, device)
     batch_tokens = config.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
     fields = field_specs(spec, sizes, config.dtype)
+    codec = _codec(config.codec, fields, sizes)
     n_tokens = int(table["n_tokens"].to_numpy().astype(np.int64).sum())
     manifest = StoreManifest(
         fields=fields,
@@ -239,10 +240,10 @@ def format_hours(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
-def _codec(name: str) -> Codec:
+def _codec(name: str, fields: tuple[FieldSpec, ...], sizes: Mapping[str, Any]) -> StoreCodec:
     try:
-        return Codec(name)
-    except ValueError as error:
+        return StoreCodec(name, fields, sizes)
+    except CodecUnknown as error:
         raise ConfigError(f"{error} Mend --codec.") from error
 
 

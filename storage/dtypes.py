@@ -57,6 +57,21 @@ def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
     return array.astype(np.float32)
 
 
+def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
+    """Round float32 values to a float dtype as it is stored.
+
+    Args:
+        array: float32, any shape.
+        logical_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+
+    Returns:
+        An array of the same shape in the storage dtype.
+    """
+    if logical_dtype == "bfloat16":
+        return bfloat16_bits(array)
+    return array.astype(storage_dtype(logical_dtype), copy=False)
+
+
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:
     """Round float32 values to bfloat16 (to nearest, ties to even) and return the bits.
 

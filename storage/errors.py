@@ -25,6 +25,10 @@ class SchemaVersionError(StoreError, ValueError):
     """The store was written in another schema version than the one this release reads."""
 
 
+class CodecUnknown(StoreError, ValueError):
+    """There is no codec of that name, or not for fields like these."""
+
+
 class PlanInvalid(StoreError, ValueError):
     """The table of sequences breaks a rule of the plan."""
 

@@ -17,9 +17,9 @@ import numpy as np
 import zarr
 from zarr.storage import MemoryStore
 
-from .codec import Codec
+from .codecs.chunk import zarr_codecs
+from .codecs.field import StoredArray
 from .errors import ShardCorrupt
-from .schema import FieldSpec
 
 CHUNK_TOKENS = 64
 SCALAR_CHUNK_TOKENS = 4096
@@ -30,10 +30,10 @@ SHARD_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """The grid of one array: token and layer are the only axes that are cut.
+    """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut.
 
     Attributes:
-        shape: whole array, tokens first.
+        shape: whole array.
         chunk_shape: one inner chunk.
         shard_shape: one shard, a multiple of ``chunk_shape`` along every axis.
     """
@@ -44,7 +44,7 @@ class ArrayLayout:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of one inner chunk."""
+        """Size of one inner chunk along axis 0."""
         return self.chunk_shape[0]
 
     @property
@@ -77,21 +77,22 @@ class ArrayLayout:
         return "/".join(["c", str(shard)] + ["0"] * (len(self.shape) - 1))
 
 
-def array_layout(spec: FieldSpec, n_tokens: int) -> ArrayLayout:
-    """Choose the grid of a field in a part.
+def array_layout(array: StoredArray, n_tokens: int) -> ArrayLayout:
+    """Choose the grid of a stored array in a part.
 
     Args:
-        spec: the field.
+        array: the array.
         n_tokens: length of the part's token axis, alignment padding included.
     """
-    n_layers = spec.token_shape[0] if spec.layer_axis == 1 else None
-    chunk_tokens = CHUNK_TOKENS if spec.token_shape else SCALAR_CHUNK_TOKENS
-    chunk_shape = (chunk_tokens, *spec.token_shape)
-    if n_layers is not None:
-        chunk_shape = (chunk_tokens, _chunk_layers(n_layers, chunk_tokens * spec.token_bytes), *spec.token_shape[1:])
-    row_bytes = chunk_tokens * spec.token_bytes
-    rows = min(max(1, SHARD_BYTES // row_bytes), max(1, math.ceil(n_tokens / chunk_tokens)))
-    return ArrayLayout((n_tokens, *spec.token_shape), chunk_shape, (rows * chunk_tokens, *spec.token_shape))
+    n_rows = array.n_rows(n_tokens)
+    tokens = CHUNK_TOKENS if array.row_shape else SCALAR_CHUNK_TOKENS
+    chunk_rows = max(1, tokens // array.block_tokens)
+    chunk_shape = (chunk_rows, *array.row_shape)
+    if array.layer_axis is not None:
+        layers = _chunk_layers(array.row_shape[0], chunk_rows * array.row_bytes)
+        chunk_shape = (chunk_rows, layers, *array.row_shape[1:])
+    n_chunk_rows = min(max(1, SHARD_BYTES // (chunk_rows * array.row_bytes)), max(1, math.ceil(n_rows / chunk_rows)))
+    return ArrayLayout((n_rows, *array.row_shape), chunk_shape, (n_chunk_rows * chunk_rows, *array.row_shape))
 
 
 def _chunk_layers(n_layers: int, row_bytes: int) -> int:
@@ -103,12 +104,11 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     return next((d for d in fitting if d * layer_bytes >= MIN_CHUNK_BYTES), fitting[-1])
 
 
-def part_metadata(specs: Iterable[FieldSpec], codec: Codec, n_tokens: int) -> dict[str, bytes]:
+def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, bytes]:
     """Return the metadata documents of a part's group.
 
     Args:
-        specs: its fields.
-        codec: byte chain of the inner chunks.
+        arrays: its stored arrays.
         n_tokens: length of the token axis.
 
     Returns:
@@ -116,30 +116,29 @@ def part_metadata(specs: Iterable[FieldSpec], codec: Codec, n_tokens: int) -> di
     """
     documents: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(store_dict=documents), zarr_format=3)
-    for spec in specs:
-        layout = array_layout(spec, n_tokens)
+    for array in arrays:
+        layout = array_layout(array, n_tokens)
         group.create_array(
-            spec.name,
+            array.name,
             shape=layout.shape,
             chunks=layout.chunk_shape,
             shards=layout.shard_shape,
-            dtype=spec.storage_dtype,
-            compressors=codec.zarr_codecs(spec.storage_dtype),
+            dtype=array.storage_dtype,
+            compressors=zarr_codecs(array.storage_dtype),
             filters=None,
             fill_value=0,
-            dimension_names=spec.axes,
-            attributes={"logical_dtype": spec.dtype},
+            dimension_names=array.axes,
+            attributes={"logical_dtype": array.logical_dtype},
         )
     return {path: bytes(buffer.to_bytes()) for path, buffer in sorted(documents.items())}
 
 
-def layout_from_metadata(text: bytes, spec: FieldSpec, codec: Codec, source: str) -> ArrayLayout:
+def layout_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayLayout:
     """Read an array's grid from its zarr.json, refusing whatever this reader would misread.
 
     Args:
         text: content of zarr.json.
-        spec: the field that the manifest declares.
-        codec: the manifest's codec.
+        array: the array that the manifest declares.
         source: path for messages.
 
     Raises:
@@ -156,7 +155,7 @@ def layout_from_metadata(text: bytes, spec: FieldSpec, codec: Codec, source: str
         got = {
             "data_type": document["data_type"],
             "logical_dtype": document["attributes"]["logical_dtype"],
-            "token_shape": layout.shape[1:],
+            "row_shape": layout.shape[1:],
             "codecs": [codec_entry["name"] for codec_entry in document["codecs"]],
             "inner codecs": sharding["codecs"],
             "index_location": sharding.get("index_location", "end"),
@@ -164,14 +163,14 @@ def layout_from_metadata(text: bytes, spec: FieldSpec, codec: Codec, source: str
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ShardCorrupt(f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}).") from error
     chain = [{"name": "bytes", "configuration": {"endian": "little"}}]
-    if spec.storage_dtype.itemsize == 1:
+    if array.storage_dtype.itemsize == 1:
         chain = [{"name": "bytes"}]
     expected = {
-        "data_type": np.dtype(spec.storage_dtype).name,
-        "logical_dtype": spec.dtype,
-        "token_shape": spec.token_shape,
+        "data_type": array.storage_dtype.name,
+        "logical_dtype": array.logical_dtype,
+        "row_shape": array.row_shape,
         "codecs": ["sharding_indexed"],
-        "inner codecs": chain + [item.to_dict() for item in codec.zarr_codecs(spec.storage_dtype)],
+        "inner codecs": chain + [item.to_dict() for item in zarr_codecs(array.storage_dtype)],
         "index_location": "end",
     }
     for key, value in expected.items():

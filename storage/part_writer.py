@@ -1,74 +1,73 @@
-"""Writing one part: fields arrive in token order, inner chunks are encoded as they fill, the commit comes last."""
+"""Writing one part: sequences arrive in order, inner chunks are encoded as they fill, the commit comes last."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
 
-from .codec import Codec
+from .codecs.field import FieldCodec, StoredArray
+from .codecs.registry import StoreCodec
 from .commit import PartCommit, commit_path, part_path
+from .dtypes import to_float32
 from .durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, write_atomic, write_file
 from .errors import PartIncomplete, WriteInvalid
 from .layout import array_layout, part_metadata
-from .schema import FieldSpec
 from .shard import FileRecord, ShardWriter
 
 
 class ArrayWriter:
-    """Streams one field of a part into shards; at most one row of inner chunks is buffered.
+    """Streams one stored array of a part into shards; at most one row of inner chunks is buffered.
 
     Args:
         folder: the array's folder inside the part's group.
-        spec: the field.
-        codec: encodes the inner chunks.
-        allocated_tokens: length of the token axis.
+        array: what is written.
+        allocated_tokens: length of the part's token axis.
     """
 
-    def __init__(self, folder: Path, spec: FieldSpec, codec: Codec, allocated_tokens: int) -> None:
-        self.spec = spec
+    def __init__(self, folder: Path, array: StoredArray, allocated_tokens: int) -> None:
+        self.array = array
         self.files: dict[str, FileRecord] = {}
         self.written: list[list[int]] = []
         self._folder = folder
-        self._codec = codec
-        self._n_tokens = allocated_tokens
-        self._layout = array_layout(spec, allocated_tokens)
-        self._row = np.zeros((self._layout.chunk_tokens, *spec.token_shape), spec.storage_dtype)
+        self._n_rows = array.n_rows(allocated_tokens)
+        self._layout = array_layout(array, allocated_tokens)
+        self._row = np.zeros((self._layout.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
         self._cursor = 0
         self._shard: ShardWriter | None = None
         self._shard_index = -1
 
-    def write(self, first_token: int, values: np.ndarray) -> None:
-        """Write consecutive tokens; tokens skipped since the last call are zero.
+    def write(self, first_row: int, values: np.ndarray) -> None:
+        """Write consecutive rows; rows skipped since the last call are zero.
 
         Args:
-            first_token: position of ``values[0]`` on the part's token axis; not before the end of the last call.
-            values: [n, *token_shape] in the storage dtype.
+            first_row: position of ``values[0]`` on the array's axis 0; not before the end of the last call.
+            values: [n, *row_shape] in the array's dtype.
 
         Raises:
             WriteInvalid: wrong dtype, shape, order or range.
             DiskFull: no room.
         """
-        self._check(first_token, values)
+        self._check(first_row, values)
         if not len(values):
             return
-        if self.written and self.written[-1][1] == first_token:
+        if self.written and self.written[-1][1] == first_row:
             self.written[-1][1] += len(values)
         else:
-            self.written.append([first_token, first_token + len(values)])
-        self._cursor = first_token + len(values)
+            self.written.append([first_row, first_row + len(values)])
+        self._cursor = first_row + len(values)
         size = self._layout.chunk_tokens
         at = 0
         while at < len(values):
-            row, offset = divmod(first_token + at, size)
+            row, offset = divmod(first_row + at, size)
             self._flush_rows(row)
             n = min(size - offset, len(values) - at)
             if n == size:
@@ -78,22 +77,23 @@ class ArrayWriter:
                 self._row_is_clean = False
             at += n
 
-    def _check(self, first_token: int, values: np.ndarray) -> None:
-        spec = self.spec
-        if values.dtype != spec.storage_dtype or values.shape[1:] != spec.token_shape or values.ndim < 1:
+    def _check(self, first_row: int, values: np.ndarray) -> None:
+        array = self.array
+        unit = array.axes[0]
+        if values.dtype != array.storage_dtype or values.shape[1:] != array.row_shape or values.ndim < 1:
             raise WriteInvalid(
-                f"Field {spec.name!r} takes {spec.storage_dtype.name} arrays of shape [n, "
-                f"{', '.join(map(str, spec.token_shape))}] ({spec.dtype}), got {values.dtype} {list(values.shape)}."
+                f"{array.name!r} takes {array.storage_dtype.name} arrays of shape [n, "
+                f"{', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got {values.dtype} "
+                f"{list(values.shape)}."
             )
-        if first_token < self._cursor:
+        if first_row < self._cursor:
             raise WriteInvalid(
-                f"Field {spec.name!r}: token {first_token} comes before {self._cursor}, the end of what "
-                "is written. Write in increasing order."
+                f"{array.name!r}: {unit} {first_row} comes before {self._cursor}, the end of what is written. "
+                "Write in increasing order."
             )
-        if first_token + len(values) > self._n_tokens:
+        if first_row + len(values) > self._n_rows:
             raise WriteInvalid(
-                f"Field {spec.name!r}: tokens {first_token} to {first_token + len(values)} lie beyond "
-                f"the part's {self._n_tokens}."
+                f"{array.name!r}: {unit}s {first_row} to {first_row + len(values)} lie beyond the part's {self._n_rows}."
             )
 
     def _flush_rows(self, row: int) -> None:
@@ -108,7 +108,7 @@ class ArrayWriter:
         if self._shard is None:
             self._shard_index += 1
             path = self._folder / self._layout.shard_key(self._shard_index)
-            self._shard = ShardWriter(path, self._layout, self._codec)
+            self._shard = ShardWriter(path, self._layout)
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -143,10 +143,9 @@ class PartWriter:
     Args:
         store: the store's folder.
         part: number of the part.
-        specs: its fields.
         sequences: the plan's rows of this part.
         allocated_tokens: length of the token axis.
-        codec: encodes the inner chunks.
+        codec: the fields and what is stored for each.
         on_commit: called with the part's number once it is committed.
     """
 
@@ -154,10 +153,9 @@ class PartWriter:
         self,
         store: Path,
         part: int,
-        specs: Sequence[FieldSpec],
         sequences: pa.Table,
         allocated_tokens: int,
-        codec: Codec,
+        codec: StoreCodec,
         on_commit: Callable[[int], None],
     ) -> None:
         self.part = part
@@ -165,26 +163,29 @@ class PartWriter:
         self.allocated_tokens = allocated_tokens
         self._store = store
         self._path = part_path(store, part)
+        self._codec = codec
         self._partial = self._path.with_name(self._path.name + PARTIAL_SUFFIX)
         self._on_commit = on_commit
         self._is_open = True
+        starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
+        self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         with disk_full_guard(self._path):
             try:
                 self._partial.mkdir()
             except FileExistsError as error:
                 raise WriteInvalid(f"Part {part} is being written already; open each part once.") from error
             try:
-                self._files = self._write_metadata(specs, codec)
+                self._files = self._write_metadata()
             except BaseException:
                 self.discard()
                 raise
         self._arrays = {
-            spec.name: ArrayWriter(self._partial / spec.name, spec, codec, allocated_tokens) for spec in specs
+            array.name: ArrayWriter(self._partial / array.name, array, allocated_tokens) for array in codec.arrays
         }
 
-    def _write_metadata(self, specs: Sequence[FieldSpec], codec: Codec) -> dict[str, FileRecord]:
+    def _write_metadata(self) -> dict[str, FileRecord]:
         files = {}
-        for name, content in part_metadata(specs, codec, self.allocated_tokens).items():
+        for name, content in part_metadata(self._codec.arrays, self.allocated_tokens).items():
             path = self._partial / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, content)
@@ -192,7 +193,7 @@ class PartWriter:
         return files
 
     def write(self, field: str, first_token: int, array: np.ndarray) -> None:
-        """Write consecutive tokens of a field.
+        """Write consecutive tokens of a field; with a lossy codec they are encoded and must be one whole sequence.
 
         Args:
             field: its name, e.g. ``"kv"``.
@@ -201,14 +202,59 @@ class PartWriter:
             array: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16).
 
         Raises:
-            WriteInvalid: unknown field, or wrong dtype, shape, order or range.
+            WriteInvalid: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
+                finite, or something else than one planned sequence.
             DiskFull: no room; leave the block, which discards the part.
         """
+        codec = self._field_codec(field)
+        if codec.is_identity:
+            self._arrays[codec.arrays[0].name].write(first_token, array)
+            return
+        spec = codec.spec
+        if array.dtype != spec.storage_dtype or array.shape[1:] != spec.token_shape:
+            raise WriteInvalid(
+                f"{field!r} takes {spec.storage_dtype.name} arrays of shape [n, {', '.join(map(str, spec.token_shape))}] "
+                f"({spec.dtype}), got {array.dtype} {list(array.shape)}."
+            )
+        self.write_codes(field, first_token, len(array), codec.encode(to_float32(array, spec.dtype)))
+
+    def write_codes(self, field: str, first_token: int, n_tokens: int, codes: Mapping[str, np.ndarray]) -> None:
+        """Write a whole sequence of a field that is encoded already.
+
+        Args:
+            field: its name.
+            first_token: the sequence's ``first_token`` of the plan.
+            n_tokens: its length.
+            codes: what the field's codec made of it, on the host.
+
+        Raises:
+            WriteInvalid: unknown field, not one planned sequence, or wrong arrays, dtypes, shapes or order.
+            DiskFull: no room; leave the block, which discards the part.
+        """
+        codec = self._field_codec(field)
+        if self._planned.get(first_token) != n_tokens:
+            raise WriteInvalid(
+                f"{field!r}: tokens {first_token} to {first_token + n_tokens} are not one sequence of the plan, whose "
+                f"sequence there has {self._planned.get(first_token, 'no')} tokens. Encoded fields take whole sequences."
+            )
+        if codes.keys() != {array.name for array in codec.arrays}:
+            raise WriteInvalid(
+                f"{field!r} is stored as {', '.join(array.name for array in codec.arrays)}, got {', '.join(codes)}."
+            )
+        for array in codec.arrays:
+            rows = codes[array.name]
+            if len(rows) != array.n_rows(n_tokens):
+                raise WriteInvalid(
+                    f"{array.name!r}: {n_tokens} tokens make {array.n_rows(n_tokens)} rows, got {len(rows)}."
+                )
+            self._arrays[array.name].write(first_token // array.block_tokens, rows)
+
+    def _field_codec(self, field: str) -> FieldCodec:
         if not self._is_open:
             raise WriteInvalid(f"Part {self.part} is closed; open it again with StoreWriter.part.")
-        if field not in self._arrays:
-            raise WriteInvalid(f"There is no field {field!r}; this store has {', '.join(self._arrays)}.")
-        self._arrays[field].write(first_token, array)
+        if field not in self._codec.fields:
+            raise WriteInvalid(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
+        return self._codec.fields[field]
 
     def commit(self) -> PartCommit:
         """Make the part exist: index and sync every shard, rename the folder, write the commit.
@@ -244,9 +290,10 @@ class PartWriter:
         return commit
 
     def _check_complete(self) -> None:
-        first = self.sequences["first_token"].to_numpy()
-        stop = first + self.sequences["n_tokens"].to_numpy()
+        first_token = self.sequences["first_token"].to_numpy()
+        stop_token = first_token + self.sequences["n_tokens"].to_numpy()
         for name, array in self._arrays.items():
+            first, stop = first_token // array.array.block_tokens, -(-stop_token // array.array.block_tokens)
             ranges = np.array(array.written, np.int64).reshape(-1, 2)
             # The range that starts last at or before a sequence must reach its end.
             at = np.searchsorted(ranges[:, 0], first, side="right") - 1
@@ -256,7 +303,7 @@ class PartWriter:
                 row = int(np.flatnonzero(~covered)[0])
                 raise PartIncomplete(
                     f"Part {self.part}: {int((~covered).sum())} of {len(first)} sequences were not written to "
-                    f"{name!r}, the first at tokens {first[row]} to {stop[row]}. Write them all before commit()."
+                    f"{name!r}, the first at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
                 )
 
     def discard(self) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
 
-from .codec import Codec
+from .codecs.field import FieldCodec, StoredArray
+from .codecs.registry import StoreCodec
 from .commit import (
     MANIFEST_NAME,
     PLAN_NAME,
@@ -24,6 +25,7 @@ from .commit import (
     part_path,
     read_part_commit,
 )
+from .dtypes import from_float32
 from .errors import (
     ManifestInvalid,
     PartUncommitted,
@@ -59,6 +61,7 @@ class ActivationStore:
         path: the store's folder.
         manifest: what shapes its data.
         fields: name -> field.
+        codec: the codec of each field.
         sequences: the committed sequences in plan order (columns of ``plan.PLAN_SCHEMA``).
         commits: part -> its commit, for committed parts.
 
@@ -105,7 +108,7 @@ class ActivationStore:
         self._parts = self.sequences["part"].to_numpy()
         self._first_tokens = self.sequences["first_token"].to_numpy()
         self._n_tokens = self.sequences["n_tokens"].to_numpy()
-        self._codec = Codec(str(self.manifest.codec["name"]))
+        self.codec = StoreCodec(str(self.manifest.codec["name"]), self.manifest.fields, self.manifest.target)
         self._layouts = _Cache[tuple[int, str], ArrayLayout](1 << 16)
         self._shards = _Cache[tuple[int, str, int], ShardReader](_MAX_OPEN_SHARDS)
 
@@ -146,13 +149,35 @@ class ActivationStore:
         """Tokens of every committed sequence: int32 [len(self)]."""
         return self._n_tokens
 
+    @overload
+    def read(
+        self,
+        i: int,
+        field: str,
+        layers: slice | Sequence[int] | None = ...,
+        tokens: slice | None = ...,
+        decoded: Literal[True] = ...,
+    ) -> np.ndarray: ...
+
+    @overload
+    def read(
+        self,
+        i: int,
+        field: str,
+        layers: slice | Sequence[int] | None = ...,
+        tokens: slice | None = ...,
+        *,
+        decoded: Literal[False],
+    ) -> dict[str, np.ndarray]: ...
+
     def read(
         self,
         i: int,
         field: str,
         layers: slice | Sequence[int] | None = None,
         tokens: slice | None = None,
-    ) -> np.ndarray:
+        decoded: bool = True,
+    ) -> np.ndarray | dict[str, np.ndarray]:
         """Read a field of one sequence.
 
         Args:
@@ -160,9 +185,12 @@ class ActivationStore:
             field: name, e.g. ``"kv"``.
             layers: layers to read, in the order given; None for all. Only for fields with a layer axis.
             tokens: slice of the sequence's tokens with step 1; None for all.
+            decoded: False for what is stored instead: the arguments of ``codec.fields[field].decode``.
 
         Returns:
-            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``).
+            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``). With
+            ``decoded=False`` the rows of each stored array that cover the tokens, from the last multiple of 64 tokens
+            at or before the first one; arrays with a layer axis have the chosen layers only.
 
         Raises:
             UnknownField: no such field, or it has no layers.
@@ -176,8 +204,13 @@ class ActivationStore:
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[i]))
         if step != 1:
             raise SliceInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
-        out = np.empty((max(0, stop - start), *_shape(spec, chosen)), spec.storage_dtype)
-        self._read(i, spec, start, start + len(out), chosen, out)
+        stop = max(start, stop)
+        codec = self.codec.fields[field]
+        if not decoded:
+            base = 0 if codec.is_identity else start % self.manifest.alignment_tokens
+            return self._read_codes(i, codec, start - base, stop, chosen)
+        out = np.empty((stop - start, *_shape(spec, chosen)), spec.storage_dtype)
+        self._read(i, codec, start, stop, chosen, out)
         return out
 
     def read_into(self, i: int, field: str, out: np.ndarray, layers: slice | Sequence[int] | None = None) -> int:
@@ -205,7 +238,7 @@ class ActivationStore:
                 f"Sequence {i} of {field!r} needs an out array of {spec.storage_dtype.name} with shape "
                 f"{[f'>={n_tokens}', *shape]}, got {out.dtype} {list(out.shape)}."
             )
-        self._read(i, spec, 0, n_tokens, chosen, out[:n_tokens])
+        self._read(i, self.codec.fields[field], 0, n_tokens, chosen, out[:n_tokens])
         return n_tokens
 
     def close(self) -> None:
@@ -222,37 +255,78 @@ class ActivationStore:
             raise SliceInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
         return i % len(self)
 
-    def _read(self, i: int, spec: FieldSpec, start: int, stop: int, layers: list[int] | None, out: np.ndarray) -> None:
+    def _read(
+        self, i: int, codec: FieldCodec, start: int, stop: int, layers: list[int] | None, out: np.ndarray
+    ) -> None:
+        """Fill ``out`` with the decoded tokens [start, stop) of a sequence."""
+        if codec.is_identity:
+            self.read_rows(i, codec.arrays[0], start, stop, out, layers)
+        elif stop > start:
+            base = start - start % self.manifest.alignment_tokens
+            codes = self._read_codes(i, codec, base, stop, layers)
+            values = codec.decode(codes, base, stop - base, layers)[start - base :]
+            out[...] = from_float32(values, codec.spec.dtype)
+
+    def _read_codes(
+        self, i: int, codec: FieldCodec, start: int, stop: int, layers: list[int] | None
+    ) -> dict[str, np.ndarray]:
+        """Return the rows of a field's stored arrays that cover the tokens [start, stop) of a sequence."""
+        codes = {}
+        for array in codec.arrays:
+            chosen = layers if array.layer_axis is not None else None
+            first_row, end_row = start // array.block_tokens, array.n_rows(stop)
+            shape = array.row_shape if chosen is None else (len(chosen), *array.row_shape[1:])
+            codes[array.name] = np.empty((end_row - first_row, *shape), array.storage_dtype)
+            self.read_rows(i, array, first_row, end_row, codes[array.name], chosen)
+        return codes
+
+    def read_rows(
+        self, i: int, array: StoredArray, start: int, stop: int, out: np.ndarray, layers: list[int] | None = None
+    ) -> None:
+        """Read rows of one stored array, as they are stored.
+
+        Args:
+            i: index into ``sequences``, not negative.
+            array: one of ``codec.fields[field].arrays``.
+            start: first row, counted from the sequence's first; a row stands for ``array.block_tokens`` tokens.
+            stop: end.
+            out: [stop - start, *row_shape] (layer axis of ``len(layers)`` if given), the array's dtype; filled.
+            layers: non-negative indices along the layer axis, in the order wanted; None for all.
+
+        Raises:
+            ShardCorrupt: a checksum is wrong.
+            ShardMissing: a file vanished since the store was opened.
+        """
         part = int(self._parts[i])
-        layout = self._layouts.get((part, spec.name), partial(self._read_layout, part, spec))
-        first = int(self._first_tokens[i])
-        shard_tokens = layout.shard_shape[0]
-        at, end = first + start, first + stop
+        layout = self._layouts.get((part, array.name), partial(self._read_layout, part, array))
+        first = int(self._first_tokens[i]) // array.block_tokens + start
+        shard_rows = layout.shard_shape[0]
+        at, end = first, first + stop - start
         while at < end:
-            shard = at // shard_tokens
-            base = shard * shard_tokens
-            until = min(end, base + shard_tokens)
-            reader = self._shards.get((part, spec.name, shard), partial(self._open, part, spec, layout, shard))
-            reader.read(at - base, until - base, out[at - first - start : until - first - start], layers)
+            shard = at // shard_rows
+            base = shard * shard_rows
+            until = min(end, base + shard_rows)
+            reader = self._shards.get((part, array.name, shard), partial(self._open, part, array, layout, shard))
+            reader.read(at - base, until - base, out[at - first : until - first], layers)
             at = until
 
-    def _read_layout(self, part: int, spec: FieldSpec) -> ArrayLayout:
-        path = part_path(self.path, part) / spec.name / "zarr.json"
+    def _read_layout(self, part: int, array: StoredArray) -> ArrayLayout:
+        path = part_path(self.path, part) / array.name / "zarr.json"
         try:
             text = path.read_bytes()
         except FileNotFoundError as error:
             raise ShardMissing(f"{path} is missing. Run extract again: it redoes that part only.") from error
-        layout = layout_from_metadata(text, spec, self._codec, str(path))
-        if layout.shape[0] != self.commits[part].allocated_tokens:
-            raise ShardCorrupt(
-                f"{path} has {layout.shape[0]} tokens, its commit says {self.commits[part].allocated_tokens}."
-            )
+        layout = layout_from_metadata(text, array, str(path))
+        n_rows = array.n_rows(self.commits[part].allocated_tokens)
+        if layout.shape[0] != n_rows:
+            unit = array.axes[0]
+            raise ShardCorrupt(f"{path} has {layout.shape[0]} {unit}s, its commit says {n_rows}.")
         return layout
 
-    def _open(self, part: int, spec: FieldSpec, layout: ArrayLayout, shard: int) -> ShardReader:
-        path = part_path(self.path, part) / spec.name / layout.shard_key(shard)
+    def _open(self, part: int, array: StoredArray, layout: ArrayLayout, shard: int) -> ShardReader:
+        path = part_path(self.path, part) / array.name / layout.shard_key(shard)
         n_rows = min(layout.rows_per_shard, layout.n_rows - shard * layout.rows_per_shard)
-        return ShardReader(path, layout, self._codec, n_rows)
+        return ShardReader(path, layout, n_rows)
 
 
 def read_manifest(store: Path) -> StoreManifest:

@@ -145,7 +145,7 @@ class StoreManifest:
         n_sequences: planned sequences.
         n_parts: planned parts.
         n_tokens: planned tokens without alignment padding.
-        codec: ``Codec.describe()``.
+        codec: ``StoreCodec.describe()``.
         conventions: further conventions; the ones of the schema are added by themselves.
         alignment_tokens: every sequence starts at a multiple of this.
         schema_version: ``SCHEMA_VERSION``.

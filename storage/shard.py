@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .codec import CRC_BYTES, Codec
+from .codecs.chunk import CRC_BYTES, decode_chunk, encode_chunk
 from .durable import crc32c, disk_full_guard, write_all
 from .errors import ShardCorrupt, ShardMissing
 from .layout import ArrayLayout
@@ -60,13 +60,11 @@ class ShardWriter:
     Args:
         path: file to create.
         layout: grid of the array.
-        codec: encodes the inner chunks.
     """
 
-    def __init__(self, path: Path, layout: ArrayLayout, codec: Codec) -> None:
+    def __init__(self, path: Path, layout: ArrayLayout) -> None:
         self._path = path
         self._layout = layout
-        self._codec = codec
         self._index = np.full((layout.rows_per_shard, layout.chunks_per_row, 2), _ABSENT, "<u8")
         self._row = 0
         self._n_bytes = 0
@@ -92,7 +90,7 @@ class ShardWriter:
         step = self._layout.chunk_layers
         for column in range(self._layout.chunks_per_row):
             chunk = values[:, column * step : (column + 1) * step] if values.ndim > 1 else values
-            data = self._codec.encode_chunk(chunk)
+            data = encode_chunk(chunk)
             self._index[self._row, column] = self._n_bytes, len(data)
             self._write(data)
         self._row += 1
@@ -131,7 +129,6 @@ class ShardReader:
     Args:
         path: the shard.
         layout: grid of the array.
-        codec: decodes the inner chunks.
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
 
     Raises:
@@ -139,10 +136,9 @@ class ShardReader:
         ShardCorrupt: the index is damaged.
     """
 
-    def __init__(self, path: Path, layout: ArrayLayout, codec: Codec, n_rows: int) -> None:
+    def __init__(self, path: Path, layout: ArrayLayout, n_rows: int) -> None:
         self.path = path
         self._layout = layout
-        self._codec = codec
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -252,11 +248,11 @@ class ShardReader:
             target = target[:, column * step : (column + 1) * step]
         try:
             if pairs is None and target.shape == self._layout.chunk_shape and target.flags.c_contiguous:
-                self._codec.decode_chunk(data, target)
+                decode_chunk(data, target)
                 return
             n_bytes = int(np.prod(self._layout.chunk_shape)) * out.dtype.itemsize
             chunk = _scratch_array("chunk", n_bytes)[:n_bytes].view(out.dtype).reshape(self._layout.chunk_shape)
-            self._codec.decode_chunk(data, chunk)
+            decode_chunk(data, chunk)
         except ShardCorrupt as error:
             where = f"tokens from {row_start} of the shard" + (f", layers from {column * step}" if out.ndim > 2 else "")
             raise ShardCorrupt(f"{self.path}: {error} ({where}). {_REPAIR}") from error

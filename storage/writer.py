@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .codec import Codec
+from .codecs.registry import StoreCodec
 from .commit import (
     COMMITS_NAME,
     KNOWN_NAMES,
@@ -54,6 +54,7 @@ class StoreWriter:
         path: the store's folder.
         manifest: what shapes its data.
         plan: all sequences (see ``plan.PLAN_SCHEMA``).
+        codec: the codec of each field.
         repaired_parts: parts that had a commit but lost files or bytes since; they are pending again.
     """
 
@@ -64,7 +65,7 @@ class StoreWriter:
         self.repaired_parts: tuple[int, ...] = ()
         self._lock_fd = lock_fd
         self._lengths = part_lengths(plan, manifest.alignment_tokens)
-        self._codec = Codec(str(manifest.codec["name"]))
+        self.codec = StoreCodec(str(manifest.codec["name"]), manifest.fields, manifest.target)
         self._committed: set[int] = set()
 
     @classmethod
@@ -164,10 +165,9 @@ class StoreWriter:
         return PartWriter(
             store=self.path,
             part=part,
-            specs=self.manifest.fields,
             sequences=self.part_sequences(part),
             allocated_tokens=int(self._lengths[part]),
-            codec=self._codec,
+            codec=self.codec,
             on_commit=self._committed.add,
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from moa_data.storage.codec import Codec
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.schema import (
@@ -87,7 +87,7 @@ def make_recipe(
         n_sequences=n,
         n_parts=int(plan["part"].to_numpy().max()) + 1,
         n_tokens=sum(lengths),
-        codec=Codec("lossless").describe(),
+        codec=StoreCodec("lossless", ()).describe(),
     )
     return Recipe(manifest, plan)
 

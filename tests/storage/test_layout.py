@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from moa_data.storage.codec import Codec
+from moa_data.storage.codecs.field import StoredArray
+from moa_data.storage.codecs.lossless import LosslessCodec
 from moa_data.storage.errors import ShardCorrupt
 from moa_data.storage.layout import (
     MAX_CHUNK_BYTES,
@@ -13,7 +14,12 @@ from moa_data.storage.layout import (
     layout_from_metadata,
     part_metadata,
 )
-from moa_data.storage.schema import hidden_field, kv_field, tokens_field
+from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
+
+
+def stored(spec: FieldSpec) -> StoredArray:
+    (array,) = LosslessCodec(spec).arrays
+    return array
 
 
 @pytest.mark.parametrize(
@@ -21,7 +27,7 @@ from moa_data.storage.schema import hidden_field, kv_field, tokens_field
     [((32, 8, 128), 1), ((8, 2, 64), 8), ((80, 8, 128), 1), ((28, 2, 128), 4), ((36, 1, 64), 18), ((7, 4, 64), 7)],
 )
 def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int):
-    layout = array_layout(kv_field(*sizes), 65536)
+    layout = array_layout(stored(kv_field(*sizes)), 65536)
     assert layout.chunk_shape == (64, n_layers, sizes[1], 2, sizes[2])
     chunk_bytes = math.prod(layout.chunk_shape) * 2
     assert chunk_bytes <= MAX_CHUNK_BYTES
@@ -29,22 +35,22 @@ def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int):
 
 
 def test_a_layer_beyond_the_limit_is_a_chunk_of_its_own():
-    assert array_layout(kv_field(4, 64, 256), 1024).chunk_layers == 1
+    assert array_layout(stored(kv_field(4, 64, 256)), 1024).chunk_layers == 1
 
 
 def test_shards_span_all_layers_and_stay_near_their_size():
-    layout = array_layout(kv_field(32, 8, 128), 65536)
+    layout = array_layout(stored(kv_field(32, 8, 128)), 65536)
     assert layout.shard_shape == (1024, 32, 8, 2, 128)
     assert (layout.n_shards, layout.chunks_per_row, layout.rows_per_shard) == (64, 32, 16)
     assert layout.shard_key(3) == "c/3/0/0/0/0"
-    assert array_layout(hidden_field("last", 4096), 192).shard_shape == (192, 4096)
-    assert array_layout(tokens_field(), 65536).shard_shape == (65536,)
+    assert array_layout(stored(hidden_field("last", 4096)), 192).shard_shape == (192, 4096)
+    assert array_layout(stored(tokens_field()), 65536).shard_shape == (65536,)
 
 
 def test_metadata_reads_back_and_any_other_meaning_is_refused():
-    spec, codec = kv_field(4, 2, 8), Codec()
-    text = part_metadata([spec], codec, 320)["kv/zarr.json"]
-    assert layout_from_metadata(text, spec, codec, "kv") == array_layout(spec, 320)
+    array = stored(kv_field(4, 2, 8))
+    text = part_metadata([array], 320)["kv/zarr.json"]
+    assert layout_from_metadata(text, array, "kv") == array_layout(array, 320)
     for old, new in [
         (b'"uint16"', b'"float16"'),
         (b'"bfloat16"', b'"float16"'),
@@ -54,8 +60,8 @@ def test_metadata_reads_back_and_any_other_meaning_is_refused():
         (b"sharding_indexed", b"sharding"),
     ]:
         with pytest.raises(ShardCorrupt, match="the manifest declares"):
-            layout_from_metadata(text.replace(old, new, 1), spec, codec, "kv")
-    with pytest.raises(ShardCorrupt, match="token_shape"):
-        layout_from_metadata(text, kv_field(4, 2, 4), codec, "kv")
+            layout_from_metadata(text.replace(old, new, 1), array, "kv")
+    with pytest.raises(ShardCorrupt, match="row_shape"):
+        layout_from_metadata(text, stored(kv_field(4, 2, 4)), "kv")
     with pytest.raises(ShardCorrupt, match="not the metadata"):
-        layout_from_metadata(b"{}", spec, codec, "kv")
+        layout_from_metadata(b"{}", array, "kv")

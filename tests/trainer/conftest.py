@@ -12,7 +12,7 @@ from moa_data.moa.bundle import save_target_bundle, target_sizes
 from moa_data.pipeline.capture import capture
 from moa_data.pipeline.config import parse_activations
 from moa_data.pipeline.plan import field_specs
-from moa_data.storage.codec import Codec
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.schema import StoreManifest
 from moa_data.storage.writer import StoreWriter
@@ -57,7 +57,7 @@ def build_store(path, activations=("kv", "hidden:last", "hidden:layer:1"), n_seq
     manifest = StoreManifest(
         fields=field_specs(spec, sizes, dtype), target=sizes, identities={"target.weights_sha256": "ab" * 32},
         extraction={}, n_sequences=len(sequences), n_parts=int(plan["part"].to_numpy().max()) + 1,
-        n_tokens=int(plan["n_tokens"].to_numpy().sum()), codec=Codec("lossless").describe(),
+        n_tokens=int(plan["n_tokens"].to_numpy().sum()), codec=StoreCodec("lossless", ()).describe(),
     )  # fmt: skip
     with StoreWriter.create_or_resume(path, manifest, plan) as writer:
         with writer.target() as folder:

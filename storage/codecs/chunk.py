@@ -1,0 +1,74 @@
+"""The lossless byte chain of every stored array: an inner chunk's values to the bytes in the shard, and back.
+
+A chain of codecs from the Zarr v3 specification, so that any Zarr library undoes it: ``bytes`` (little endian),
+``blosc`` (zstd level 1, byte shuffle, one block of up to 1 MiB), ``crc32c``.
+
+Blosc's default block size splits a chunk into small blocks, in which zstd spends its bits on short matches instead of
+entropy-coding the exponents: 0.78 of raw instead of 0.66, and decoding takes three times as long.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numcodecs.blosc
+import numpy as np
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from ..durable import crc32c
+from ..errors import ShardCorrupt
+
+# Blosc's own threads would make the order of blocks depend on timing and do not survive a fork; callers run threads.
+numcodecs.blosc.use_threads = False
+
+BLOSC_BLOCK_BYTES = 1 << 20
+CRC_BYTES = 4
+BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
+"""The chain in words, as ``store.json`` records it."""
+
+_BLOSC_HEADER = struct.Struct("<BBBBIII")
+
+
+def zarr_codecs(dtype: np.dtype) -> tuple[BloscCodec, Crc32cCodec]:
+    """Return the byte chain after ``bytes`` as zarr-python codecs, for an array's metadata."""
+    blosc = BloscCodec(typesize=dtype.itemsize, cname="zstd", clevel=1, shuffle="shuffle", blocksize=BLOSC_BLOCK_BYTES)
+    return blosc, Crc32cCodec()
+
+
+def encode_chunk(values: np.ndarray) -> bytes:
+    """Encode one inner chunk.
+
+    Args:
+        values: the whole chunk, storage dtype, any layout in memory.
+
+    Returns:
+        The chunk's bytes as they stand in the shard, checksum included.
+    """
+    contiguous = np.ascontiguousarray(values)
+    little = contiguous.astype(contiguous.dtype.newbyteorder("<"), copy=False)
+    frame = numcodecs.blosc.compress(
+        little, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=little.dtype.itemsize
+    )
+    return bytes(frame) + crc32c(frame).to_bytes(CRC_BYTES, "little")
+
+
+def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
+    """Check and decode one inner chunk.
+
+    Args:
+        buffer: uint8 [n_bytes], the chunk's bytes, checksum included.
+        out: C-contiguous array of the chunk's shape in the storage dtype; filled.
+
+    Raises:
+        ShardCorrupt: the checksum does not match, or the frame holds another number of bytes than ``out``.
+    """
+    if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
+        raise ShardCorrupt(f"chunk of {len(buffer)} bytes is shorter than its own header and checksum")
+    frame = buffer[:-CRC_BYTES]
+    expected = int.from_bytes(buffer[-CRC_BYTES:].tobytes(), "little")
+    if (got := crc32c(frame)) != expected:
+        raise ShardCorrupt(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
+    n_raw_bytes = _BLOSC_HEADER.unpack(frame[: _BLOSC_HEADER.size].tobytes())[4]
+    if n_raw_bytes != out.nbytes:
+        raise ShardCorrupt(f"chunk decodes to {n_raw_bytes} bytes, expected {out.nbytes}")
+    numcodecs.blosc.decompress(frame, out)

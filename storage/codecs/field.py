@@ -1,0 +1,139 @@
+"""What a codec of one field is: which arrays it stores, and how values become their rows and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..schema import FieldSpec
+
+Array = Any
+"""A NumPy array or a torch tensor; a codec has one definition for both."""
+
+BLOCK_AXIS = "block"
+"""Name of axis 0 of a stored array that has one row for several tokens."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One Zarr array of every part. Its rows count tokens, or blocks of tokens.
+
+    Attributes:
+        name: path inside the part's group, e.g. ``"kv"`` or ``"kv/key_codes"``.
+        dtype: NumPy dtype name on disk, e.g. ``"uint16"``.
+        row_shape: shape of one row.
+        axes: names of all axes, ``"token"`` or ``"block"`` first.
+        block_tokens: tokens that one row stands for; divides the alignment of sequences.
+        layer_axis: index of the layer axis in the whole array (1), or None.
+        logical_dtype: what the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16), for the attributes.
+    """
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    block_tokens: int = 1
+    layer_axis: int | None = None
+    logical_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        """Fill in the logical dtype and check the array against itself.
+
+        Raises:
+            ValueError: axes and shape disagree, or the layer axis is not axis 1.
+        """
+        object.__setattr__(self, "logical_dtype", self.logical_dtype or self.dtype)
+        if len(self.axes) != 1 + len(self.row_shape) or self.layer_axis not in (None, 1) or self.block_tokens < 1:
+            raise ValueError(f"Stored array {self.name!r}: axes {self.axes} do not fit row_shape {self.row_shape}.")
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """NumPy dtype on disk, little endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def row_bytes(self) -> int:
+        """Raw bytes of one row."""
+        return int(np.prod(self.row_shape, dtype=np.int64)) * self.storage_dtype.itemsize
+
+    def n_rows(self, n_tokens: int) -> int:
+        """Rows that cover ``n_tokens`` tokens from the start of a block on."""
+        return -(-n_tokens // self.block_tokens)
+
+
+@runtime_checkable
+class FieldCodec(Protocol):
+    """The codec of one field.
+
+    ``encode`` and ``decode`` follow the device of what they are given and have one definition for NumPy and torch.
+
+    Attributes:
+        spec: the field.
+        arrays: what is stored for it, in the order in which it is written.
+        is_identity: whether the one stored array is the field itself, bit for bit; such a field is read and written in
+            its storage dtype without ``encode`` and ``decode``, in any pieces.
+    """
+
+    spec: FieldSpec
+    arrays: tuple[StoredArray, ...]
+    is_identity: bool
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that ``store.json`` records for this field; a change of any changes the bytes."""
+
+    def expected_bits(self) -> float:
+        """Return the bits per value that the stored arrays take after the byte chain, roughly and rather too many."""
+
+    def encode(self, values: Array) -> dict[str, Array]:
+        """Encode one whole sequence, position 0 first.
+
+        Args:
+            values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
+
+        Returns:
+            Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
+
+        Raises:
+            WriteInvalid: a value is NaN or infinite.
+        """
+
+    def decode(
+        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, layers: list[int] | None = None
+    ) -> Array:
+        """Decode consecutive tokens of one sequence.
+
+        Args:
+            codes: array name -> the rows that cover the tokens, from ``first_position`` on. Arrays with a layer axis
+                hold the chosen layers only, in the order of ``layers``; the others hold whole rows.
+            first_position: position of the first token in its sequence, a multiple of 64.
+            n_tokens: tokens wanted; the last block's row may cover more.
+            layers: the chosen layers, None for all in order.
+
+        Returns:
+            float32 [n_tokens, *token_shape], with ``len(layers)`` layers where some are chosen.
+        """
+
+
+@runtime_checkable
+class LearnedCodec(FieldCodec, Protocol):
+    """A field codec that learns from a sample of the field before the first sequence is encoded."""
+
+    def calibrate(self, sample: list[np.ndarray]) -> None:
+        """Learn from whole sequences; the same sample gives the same state.
+
+        Args:
+            sample: float32 arrays [n_tokens, *token_shape], each a sequence from position 0 on.
+        """
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what was learned, name -> float16 or float32 array; it is stored in the store's ``codec/``."""
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take over what :meth:`state` returned.
+
+        Raises:
+            ValueError: an array is missing, or has another shape.
+        """
