@@ -92,9 +92,8 @@ class ArrayWriter:
                 "Write in increasing order."
             )
         if first_row + len(values) > self._n_rows:
-            raise WriteInvalid(
-                f"{array.name!r}: {unit}s {first_row} to {first_row + len(values)} lie beyond the part's {self._n_rows}."
-            )
+            end = first_row + len(values)
+            raise WriteInvalid(f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's {self._n_rows}.")
 
     def _flush_rows(self, row: int) -> None:
         """Write out the buffered row and rows of zeros until ``row`` is the next one."""
@@ -212,9 +211,10 @@ class PartWriter:
             return
         spec = codec.spec
         if array.dtype != spec.storage_dtype or array.shape[1:] != spec.token_shape:
+            shape = ", ".join(map(str, spec.token_shape))
             raise WriteInvalid(
-                f"{field!r} takes {spec.storage_dtype.name} arrays of shape [n, {', '.join(map(str, spec.token_shape))}] "
-                f"({spec.dtype}), got {array.dtype} {list(array.shape)}."
+                f"{field!r} takes {spec.storage_dtype.name} arrays of shape [n, {shape}] ({spec.dtype}), "
+                f"got {array.dtype} {list(array.shape)}."
             )
         self.write_codes(field, first_token, len(array), codec.encode(to_float32(array, spec.dtype)))
 
@@ -232,10 +232,10 @@ class PartWriter:
             DiskFull: no room; leave the block, which discards the part.
         """
         codec = self._field_codec(field)
-        if self._planned.get(first_token) != n_tokens:
+        if (planned := self._planned.get(first_token)) != n_tokens:
             raise WriteInvalid(
-                f"{field!r}: tokens {first_token} to {first_token + n_tokens} are not one sequence of the plan, whose "
-                f"sequence there has {self._planned.get(first_token, 'no')} tokens. Encoded fields take whole sequences."
+                f"{field!r}: tokens {first_token} to {first_token + n_tokens} are not one sequence of the plan (it has "
+                f"{planned or 'none'} there). This codec encodes whole sequences: write one sequence per call."
             )
         if codes.keys() != {array.name for array in codec.arrays}:
             raise WriteInvalid(
@@ -302,8 +302,8 @@ class PartWriter:
             if not covered.all():
                 row = int(np.flatnonzero(~covered)[0])
                 raise PartIncomplete(
-                    f"Part {self.part}: {int((~covered).sum())} of {len(first)} sequences were not written to "
-                    f"{name!r}, the first at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
+                    f"Part {self.part}: {int((~covered).sum())} of {len(first)} sequences were not written to {name!r}, "
+                    f"the first at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
                 )
 
     def discard(self) -> None:

@@ -26,7 +26,7 @@ class LosslessCodec:
 
     def __init__(self, spec: FieldSpec) -> None:
         self.spec = spec
-        self.arrays = (
+        self.arrays: tuple[StoredArray, ...] = (
             StoredArray(
                 name=spec.name,
                 dtype=spec.storage_dtype.name,
