@@ -10,6 +10,7 @@ import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,12 +39,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--reader-threads", type=int, default=1)
     parser.add_argument("--precision", default="auto")
-    for name in SIZES:
-        parser.add_argument("--" + name.replace("_", "-"), type=int, default=None)
+    add_size_options(parser)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    sizes = chosen_sizes(options)
     values = PRESETS["small"] | {
         "batch_size": options.batch_size,
         "reader_threads": options.reader_threads,
@@ -66,12 +66,28 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name:20} {value:14,.3f}")
-    provenance = collect_provenance()
     settings = {key: value for key, value in asdict(config).items() if key != "out"} | {"max_steps": options.steps}
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"train-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
-    file.write_text(json.dumps({"figures": figures, "settings": settings, "provenance": provenance}, indent=1) + "\n")
-    print(file)
+    print(write_result(options.out, "train", {"figures": figures, "settings": settings}))
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each size of the drafter."""
+    for name in SIZES:
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=None)
+
+
+def chosen_sizes(options: argparse.Namespace) -> dict[str, int]:
+    """The sizes that were given."""
+    return {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+
+
+def write_result(folder: Path, name: str, result: dict[str, Any]) -> Path:
+    """Write figures and settings with their provenance; returns the file."""
+    provenance = collect_provenance()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
+    file.write_text(json.dumps(result | {"provenance": provenance}, indent=1) + "\n")
+    return file
 
 
 if __name__ == "__main__":

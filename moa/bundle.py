@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .errors import TargetError
-from .layers import BlockSizes, DecoderBlock, Rotary
+from .layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -168,7 +168,7 @@ class FrozenTarget(nn.Module):
         self.n_layers = n_layers
         dtype = weights["lm_head.weight"].dtype
         self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
         sizes = target_sizes(config)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .errors import DrafterError
@@ -93,8 +94,65 @@ def _rope_config(head_dim: int, rope_parameters: dict[str, Any], max_position_em
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate x [B, heads, T, d] by cos/sin of shape [B or 1, T, d], computed in x's dtype as transformers does."""
     cos, sin = (part.to(x.dtype).unsqueeze(1) for part in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """x * cos + rotate_half(x) * sin in three passes over memory; the gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        # The table's halves are equal, so the transpose of the rotation is the rotation by the negative angle.
+        return _rotated(grad_outputs[0], *ctx.saved_tensors, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    return out
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm; on CPU, where torch composes it of many passes over memory, with a gradient of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype and torch.is_grad_enabled():
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w * x / rms(x). Saves x / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        return unit * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        unit, scale, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.mul(grad_outputs[0], unit).flatten(0, -2).sum(dim=0)
+        if ctx.needs_input_grad[0]:
+            grad_unit = grad_outputs[0] * weight
+            along = torch.linalg.vecdot(grad_unit, unit).unsqueeze(-1).div_(unit.shape[-1])
+            grad_x = grad_unit.addcmul_(unit, along, value=-1).mul_(scale)
+        return grad_x, grad_weight, None
 
 
 class Attention(nn.Module):
@@ -110,8 +168,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(sizes.width, key_width, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(query_width, sizes.width, bias=sizes.output_bias)
         if sizes.query_key_norm:
-            self.q_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
-            self.k_norm = nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
+            self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
+            self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
 
     def queries(self, normed: Tensor, rotation: Rotation) -> Tensor:
         """[B, Q, E] -> rotated queries [B, H, Q, d]."""
@@ -130,12 +188,35 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask [B or 1, Q, S] bool (True = attend) -> [B, Q, E]."""
-        if mask is not None:
-            mask = mask.unsqueeze(1)
         k, v = k.to(q.dtype), v.to(q.dtype)
-        grouped = self.n_heads != self.n_kv_heads
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)  # [B, H, Q, d]
+        if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
+            attended = attend_many_short(q, k, v)
+        else:
+            if mask is not None:
+                mask = mask.unsqueeze(1)
+            grouped = self.n_heads != self.n_kv_heads
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)  # [B, H, Q, d]
         return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of many short sequences, as layer self-attention has them; equals the fused kernel without a mask.
+
+    On CPU the fused kernel pays per sequence and head; here the query heads of a group are more rows of one product.
+
+    Args:
+        q: [B, H, Q, d].
+        k: [B, H_kv, S, d].
+        v: [B, H_kv, S, d].
+
+    Returns:
+        [B, H, Q, d].
+    """
+    n_kv_heads, head_dim = k.shape[1], k.shape[3]
+    rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
+    scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
+    attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
+    return attended.reshape(q.shape)
 
 
 class GatedMLP(nn.Module):
@@ -163,8 +244,8 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.self_attn = Attention(sizes)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width, sizes.mlp_bias)
-        self.input_layernorm = nn.RMSNorm(sizes.width, eps=sizes.norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self.input_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
     def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H_kv, S, d] of a source [B, S, E], which is normed here."""

@@ -6,7 +6,7 @@ import torch
 from moa_data.moa import kv_layout
 from moa_data.moa.bundle import FrozenTarget, layer_sizes, save_target_bundle
 from moa_data.moa.errors import DrafterError, TargetError
-from moa_data.moa.layers import KVBuffer, Rotary
+from moa_data.moa.layers import KVBuffer, RMSNorm, Rotary, attend_many_short, rotate
 
 from .conftest import FAMILIES, build_model
 
@@ -129,3 +129,35 @@ def test_bundle_round_trip(family, tied, tmp_path):
         FrozenTarget.load(tmp_path, n_layers=3)
     with pytest.raises(TargetError, match=r"no frozen\.safetensors"):
         FrozenTarget.load(tmp_path / "elsewhere")
+
+
+def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient():
+    x = torch.randn(2, 3, 5, 12, dtype=torch.float64, requires_grad=True)
+    cos, sin = (part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(5)[None]))
+    first, second = x.chunk(2, dim=-1)
+    plain = x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    torch.testing.assert_close(rotate(x, (cos, sin)), plain)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, (cos, sin)), x)
+
+    norm = RMSNorm(12, eps=1e-5, dtype=torch.float64)
+    norm.weight.data.normal_()
+    torch.testing.assert_close(norm(x), x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight)
+    assert torch.autograd.gradcheck(lambda x, weight: type(norm).forward(norm, x), (x, norm.weight))
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), torch.nn.RMSNorm.forward(norm, x))
+
+
+@pytest.mark.parametrize("n_heads", [2, 6])
+def test_attention_of_many_short_sequences_equals_the_fused_kernel_in_value_and_gradient(n_heads):
+    q = torch.randn(40, 4, n_heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_(True)
+    k, v = (torch.randn(40, 2, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    got = attend_many_short(q, k, v)
+    torch.testing.assert_close(got, expected)
+    weight = torch.randn_like(got)
+    for ours, plain in zip(
+        torch.autograd.grad((got * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, plain)
