@@ -275,11 +275,13 @@ def generate(
     # The first call of each method sets up kernels and buffers; it would be counted against whichever comes first.
     speculative_generate(loaded, network, frozen, prompt_ids, max_new_tokens=4, draft_length=draft_length)
     stream = TokenStream(lambda ids: loaded.tokenizer.decode(ids, skip_special_tokens=True))
-    drafted = speculative_generate(
-        loaded, network, frozen, prompt_ids,
-        max_new_tokens=max_new_tokens, draft_length=draft_length, on_tokens=_print_tokens(stream),
-    )  # fmt: skip
-    out.print(stream.rest(), markup=False)
+    try:
+        drafted = speculative_generate(
+            loaded, network, frozen, prompt_ids,
+            max_new_tokens=max_new_tokens, draft_length=draft_length, on_tokens=_print_tokens(stream),
+        )  # fmt: skip
+    finally:
+        out.print(stream.rest(), markup=False)  # also ends the line of an answer that Ctrl-C cuts short
     reference = plain_generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if plain else None
     out.print(decoding_view(drafted, reference, draft_length))
 

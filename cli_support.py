@@ -17,14 +17,20 @@ _STAGE_ERRORS = (
     ("moa.errors", "DrafterError"),
     ("trainer.errors", "TrainingError"),
     ("evaluation.errors", "EvaluationError"),
+    ("interop.errors", "InteropError"),
     ("demo.errors", "DemoError"),
     ("configuration", "ConfigurationError"),
 )
 _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
+    "export": "Complete files are kept; run the same command again to go on.",
+    "import": "Committed parts are kept; run the same command again to go on.",
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",
     "demo": "Run the same command again; finished phases are kept.",
-    "eval": "Nothing was written; run the same command again.",
+    "eval": "No report was written; run the same command again.",
+    **dict.fromkeys(
+        ("plan", "inspect", "verify", "audit", "generate"), "Nothing was written; run the same command again."
+    ),
 }
 
 
@@ -62,8 +68,8 @@ class StageGroup(click.Group):
         except KeyboardInterrupt as interrupt:
             if debug:
                 raise
-            hint = _GO_ON.get(ctx.invoked_subcommand or "", "")
-            raise Stopped(f"interrupted. {hint}".strip()) from interrupt
+            hint = _GO_ON.get(ctx.invoked_subcommand or "", "Run the same command again.")
+            raise Stopped(f"interrupted. {hint}") from interrupt
         except Exception as error:
             line = None if debug else user_message(error)
             if line is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..pipeline.config import ExtractConfig
 from ..pipeline.errors import ExtractionInterrupted
+from ..storage.commit import COMMITS_NAME
 from ..trainer.config import PRESETS, TrainConfig
 from ..trainer.errors import TrainingInterrupted
 from .config import DemoConfig
@@ -186,6 +187,17 @@ class _Run:
         summary = write_report(self.folder, self.config, self.state, self.provenance)
         return {"bytes_per_token": summary.bytes_per_token, "stored_share": summary.ratio}
 
+    def kept(self) -> str:
+        """Say what an interruption leaves for the next run."""
+        finished = [phase for phase in PHASES if self.state.is_done(phase)]
+        text = f"finished phases are kept ({', '.join(finished) or 'none yet'})"
+        n_parts = len(list((self.store / COMMITS_NAME).glob("part-*.json")))
+        if "extract" not in finished and n_parts:
+            text += f", and the {n_parts} committed parts of the store"
+        if "train" not in finished and (self.drafter / "checkpoints" / "last.ckpt").is_file():
+            text += ", and the drafter's last checkpoint"
+        return text
+
     @property
     def phases(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Return the phases in order."""
@@ -228,7 +240,7 @@ def run_demo(
             facts = work()
         except (KeyboardInterrupt, ExtractionInterrupted, TrainingInterrupted) as error:
             raise DemoInterrupted(
-                f"interrupted in the {phase} phase; run the same command again, finished phases are kept"
+                f"interrupted in the {phase} phase; run the same command again, {run.kept()}"
             ) from error
         run.state.finish(phase, time.perf_counter() - started, facts)
     measured, size = run.state.facts("eval"), run.state.facts("report")

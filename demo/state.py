@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..storage.durable import PARTIAL_SUFFIX, write_atomic
 from .config import DemoConfig
 from .errors import DemoError
 
@@ -38,7 +38,7 @@ class DemoState:
         if not file.is_file():
             if folder.exists() and not folder.is_dir():
                 raise DemoError(f"{folder} is a file, expected a folder or nothing; choose another --out")
-            if folder.is_dir() and any(folder.iterdir()):
+            if folder.is_dir() and any(entry.name != STATE_FILE + PARTIAL_SUFFIX for entry in folder.iterdir()):
                 raise DemoError(
                     f"{folder} is not empty and holds no demo ({STATE_FILE} is missing); choose another --out"
                 )
@@ -75,9 +75,5 @@ class DemoState:
 
     def save(self) -> None:
         """Write `demo.json` atomically."""
-        file = self.folder / STATE_FILE
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(
-            json.dumps({"settings": self.settings, "phases": self.phases}, indent=1) + "\n", encoding="utf-8"
-        )
-        os.replace(partial, file)
+        text = json.dumps({"settings": self.settings, "phases": self.phases}, indent=1) + "\n"
+        write_atomic(self.folder / STATE_FILE, text.encode())

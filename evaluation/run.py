@@ -65,8 +65,8 @@ def evaluate(
             "n_used": len(prompts.prompts),
         },
     )
-    write_report(report, out)
     write_figures(report, out)
+    write_report(report, out)  # last: a report that is there is whole, its figures included
     return report
 
 

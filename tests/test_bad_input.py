@@ -181,7 +181,7 @@ def test_run_without_checkpoint_starts_again_and_a_damaged_one_is_named(room: Pa
     out = tmp_path / "run"
     train = ("train", room / "store", "--out", out, *TRAIN)
     out.mkdir()
-    (out / "run.yaml").write_text("{", encoding="utf-8")  # as a kill before the first checkpoint may leave it
+    (out / "run.yaml.partial").write_text("{", encoding="utf-8")  # as a kill may leave it
     assert run(*train).exit_code == 0
     refused(run(*train), "already holds a run; pass --resume")
     halve(out / "checkpoints" / "last.ckpt")

@@ -21,6 +21,7 @@ from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import save_drafter
 from ..moa.config import DrafterConfig
 from ..moa.model import MoADrafter
+from ..storage.durable import PARTIAL_SUFFIX, write_atomic
 from ..storage.reader import ActivationStore
 from . import callbacks
 from .allocator import keep_freed_memory
@@ -130,7 +131,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
             save_drafter(module.drafter, out / "drafter")
         plot_curves(out, out / "curves.png")
         if report.n_tokens or not (out / REPORT_FILE).is_file():  # a finished run that is resumed keeps its figures
-            (out / REPORT_FILE).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+            write_atomic(out / REPORT_FILE, (json.dumps(dataclasses.asdict(report), indent=1) + "\n").encode())
     store.close()
     return report
 
@@ -254,7 +255,7 @@ def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
         if not last.is_file():
             return  # it ended before its first checkpoint: there is nothing to go on from, so it starts again
         raise RunExists(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
-    elif out.is_dir() and any(out.iterdir()):
+    elif out.is_dir() and any(entry.name != RUN_FILE + PARTIAL_SUFFIX for entry in out.iterdir()):
         raise RunExists(f"{out} is not empty and holds no run; choose another --out.")
 
 
@@ -279,7 +280,8 @@ def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) ->
 def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
     """Write the resolved settings, the store's identity, and where they come from."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / STORE_FILE).write_text(json.dumps(_store_facts(store), indent=1) + "\n")
-    (out / RUN_FILE).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
+    write_atomic(out / RUN_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False).encode())
+    write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
-    (out / "provenance.json").write_text(json.dumps(provenance or {}, indent=1, default=str) + "\n")
+    write_atomic(out / "provenance.json", (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode())

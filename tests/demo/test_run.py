@@ -27,7 +27,7 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run._Run, "run_eval", interrupted)
-    with pytest.raises(DemoInterrupted, match="interrupted in the eval phase; run the same command again"):
+    with pytest.raises(DemoInterrupted, match=r"in the eval phase; run the same command again, .*extract, train\)$"):
         run_demo(config)
     monkeypatch.setattr(run._Run, "run_eval", real_eval)
 
@@ -57,6 +57,14 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
     with pytest.raises(DemoError, match="not empty and holds no demo"):
         run_demo(dataclasses.replace(TINY, out=str(tmp_path)))
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_start_that_was_killed_begins_again(tmp_path: Path):
+    config = dataclasses.replace(TINY, out=str(tmp_path / "demo"))
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "demo.json.partial").write_text("{")
+    assert DemoState.open(config).phases == {}
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["demo.json"]
 
 
 def test_a_damaged_state_is_named(tmp_path: Path):
