@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Literal, TypeVar, overload
+from typing import Literal, overload
 
 import numpy as np
 import pyarrow as pa
 
-from .codecs.field import FieldCodec, StoredArray
+from .codecs.field import FieldCodec
 from .codecs.registry import StoreCodec
 from .commit import (
     MANIFEST_NAME,
@@ -25,25 +25,13 @@ from .commit import (
     part_path,
     read_part_commit,
 )
-from .dtypes import from_float32
-from .errors import (
-    ManifestInvalid,
-    PartUncommitted,
-    ShardCorrupt,
-    ShardMissing,
-    SliceInvalid,
-    StoreNotFound,
-    UnknownField,
-)
-from .layout import ArrayLayout, layout_from_metadata
+from .errors import ManifestInvalid, PartUncommitted, SliceInvalid, StoreNotFound, UnknownField
+from .files import RemotePath, open_path
+from .part_arrays import PartArrays
 from .plan import read_plan
+from .read_batch import RowRange, read_ranges, run_in_threads
 from .schema import FieldSpec, StoreManifest
-from .shard import ShardReader
-
-_MAX_OPEN_SHARDS = 256
-
-K = TypeVar("K")
-V = TypeVar("V")
+from .selection import batch_buffer, decode_tokens, empty_codes, layer_indices, row_shape, token_shape
 
 
 class ActivationStore:
@@ -53,7 +41,7 @@ class ActivationStore:
     checksum of each chunk. ``verify_store`` checks the rest.
 
     Args:
-        path: the store's folder.
+        path: the store's folder, or its URL (``file://``, or any protocol that fsspec has).
         require_complete: refuse a store of which planned parts have no commit.
         parts: see only these parts; the others may be damaged. None for all.
 
@@ -87,13 +75,16 @@ class ActivationStore:
         require_complete: bool = False,
         parts: Collection[int] | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = open_path(path)
         self._selected = parts
         self.manifest = read_manifest(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
         self._check_plan(plan)
-        self.commits = read_commits(self.path, range(self.manifest.n_parts) if parts is None else parts)
+        wanted = range(self.manifest.n_parts) if parts is None else parts
+        if isinstance(self.path, RemotePath):
+            self.path.root.preload(commit_path(Path(), part).as_posix() for part in wanted)
+        self.commits = read_commits(self.path, wanted)
         for part, commit in self.commits.items():
             for _, error in find_size_damage(part_path(self.path, part), commit.files):
                 raise error
@@ -109,8 +100,8 @@ class ActivationStore:
         self._first_tokens = self.sequences["first_token"].to_numpy()
         self._n_tokens = self.sequences["n_tokens"].to_numpy()
         self.codec = StoreCodec(str(self.manifest.codec["name"]), self.manifest.fields, self.manifest.target)
-        self._layouts = _Cache[tuple[int, str], ArrayLayout](1 << 16)
-        self._shards = _Cache[tuple[int, str, int], ShardReader](_MAX_OPEN_SHARDS)
+        self._arrays = PartArrays(self.path, self.commits)
+        self._download: tempfile.TemporaryDirectory[str] | None = None
 
     def _check_plan(self, plan: pa.Table) -> None:
         manifest = self.manifest
@@ -141,8 +132,14 @@ class ActivationStore:
 
     @property
     def target_path(self) -> Path:
-        """Folder of the target bundle: config, tokenizer and frozen weights."""
-        return self.path / TARGET_NAME
+        """Local folder of the target bundle: config, tokenizer and frozen weights; of a remote store, a copy."""
+        folder = self.path / TARGET_NAME
+        if isinstance(folder, RemotePath):
+            if self._download is None:
+                self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
+                folder.download(Path(self._download.name))
+            return Path(self._download.name)
+        return folder
 
     @property
     def lengths(self) -> np.ndarray:
@@ -200,7 +197,7 @@ class ActivationStore:
         """
         spec = self._field(field)
         i = self._sequence(i)
-        chosen = _layer_indices(spec, layers)
+        chosen = layer_indices(spec, layers)
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[i]))
         if step != 1:
             raise SliceInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
@@ -208,8 +205,10 @@ class ActivationStore:
         codec = self.codec.fields[field]
         if not decoded:
             base = 0 if codec.is_identity else start % self.manifest.alignment_tokens
-            return self._read_codes(i, codec, start - base, stop, chosen)
-        out = np.empty((stop - start, *_shape(spec, chosen)), spec.storage_dtype)
+            codes = empty_codes(codec, start - base, stop, chosen)
+            read_ranges(self._arrays, self._ranges(i, codec, start - base, stop, codes, chosen))
+            return codes
+        out = np.empty((stop - start, *token_shape(spec, chosen)), spec.storage_dtype)
         self._read(i, codec, start, stop, chosen, out)
         return out
 
@@ -230,9 +229,9 @@ class ActivationStore:
         """
         spec = self._field(field)
         i = self._sequence(i)
-        chosen = _layer_indices(spec, layers)
+        chosen = layer_indices(spec, layers)
         n_tokens = int(self._n_tokens[i])
-        shape = _shape(spec, chosen)
+        shape = token_shape(spec, chosen)
         if out.dtype != spec.storage_dtype or out.shape[1:] != shape or out.ndim < 1 or len(out) < n_tokens:
             raise SliceInvalid(
                 f"Sequence {i} of {field!r} needs an out array of {spec.storage_dtype.name} with shape "
@@ -241,9 +240,76 @@ class ActivationStore:
         self._read(i, self.codec.fields[field], 0, n_tokens, chosen, out[:n_tokens])
         return n_tokens
 
+    def read_batch(
+        self,
+        sequences: Sequence[int] | np.ndarray,
+        fields: str | Sequence[str],
+        *,
+        out: Mapping[str, np.ndarray] | None = None,
+        layers: slice | Sequence[int] | None = None,
+        n_threads: int = 1,
+        decoded: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """Read fields of several sequences into right-padded arrays: much faster than one sequence after the other.
+
+        Args:
+            sequences: indices into ``sequences``, in the order wanted; one may appear twice.
+            fields: a name or several.
+            out: field -> the caller's array, [n_sequences, at least the longest, *token_shape] in the storage dtype,
+                to be filled; reuse it, for fresh memory costs more than reading. None for new arrays.
+            layers: as in :meth:`read`, for those of the fields that have layers.
+            n_threads: threads that decode, the caller's included.
+            decoded: False for the rows of the stored arrays instead, under the arrays' names (in ``out`` too).
+
+        Returns:
+            Field -> array. Sequence b lies in ``[b, :n_tokens]``; what follows is zero.
+
+        Raises:
+            UnknownField: no such field, or none of them has layers.
+            SliceInvalid: no such sequence or layer, or an array of ``out`` is missing or does not fit.
+            ShardCorrupt: a checksum is wrong.
+            ShardMissing: a file vanished since the store was opened.
+        """
+        rows = [self._sequence(int(i)) for i in sequences]
+        lengths = [int(self._n_tokens[i]) for i in rows]
+        specs = [self._field(name) for name in ([fields] if isinstance(fields, str) else fields)]
+        has_layers = any(spec.layer_axis == 1 for spec in specs)
+        batch: dict[str, np.ndarray] = {}
+        ranges: list[RowRange] = []
+        undone: list[Callable[[], None]] = []
+        for spec in specs:
+            chosen = layer_indices(spec, layers if spec.layer_axis == 1 or not has_layers else None)
+            codec = self.codec.fields[spec.name]
+            if codec.is_identity or not decoded:
+                for array in codec.arrays:
+                    shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, chosen))
+                    batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
+                for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
+                    places = {array.name: batch[array.name][b] for array in codec.arrays}
+                    ranges += self._ranges(i, codec, 0, n_tokens, places, chosen)
+                continue
+            shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
+            batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
+            for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
+                codes = empty_codes(codec, 0, n_tokens, chosen)
+                ranges += self._ranges(i, codec, 0, n_tokens, codes, chosen)
+                target = batch[spec.name][b, :n_tokens]
+                undone.append(partial(decode_tokens, codec, codes, 0, 0, n_tokens, chosen, target))
+        read_ranges(self._arrays, ranges, n_threads)
+        run_in_threads(undone, n_threads)
+        self._clear_padding(batch, lengths)
+        return batch
+
+    def _clear_padding(self, batch: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
+        """Zero what follows the sequences; the last chunk of a sequence may have been decoded over it."""
+        block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
+        for name, buffer in batch.items():
+            for b, n_tokens in enumerate(lengths):
+                buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
+
     def close(self) -> None:
         """Close all files; reading opens them again."""
-        self._shards.clear()
+        self._arrays.close()
 
     def _field(self, name: str) -> FieldSpec:
         if name not in self.fields:
@@ -260,73 +326,29 @@ class ActivationStore:
     ) -> None:
         """Fill ``out`` with the decoded tokens [start, stop) of a sequence."""
         if codec.is_identity:
-            self.read_rows(i, codec.arrays[0], start, stop, out, layers)
+            read_ranges(self._arrays, self._ranges(i, codec, start, stop, {codec.arrays[0].name: out}, layers))
         elif stop > start:
             base = start - start % self.manifest.alignment_tokens
-            codes = self._read_codes(i, codec, base, stop, layers)
-            values = codec.decode(codes, base, stop - base, layers)[start - base :]
-            out[...] = from_float32(values, codec.spec.dtype)
+            codes = empty_codes(codec, base, stop, layers)
+            read_ranges(self._arrays, self._ranges(i, codec, base, stop, codes, layers))
+            decode_tokens(codec, codes, base, start, stop, layers, out)
 
-    def _read_codes(
-        self, i: int, codec: FieldCodec, start: int, stop: int, layers: list[int] | None
-    ) -> dict[str, np.ndarray]:
-        """Return the rows of a field's stored arrays that cover the tokens [start, stop) of a sequence."""
-        codes = {}
+    def _ranges(
+        self,
+        i: int,
+        codec: FieldCodec,
+        start: int,
+        stop: int,
+        out: Mapping[str, np.ndarray],
+        layers: list[int] | None,
+    ) -> Iterator[RowRange]:
+        """Yield what fills the rows of a field's stored arrays that cover the tokens [start, stop) of a sequence."""
+        part, first_token = int(self._parts[i]), int(self._first_tokens[i])
         for array in codec.arrays:
-            chosen = layers if array.layer_axis is not None else None
-            first_row, end_row = start // array.block_tokens, array.n_rows(stop)
-            shape = array.row_shape if chosen is None else (len(chosen), *array.row_shape[1:])
-            codes[array.name] = np.empty((end_row - first_row, *shape), array.storage_dtype)
-            self.read_rows(i, array, first_row, end_row, codes[array.name], chosen)
-        return codes
-
-    def read_rows(
-        self, i: int, array: StoredArray, start: int, stop: int, out: np.ndarray, layers: list[int] | None = None
-    ) -> None:
-        """Read rows of one stored array, as they are stored.
-
-        Args:
-            i: index into ``sequences``, not negative.
-            array: one of ``codec.fields[field].arrays``.
-            start: first row, counted from the sequence's first; a row stands for ``array.block_tokens`` tokens.
-            stop: end.
-            out: [stop - start, *row_shape] (layer axis of ``len(layers)`` if given), the array's dtype; filled.
-            layers: non-negative indices along the layer axis, in the order wanted; None for all.
-
-        Raises:
-            ShardCorrupt: a checksum is wrong.
-            ShardMissing: a file vanished since the store was opened.
-        """
-        part = int(self._parts[i])
-        layout = self._layouts.get((part, array.name), partial(self._read_layout, part, array))
-        first = int(self._first_tokens[i]) // array.block_tokens + start
-        shard_rows = layout.shard_shape[0]
-        at, end = first, first + stop - start
-        while at < end:
-            shard = at // shard_rows
-            base = shard * shard_rows
-            until = min(end, base + shard_rows)
-            reader = self._shards.get((part, array.name, shard), partial(self._open, part, array, layout, shard))
-            reader.read(at - base, until - base, out[at - first : until - first], layers)
-            at = until
-
-    def _read_layout(self, part: int, array: StoredArray) -> ArrayLayout:
-        path = part_path(self.path, part) / array.name / "zarr.json"
-        try:
-            text = path.read_bytes()
-        except FileNotFoundError as error:
-            raise ShardMissing(f"{path} is missing. Run extract again: it redoes that part only.") from error
-        layout = layout_from_metadata(text, array, str(path))
-        n_rows = array.n_rows(self.commits[part].allocated_tokens)
-        if layout.shape[0] != n_rows:
-            unit = array.axes[0]
-            raise ShardCorrupt(f"{path} has {layout.shape[0]} {unit}s, its commit says {n_rows}.")
-        return layout
-
-    def _open(self, part: int, array: StoredArray, layout: ArrayLayout, shard: int) -> ShardReader:
-        path = part_path(self.path, part) / array.name / layout.shard_key(shard)
-        n_rows = min(layout.rows_per_shard, layout.n_rows - shard * layout.rows_per_shard)
-        return ShardReader(path, layout, n_rows)
+            chosen = None if layers is None or array.layer_axis is None else tuple(layers)
+            first_row = first_token // array.block_tokens
+            rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)
+            yield RowRange(part, array, *rows, out[array.name], chosen)
 
 
 def read_manifest(store: Path) -> StoreManifest:
@@ -362,55 +384,3 @@ def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
             raise ManifestInvalid(f"{path} is the commit of part {commit.part}. Delete it and run extract again.")
         commits[part] = commit
     return commits
-
-
-def _layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list[int] | None:
-    """Return non-negative layer indices, or None for all layers in order."""
-    if layers is None:
-        return None
-    if spec.layer_axis != 1:
-        raise UnknownField(f"Field {spec.name!r} has no layers; leave `layers` out.")
-    n_layers = spec.token_shape[0]
-    if isinstance(layers, slice):
-        chosen = list(range(n_layers))[layers]
-    else:
-        chosen = [int(layer) for layer in layers]
-        for layer in chosen:
-            if not -n_layers <= layer < n_layers:
-                raise SliceInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
-        chosen = [layer % n_layers for layer in chosen]
-    return None if chosen == list(range(n_layers)) else chosen
-
-
-def _shape(spec: FieldSpec, layers: list[int] | None) -> tuple[int, ...]:
-    return spec.token_shape if layers is None else (len(layers), *spec.token_shape[1:])
-
-
-class _Cache(Generic[K, V]):
-    """Bounded cache that drops the oldest entry; its lock is made anew in a forked child."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._entries: dict[K, V] = {}
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the entry, made on first use (possibly twice when threads meet)."""
-        if self._pid != os.getpid():
-            # Another thread of the parent may have held the lock at the moment of the fork.
-            self._lock, self._pid = threading.Lock(), os.getpid()
-        with self._lock:
-            if key in self._entries:
-                return self._entries[key]
-        value = make()
-        with self._lock:
-            while len(self._entries) >= self._size:
-                # A reader in use by another thread stays open until that thread lets go of it.
-                del self._entries[next(iter(self._entries))]
-            return self._entries.setdefault(key, value)
-
-    def clear(self) -> None:
-        """Drop every entry."""
-        with self._lock:
-            self._entries.clear()

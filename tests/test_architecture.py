@@ -16,6 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": {"storage", "moa"},
     "trainer": {"storage", "moa"},
     "evaluation": {"pipeline", "moa"},
+    "interop": {"storage", "moa"},
     "demo": {"storage", "moa", "pipeline", "trainer", "evaluation"},
     "configuration": set(),
     "provenance": set(),
@@ -24,8 +25,19 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Folders that name what they may import from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
-    "storage": {"numpy", "zarr", "numcodecs", "pyarrow", "google_crc32c", "zstandard", "array_api_compat", "safetensors"},
+    "storage": {
+        "numpy",
+        "zarr",
+        "numcodecs",
+        "pyarrow",
+        "google_crc32c",
+        "zstandard",
+        "array_api_compat",
+        "safetensors",
+        "fsspec",
+    },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"},
+    "interop": {"torch", "numpy", "pyarrow", "safetensors", "datasets"},
 }
 
 

@@ -1,0 +1,122 @@
+"""The stored arrays of all parts: their grids and their open shards, each read once and kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from .codecs.field import StoredArray
+from .commit import PartCommit, part_path
+from .errors import ShardCorrupt, ShardMissing
+from .layout import ArrayLayout, layout_from_metadata
+from .shard_reader import ShardReader
+
+MAX_OPEN_SHARDS = 256
+"""Files held open at once."""
+
+_MAX_LAYOUTS = 1 << 16
+# An index has 16 bytes per inner chunk, about 8 KiB for a shard of 128 MiB.
+_MAX_INDEXES = 1 << 13
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class PartArrays:
+    """Finds the shards of stored arrays; safe in threads and after a fork.
+
+    Args:
+        store: the store's folder.
+        commits: part -> its commit.
+    """
+
+    def __init__(self, store: Path, commits: Mapping[int, PartCommit]) -> None:
+        self._store, self._commits = store, commits
+        self._layouts = _Cache[tuple[int, str], ArrayLayout](_MAX_LAYOUTS)
+        self._indexes = _Cache[tuple[int, str, int], np.ndarray](_MAX_INDEXES)
+        self._shards = _Cache[tuple[int, str, int], ShardReader](MAX_OPEN_SHARDS)
+
+    def layout(self, part: int, array: StoredArray) -> ArrayLayout:
+        """Return the grid of an array in a part.
+
+        Raises:
+            ShardMissing: its metadata is gone.
+            ShardCorrupt: its metadata is not what the manifest and the commit declare.
+        """
+        return self._layouts.get((part, array.name), partial(self._read_layout, part, array))
+
+    def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
+        """Return the opened shard of that number.
+
+        Raises:
+            ShardMissing: the file is gone.
+            ShardCorrupt: its index is damaged.
+        """
+        return self._shards.get((part, array.name, number), partial(self._open, part, array, number))
+
+    def close(self) -> None:
+        """Close all files; asking for a shard opens it again."""
+        self._shards.clear()
+        self._indexes.clear()
+
+    def _read_layout(self, part: int, array: StoredArray) -> ArrayLayout:
+        path = part_path(self._store, part) / array.name / "zarr.json"
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError as error:
+            raise ShardMissing(f"{path} is missing. Run extract again: it redoes that part only.") from error
+        layout = layout_from_metadata(text, array, str(path))
+        n_rows = array.n_rows(self._commits[part].allocated_tokens)
+        if layout.shape[0] != n_rows:
+            unit = array.axes[0]
+            raise ShardCorrupt(f"{path} has {layout.shape[0]} {unit}s, its commit says {n_rows}.")
+        return layout
+
+    def _open(self, part: int, array: StoredArray, number: int) -> ShardReader:
+        layout = self.layout(part, array)
+        path = part_path(self._store, part) / array.name / layout.shard_key(number)
+        n_rows = min(layout.rows_per_shard, layout.n_rows - number * layout.rows_per_shard)
+        known = self._indexes.peek((part, array.name, number))
+        reader = ShardReader(path, layout, n_rows, known)
+        self._indexes.get((part, array.name, number), lambda: reader.index)
+        return reader
+
+
+class _Cache(Generic[K, V]):
+    """Bounded cache that drops the oldest entry; its lock is made anew in a forked child."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: dict[K, V] = {}
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def peek(self, key: K) -> V | None:
+        """Return the entry, or None."""
+        return self._entries.get(key)
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the entry, made on first use (possibly twice when threads meet)."""
+        value = self._entries.get(key)  # without the lock: a lookup in a dict is atomic
+        if value is not None:
+            return value
+        if self._pid != os.getpid():
+            # Another thread of the parent may have held the lock at the moment of the fork.
+            self._lock, self._pid = threading.Lock(), os.getpid()
+        value = make()
+        with self._lock:
+            while len(self._entries) >= self._size:
+                # A reader in use by another thread stays open until that thread lets go of it.
+                del self._entries[next(iter(self._entries))]
+            return self._entries.setdefault(key, value)
+
+    def clear(self) -> None:
+        """Drop every entry."""
+        with self._lock:
+            self._entries.clear()
