@@ -15,6 +15,7 @@ from .cli_support import Findings, ProgressLine, StageFailure, StageGroup, Token
 from .configuration import config_options
 from .demo.config import DemoConfig
 from .evaluation.config import EvalConfig
+from .interop.config import ExportConfig, ImportConfig
 from .pipeline.config import ExtractConfig
 from .provenance import collect_provenance
 from .trainer.config import PRESETS, TrainConfig
@@ -292,6 +293,43 @@ def _print_tokens(stream: TokenStream) -> "OnTokens":
             out.print(text, end="", markup=False, style="green" if is_drafted else None)
 
     return on_tokens
+
+
+@main.command("export")
+@config_options(ExportConfig, arguments=("store",))
+def export_command(config: ExportConfig) -> None:
+    """Write a store in the layout of speculators, SpecForge or EAGLE.
+
+    Numbers of layers and norms are converted; files that are there already are kept. If the store lacks a field that
+    the layout needs, the command names the `extract --activations` that stores it.
+
+    \b
+    Example:
+      moa-data export store --format specforge --out hidden_states
+    """
+    from .interop.exporting import export_store
+
+    with ProgressLine("seq") as progress:
+        report = export_store(config, progress=progress)
+    out.print(report.describe(), markup=False)
+
+
+@main.command("import")
+@config_options(ImportConfig, arguments=("folder",))
+def import_command(config: ImportConfig) -> None:
+    """Make a store from files of speculators, SpecForge or EAGLE.
+
+    The target gives the store its norm, embeddings and LM head; its layers are not run.
+
+    \b
+    Example:
+      moa-data import hidden_states --format specforge --model ./llama3-8b --out store
+    """
+    from .interop.importing import import_folder
+
+    with ProgressLine("seq") as progress:
+        report = import_folder(config, progress=progress, provenance=collect_provenance())
+    out.print(report.describe(), markup=False)
 
 
 @main.command()

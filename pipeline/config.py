@@ -44,6 +44,10 @@ class ExtractConfig:
     """Tokens per forward, padding included; default: 16384 on an accelerator, 2048 on a CPU, where caches are small."""
     max_rejected_fraction: float = 0.05
     """Fail when more than this fraction of the rows cannot be used."""
+    target_license: str | None = None
+    """Licence of the target, as the Hub names licences, for the store's card; default: left to fill in."""
+    dataset_license: str | None = None
+    """Licence of the dataset, likewise."""
 
     def problems(self) -> list[str]:
         """Every value that cannot be used, one line each; empty when all are good."""

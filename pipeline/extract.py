@@ -15,6 +15,7 @@ import torch
 
 from ..moa.bundle import save_target_bundle
 from ..moa.target import Target, load_target_config, load_target_model
+from ..storage.card import CardOrigin, public_name, write_card
 from ..storage.commit import commit_path, read_part_commit
 from ..storage.writer import StoreWriter
 from .background import BackgroundWriter, PartTasks
@@ -149,6 +150,9 @@ def extract(
                 f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
                 f"{store.path}. Run the same command again to go on."
             ) from error
+        names = public_name(config.model), public_name(config.dataset)
+        licences = config.target_license, config.dataset_license
+        write_card(store.path, CardOrigin(*names, "moa-data extract", *licences))
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, store, len(pending), timings)
         store.record_run(_run_record(plan, report, provenance))
