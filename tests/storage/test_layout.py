@@ -11,6 +11,7 @@ from moa_data.storage.layout import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     array_layout,
+    chunk_tokens,
     layout_from_metadata,
     part_metadata,
 )
@@ -45,6 +46,21 @@ def test_shards_span_all_layers_and_stay_near_their_size():
     assert layout.shard_key(3) == "c/3/0/0/0/0"
     assert array_layout(stored(hidden_field("last", 4096)), 192).shard_shape == (192, 4096)
     assert array_layout(stored(tokens_field()), 65536).shard_shape == (65536,)
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "n_tokens"), [(1, 4096), (4, 2048), (128, 512), (768, 256), (1536, 128), (8192, 64), (1 << 17, 64)]
+)
+def test_narrow_arrays_have_more_tokens_per_chunk(token_bytes: int, n_tokens: int):
+    assert chunk_tokens(token_bytes) == n_tokens
+
+
+def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens():
+    scales = StoredArray("kv/key_scale", "uint16", (8, 2, 64), ("block", "layer", "kv_head", "head_dim"), 64, 1)
+    layout = array_layout(scales, 65536)
+    assert layout.shape == (1024, 8, 2, 64)
+    assert layout.chunk_shape == (16, 8, 2, 64)
+    assert layout.shard_shape == (1024, 8, 2, 64)
 
 
 def test_metadata_reads_back_and_any_other_meaning_is_refused():

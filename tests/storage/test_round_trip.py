@@ -39,6 +39,7 @@ def test_sequences_across_shards_and_layer_chunks(tmp_path: Path, recipe, monkey
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
     monkeypatch.setattr(layout, "SHARD_BYTES", row_bytes * shard_tokens // 64)
     monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", row_bytes // 2)
+    monkeypatch.setattr(layout, "CHUNK_OVERHEAD_BYTES", 0)
     with ActivationStore(recipe.write(tmp_path / "store")) as reader:
         assert (tmp_path / "store/parts/part-00000.zarr/kv/c/1/0/0/0/0").exists()
         check_all(reader, recipe, "kv")

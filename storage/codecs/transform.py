@@ -1,0 +1,319 @@
+"""``transform:<bits>``: transform coding of keys and values, and of hidden states.
+
+::
+
+    keys    -> take the rotation off -+
+    values  --------------------------+-> minus the mean -> times the basis -> quantise -> several codes to a byte
+    hidden  --------------------------+                                                  -> arrays of similar statistics
+
+Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
+rotation of the keys at the positions that are read.
+
+Which layers share a basis, the *scope*, trades bytes for what a reader of one layer pays. Layers say much the same
+thing about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but a reader
+of one layer then reads the codes of all layers of the group (and multiplies by the part of the basis for its own layer).
+
+============  ==========================================================================================
+scope         a reader of one layer of L reads
+============  ==========================================================================================
+``@all``      all codes
+``@group<g>`` the codes of its group: g / L of them
+``@layer``    the codes of its layer: 1 / L of them, but there are two to three times as many at equal error
+(none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
+============  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device
+
+from ..errors import WriteInvalid
+from ..schema import FieldSpec
+from .calibration import EARLY_POSITIONS, Basis
+from .field import Array, StoredArray
+from .rope import Rope
+from .transform_fit import Columns, GroupFit, fit_groups
+from .transform_group import GroupTransform
+
+AUTO_GROUP_WIDTH = 4_096
+HIDDEN_BITS_RATIO = 1.7
+"""Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
+
+KV_PARTS = ("key", "value")
+_NAME = re.compile(r"transform:(\d+(?:\.\d+)?)(?:,hidden=(\d+(?:\.\d+)?))?(?:@(all|layer|group([1-9]\d*)))?")
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """What the name of a transform codec says.
+
+    Attributes:
+        kv_bits: stored bits per value of keys and values.
+        hidden_bits: stored bits per value of hidden states.
+        group_layers: layers that share a basis; 0 for all, None to choose by width.
+    """
+
+    kv_bits: float
+    hidden_bits: float
+    group_layers: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> TransformSettings:
+        """Read ``transform:<bits>[,hidden=<bits>][@all|@layer|@group<layers>]``.
+
+        Raises:
+            ValueError: not such a name, or bits outside 0.05 to 10.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                f"Codec {name!r} is not transform:<bits>[,hidden=<bits>][@all|@layer|@group<layers>]; for example "
+                "transform:1.0 or transform:0.5,hidden=0.9@group4."
+            )
+        kv_bits = float(match[1])
+        hidden_bits = float(match[2]) if match[2] else kv_bits * HIDDEN_BITS_RATIO
+        for bits in (kv_bits, hidden_bits):
+            if not 0.05 <= bits <= 10:
+                raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
+        group_layers = {None: None, "all": 0, "layer": 1}.get(match[3], int(match[4] or 0))
+        return cls(kv_bits, hidden_bits, group_layers)
+
+    def group_size(self, n_layers: int, layer_width: int) -> int:
+        """Return the layers that share a basis, given the width of one layer's keys."""
+        if self.group_layers is None:
+            return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
+        return min(self.group_layers, n_layers) or n_layers
+
+
+class TransformCodec:
+    """Transform coding of one field (a ``LearnedCodec``).
+
+    Args:
+        spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
+        settings: bits and scope.
+        rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
+        metric: what errors of a hidden state count, [width, width], e.g. ``calibration.logit_metric`` for
+            ``hidden/last``; None for relative error.
+
+    Attributes:
+        spec: the field.
+        arrays: what is stored; empty until :meth:`calibrate` or :meth:`load_state`.
+        is_identity: False.
+
+    Raises:
+        ValueError: another kind of field.
+    """
+
+    is_identity = False
+
+    def __init__(
+        self,
+        spec: FieldSpec,
+        settings: TransformSettings,
+        rope: Rope | None = None,
+        metric: np.ndarray | None = None,
+    ) -> None:
+        self.spec = spec
+        self.settings = settings
+        self.is_kv = spec.axes[1:] == ("layer", "kv_head", "key_value", "head_dim")
+        if not self.is_kv and len(spec.token_shape) != 1:
+            raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
+        self.rope = rope if self.is_kv else None
+        self.metric = metric
+        self.arrays: tuple[StoredArray, ...] = ()
+        self._groups: list[GroupTransform] = []
+        n_layers = spec.token_shape[0] if self.is_kv else 1
+        size = settings.group_size(n_layers, spec.token_shape[1] * spec.token_shape[3]) if self.is_kv else 1
+        self.groups = [list(range(first, min(first + size, n_layers))) for first in range(0, n_layers, size)]
+
+    @property
+    def bits(self) -> float:
+        """Stored bits per value."""
+        return self.settings.kv_bits if self.is_kv else self.settings.hidden_bits
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings for ``store.json``."""
+        return {
+            "transform": "principal components",
+            "bits_per_value": self.bits,
+            "group_layers": len(self.groups[0]),
+            "unrotated_keys": self.rope is not None,
+            "error_metric": "plain" if self.metric is None else "logits",
+            "early_positions": EARLY_POSITIONS,
+        }
+
+    def expected_bits(self) -> float:
+        """Return the bits per value of the stored arrays."""
+        return self.bits
+
+    def calibrate(self, sample: list[np.ndarray]) -> None:
+        """Learn means, bases and quantisers.
+
+        Args:
+            sample: float32 [n_tokens, *token_shape], whole sequences; 20,000 tokens and more make a good basis, and at
+                least as many as a group's keys are wide are needed for one.
+
+        Raises:
+            WriteInvalid: no sequences, or a value that is NaN or infinite.
+            ValueError: a group is wider than ``calibration.MAX_BASIS_WIDTH``.
+        """
+        sample = [np.asarray(values, np.float32) for values in sample if len(values)]
+        if not sample or not all(np.isfinite(values).all() for values in sample):
+            raise WriteInvalid(
+                f"Field {self.spec.name!r}: a transform codec needs sequences of finite values to learn from, got "
+                f"{len(sample)} sequences. Choose another codec, or drop the sequences with NaN or infinity."
+            )
+        by_sequence = [self._parts(values) for values in sample]
+        groups = [
+            [[parts[group][part] for parts in by_sequence] for part in range(len(by_sequence[0][0]))]
+            for group in range(len(self.groups))
+        ]
+        n_values = math.prod(self.spec.token_shape)
+        self._set(fit_groups(groups, self.bits * n_values, self.metric))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what was learned; see ``docs/format.md`` for the names."""
+        state: dict[str, np.ndarray] = {}
+        if self.rope is not None:
+            state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
+        for group, transform in enumerate(self._groups):
+            fit = transform.fit
+            state[f"{group}/columns"] = fit.columns.table()
+            for part, basis in enumerate(fit.bases):
+                state[f"{group}/{part}/mean"] = basis.mean
+                state[f"{group}/{part}/synthesis"] = basis.synthesis.astype(np.float16)
+                if not np.array_equal(basis.analysis, basis.synthesis.T):
+                    state[f"{group}/{part}/analysis"] = basis.analysis.astype(np.float16)
+        return state
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take over what :meth:`state` returned.
+
+        Raises:
+            ValueError: an array is missing, or has another shape.
+        """
+        try:
+            if self.is_kv and "rope/inv_freq" in state:
+                scaling = np.asarray(state["rope/scaling"])
+                self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
+            fits = [self._load_group(state, group, layers) for group, layers in enumerate(self.groups)]
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore the store's codec/ "
+                "folder from a copy."
+            ) from error
+        self._set(fits)
+
+    def encode(self, values: Array) -> dict[str, Array]:
+        """Encode one whole sequence; see ``FieldCodec.encode``."""
+        xp = array_namespace(values)
+        if not bool(xp.all(xp.isfinite(values))):
+            raise WriteInvalid(
+                f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
+                "whole token. Extract with codec lossless, or drop the sequence."
+            )
+        codes: dict[str, Array] = {}
+        for transform, parts in zip(self._learned(), self._parts(xp.astype(values, xp.float32)), strict=True):
+            codes |= transform.encode(parts)
+        return codes
+
+    def decode(
+        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, layers: list[int] | None = None
+    ) -> Array:
+        """Decode consecutive tokens of one sequence; see ``FieldCodec.decode``.
+
+        Only the arrays of :meth:`arrays_of` need be in ``codes``.
+        """
+        groups = self._learned()
+        if not self.is_kv:
+            return groups[0].decode(codes, first_position, n_tokens, 1, None)[0]
+        chosen = list(range(self._n_layers)) if layers is None else layers
+        decoded, order = [], []
+        for transform, members in zip(groups, self.groups, strict=True):
+            at = [i for i, layer in enumerate(chosen) if layer in members]
+            if not at:
+                continue
+            local = [chosen[i] - members[0] for i in at]
+            selection = None if local == list(range(len(members))) else local
+            parts = transform.decode(codes, first_position, n_tokens, len(members), selection)
+            decoded.append(self._assemble(parts, first_position, [chosen[i] for i in at]))
+            order += at
+        xp = array_namespace(decoded[0])
+        joined = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
+        if order == sorted(order):
+            return joined
+        return xp.take(joined, xp.asarray(np.argsort(order).astype(np.int32), device=device(joined)), axis=1)
+
+    def arrays_of(self, layers: list[int] | None) -> tuple[StoredArray, ...]:
+        """Return the stored arrays that :meth:`decode` needs for these layers; None for all."""
+        wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
+        return tuple(
+            array
+            for transform, members in zip(self._learned(), self.groups, strict=True)
+            if any(layer in members for layer in wanted)
+            for array in transform.arrays
+        )
+
+    def _learned(self) -> list[GroupTransform]:
+        if not self._groups:
+            raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
+        return self._groups
+
+    def _set(self, fits: Sequence[GroupFit]) -> None:
+        prefix = f"{self.spec.name}/codes_"
+        names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
+        self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
+        self.arrays = tuple(array for transform in self._groups for array in transform.arrays)
+
+    def _parts(self, values: Array) -> list[list[Array]]:
+        """Cut a sequence's values into groups and parts: [n_tokens, width] each."""
+        if not self.is_kv:
+            return [[values]]
+        xp = array_namespace(values)
+        keys, others = values[:, :, :, 0, :], values[:, :, :, 1, :]
+        keys = keys if self.rope is None else self.rope.unrotate(keys)
+        return [
+            [xp.reshape(part[:, layers[0] : layers[-1] + 1, ...], (part.shape[0], -1)) for part in (keys, others)]
+            for layers in self.groups
+        ]
+
+    def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
+        """Put the decoded keys and values of some layers together: [n_tokens, len(layers), n_kv_heads, 2, head_dim]."""
+        _, n_heads, _, head_dim = self.spec.token_shape
+        xp = array_namespace(*parts)
+        keys, others = (xp.reshape(part, (part.shape[0], len(layers), n_heads, head_dim)) for part in parts)
+        keys = keys if self.rope is None else self.rope.rotate(keys, first_position, layers)
+        return xp.stack([keys, others], axis=3)
+
+    def _load_group(self, state: Mapping[str, np.ndarray], group: int, layers: list[int]) -> GroupFit:
+        n_parts = len(KV_PARTS) if self.is_kv else 1
+        width = math.prod(self.spec.token_shape) // n_parts // self._n_layers * len(layers)
+        bases = tuple(_load_basis(state, f"{group}/{part}", width) for part in range(n_parts))
+        columns = Columns.from_table(np.asarray(state[f"{group}/columns"], np.float32))
+        for part, basis in enumerate(bases):
+            components = columns.component[columns.part == part]
+            if len(components) and not 0 <= components.min() <= components.max() < len(basis.synthesis):
+                raise ValueError(f"{group}/columns names a component that {group}/{part}/synthesis does not have")
+        return GroupFit(bases, columns)
+
+    @property
+    def _n_layers(self) -> int:
+        return self.spec.token_shape[0] if self.is_kv else 1
+
+
+def _load_basis(state: Mapping[str, np.ndarray], prefix: str, width: int) -> Basis:
+    synthesis = np.asarray(state[f"{prefix}/synthesis"], np.float32)
+    mean = np.asarray(state[f"{prefix}/mean"], np.float32)
+    analysis = np.asarray(state.get(f"{prefix}/analysis", synthesis.T), np.float32)
+    if mean.shape != (EARLY_POSITIONS + 1, width) or synthesis.shape[1:] != (width,):
+        raise ValueError(f"{prefix} has shapes {mean.shape} and {synthesis.shape}, expected a width of {width}")
+    if analysis.shape != synthesis.shape[::-1]:
+        raise ValueError(f"{prefix}/analysis has shape {analysis.shape}, expected {synthesis.shape[::-1]}")
+    return Basis(mean, synthesis, analysis)
