@@ -1,4 +1,4 @@
-"""Blosc frames made by hand: legal blosc-1 frames that a plain ``blosc`` codec decodes, smaller and faster than blosc's.
+"""Blosc frames made by hand: legal blosc-1 frames that any blosc decoder reads, smaller and faster than blosc's own.
 
 ::
 
@@ -31,18 +31,22 @@ _N_SAMPLE_COLUMNS, _N_SAMPLE_ROWS = 8, 64
 # Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0 repeats is below this.
 _REPEATED_SHARE = 1 / 12
 
+Piece = bytes | np.ndarray
+"""Some bytes of a frame: bytes, or uint8 [n_bytes]."""
+
 _local = threading.local()
 
 
-def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
+def encode_frame(values: np.ndarray) -> list[Piece] | None:
     """Encode values as one frame.
 
     Args:
         values: C-contiguous, little endian, of one or two bytes each; axis 0 counts tokens or blocks of them.
 
     Returns:
-        The frame in pieces, which are valid until the next call on this thread; or None where blosc's own encoder serves better: other item sizes, tiny or narrow arrays, and values
-        that repeat from row to row, as those of layer 0 do, which depend on the token alone.
+        The frame in pieces, which are valid until the next call on this thread; or None where blosc's own encoder
+        serves better: other item sizes, tiny or narrow arrays, and values that repeat from row to row, as those of
+        layer 0 do, which depend on the token alone.
     """
     planes = _planes(values)
     if planes is None:
@@ -99,10 +103,10 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     words = np.sort(rows[:_N_SAMPLE_ROWS].view(np.uint64)[:, ::step], axis=None)
     n_same = np.count_nonzero((words[1:] == words[:-1]) & (words[1:] != 0))
-    return n_same > _REPEATED_SHARE * len(words), not plane[-width:].any()
+    return bool(n_same > _REPEATED_SHARE * len(words)), not plane[-width:].any()
 
 
-def _literals(plane: np.ndarray) -> bytes | np.ndarray:
+def _literals(plane: np.ndarray) -> Piece:
     """Entropy-code a plane, or return it where that does not make it smaller."""
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
@@ -110,14 +114,14 @@ def _literals(plane: np.ndarray) -> bytes | np.ndarray:
             window_log=20, hash_log=6, chain_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST
         )
         compressor = _local.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    packed = compressor.compress(plane)
+    packed = compressor.compress(plane.data)
     return packed if len(packed) < len(plane) else plane
 
 
-def _frame(values: np.ndarray, flags: int, planes: list[bytes | np.ndarray]) -> list[bytes | np.ndarray]:
+def _frame(values: np.ndarray, flags: int, planes: list[Piece]) -> list[Piece]:
     first_block = _HEADER.size + _U32.size
     n_bytes = first_block + sum(_U32.size + len(plane) for plane in planes)
-    pieces: list[bytes | np.ndarray] = [
+    pieces: list[Piece] = [
         _HEADER.pack(2, 1, flags, values.itemsize, values.nbytes, values.nbytes, n_bytes),
         _U32.pack(first_block),
     ]
