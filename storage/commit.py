@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from .errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from .shard import FileRecord
 
@@ -79,17 +80,18 @@ def read_part_commit(path: Path) -> PartCommit:
     Raises:
         ManifestInvalid: the file is not a commit.
     """
-    document = _load(path)
     try:
-        return PartCommit(
-            part=int(document["part"]),
-            n_sequences=int(document["n_sequences"]),
-            n_tokens=int(document["n_tokens"]),
-            allocated_tokens=int(document["allocated_tokens"]),
-            files=_records(document),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = read_bounded(path)
+        document = parse_object(text)
+        counts = {key: whole_number(document[key], key) for key in ("part", "n_sequences", "n_tokens")}
+        allocated_tokens = whole_number(document["allocated_tokens"], "allocated_tokens")
+        commit = PartCommit(**counts, allocated_tokens=allocated_tokens, files=_records(document))
+    except (KeyError, TypeError, ValueError) as error:
         raise _invalid(path, error) from error
+    if commit.to_json() != text:
+        # A commit guards the other files and has no checksum of its own; but it is written in one way only.
+        raise _invalid(path, ValueError("not the bytes that were written"))
+    return commit
 
 
 def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:
@@ -103,11 +105,23 @@ def read_target_commit(path: Path) -> dict[str, FileRecord]:
     Raises:
         ManifestInvalid: the file is not a commit.
     """
-    document = _load(path)
+    return read_file_records(path)
+
+
+def read_file_records(path: Path) -> dict[str, FileRecord]:
+    """Read a commit that holds sizes and checksums of files and nothing else.
+
+    Raises:
+        ManifestInvalid: the file is not such a commit.
+    """
     try:
-        return _records(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = read_bounded(path)
+        records = _records(parse_object(text))
+    except (KeyError, TypeError, ValueError) as error:
         raise _invalid(path, error) from error
+    if target_commit_json(records) != text:
+        raise _invalid(path, ValueError("not the bytes that were written"))
+    return records
 
 
 def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tuple[Path, StoreError]]:
@@ -127,25 +141,20 @@ def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tupl
 
 
 def _records(document: dict) -> dict[str, FileRecord]:
-    return {name: FileRecord(int(record["bytes"]), int(record["crc32"])) for name, record in document["files"].items()}
+    return {
+        relative_name(name): FileRecord(
+            whole_number(record["bytes"], "bytes"), whole_number(record["crc32"], "crc32", 0, (1 << 32) - 1)
+        )
+        for name, record in mapping(document["files"], "files").items()
+    }
 
 
 def _dump(document: Mapping) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _load(path: Path) -> dict:
-    try:
-        document = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise _invalid(path, error) from error
-    if not isinstance(document, dict):
-        raise _invalid(path, TypeError(f"a JSON {type(document).__name__}"))
-    return document
-
-
 def _invalid(path: Path, error: Exception) -> ManifestInvalid:
-    return ManifestInvalid(f"{path} is not a commit ({error!r}). Delete it and run extract again: it redoes that part.")
+    return ManifestInvalid(f"{path} is not a commit ({error}). Delete it and run extract again: it redoes that part.")
 
 
 _REPAIR = "Run extract again: it redoes that part only."

@@ -30,6 +30,10 @@ PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(pa.fie
 """Columns of plan.parquet: the above, the part, and the sequence's first position on the part's token axis."""
 
 
+MAX_ID_BYTES = 1024
+"""Longest sequence id that is read."""
+
+
 def aligned(n_tokens: int, alignment_tokens: int) -> int:
     """Round a number of tokens up to the alignment."""
     return math.ceil(n_tokens / alignment_tokens) * alignment_tokens
@@ -129,15 +133,30 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def read_plan(path: Path) -> pa.Table:
-    """Read plan.parquet.
+    """Read plan.parquet; what it says about its own size is believed only as far as the file's size allows.
 
     Raises:
         ManifestInvalid: missing, unreadable, or with other columns.
     """
     try:
-        plan = pq.read_table(pa.BufferReader(path.read_bytes()))
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {error}. Restore it.") from error
+        content = path.read_bytes()
+        file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
+        # Ids differ, so that a row takes a byte at least; other columns may be packed to next to nothing.
+        if file.schema_arrow.names != PLAN_SCHEMA.names or file.metadata.num_rows > len(content):
+            raise ValueError(f"columns {file.schema_arrow.names}, {file.metadata.num_rows} rows, {len(content)} bytes")
+        plan = file.read()
+        longest = max((_longest_text(chunk.dictionary) for chunk in plan["sequence_id"].chunks), default=0)
+        if longest > MAX_ID_BYTES:
+            raise ValueError(f"a sequence id has {longest} bytes")
+        plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
+        plan.validate(full=True)
+    except (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {reason}. Restore it.") from error
     if not plan.schema.equals(PLAN_SCHEMA):
         raise ManifestInvalid(f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}.")
     return plan
+
+
+def _longest_text(values: pa.Array) -> int:
+    return int(pc.max(pc.binary_length(values)).as_py() or 0)

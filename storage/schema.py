@@ -24,12 +24,14 @@ bytes in every file. ``docs/format.md`` explains the format to other programs.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from .documents import mapping, parse_object, relative_name, whole_number, whole_numbers
 from .dtypes import storage_dtype
 from .errors import ManifestInvalid, SchemaVersionError
 
@@ -48,6 +50,9 @@ CONVENTIONS: dict[str, str] = {
     "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
 }
 """What the numbers mean in schema version 1. Every manifest carries these; a reader refuses other values."""
+
+MAX_TOKEN_VALUES = 1 << 26
+"""Most values that one token of a field may have; the largest models have about a million."""
 
 TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
@@ -209,13 +214,39 @@ class StoreManifest:
         _check_keys(document, {item.name for item in fields(cls)}, source)
         spec_keys = {item.name for item in fields(FieldSpec)}
         try:
+            _check_kinds(document)
             for spec in document["fields"]:
-                _check_keys(spec, spec_keys, f"{source}: a field")
-            return cls(**(document | {"fields": tuple(FieldSpec(**spec) for spec in document["fields"])}))
-        except (TypeError, ValueError, AttributeError) as error:
+                _check_keys(mapping(spec, "a field"), spec_keys, f"{source}: a field")
+            return cls(**(document | {"fields": tuple(_read_field(spec) for spec in document["fields"])}))
+        except (TypeError, ValueError) as error:
             if isinstance(error, ManifestInvalid):
                 raise
             raise ManifestInvalid(f"{source} holds a value of the wrong kind: {error}") from error
+
+
+def _check_kinds(document: Mapping[str, Any]) -> None:
+    """Refuse counts that are no counts and objects that are no objects, before anything is computed from them."""
+    for name in ("n_sequences", "n_parts", "n_tokens", "alignment_tokens"):
+        whole_number(document[name], name, 1)
+    for name in ("target", "identities", "extraction", "codec", "conventions"):
+        mapping(document[name], name)
+    if not isinstance(document["codec"].get("name"), str):
+        raise ValueError("the codec has no name")
+    if not isinstance(document["fields"], list):
+        raise ValueError("fields is no list")
+
+
+def _read_field(document: Mapping[str, Any]) -> FieldSpec:
+    """Return a field of store.json, its values checked for their kinds and its row for a sane size."""
+    axes = document["axes"]
+    if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
+        raise ValueError(f"the axes of field {document['name']!r} are no list of names")
+    if not isinstance(document["dtype"], str) or not isinstance(document["description"], str):
+        raise ValueError(f"dtype and description of field {document['name']!r} must be text")
+    shape = whole_numbers(document["token_shape"], "token_shape")
+    if math.prod(shape) > MAX_TOKEN_VALUES:
+        raise ValueError(f"field {document['name']!r} has {math.prod(shape)} values per token")
+    return FieldSpec(relative_name(document["name"]), document["dtype"], shape, tuple(axes), document["description"])
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -234,12 +265,9 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _json_object(text: str | bytes, source: str) -> dict[str, Any]:
     try:
-        document = json.loads(text)
+        return parse_object(text)
     except ValueError as error:
         raise ManifestInvalid(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
-    if not isinstance(document, dict):
-        raise ManifestInvalid(f"{source} must hold a JSON object, got {type(document).__name__}.")
-    return document
 
 
 def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) -> None:

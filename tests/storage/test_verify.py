@@ -24,6 +24,11 @@ def test_a_whole_store_is_ok(store: Path, recipe):
     assert seen[-1][:2] == (12, 12)
 
 
+def canonical(document: dict) -> str:
+    """The one way in which commits are written."""
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
@@ -65,7 +70,7 @@ def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path, recipe_of):
     commit = store / "commits/part-00000.json"
     document = json.loads(commit.read_text())
     document["files"]["hidden/last/c/0/0"]["bytes"] = two.stat().st_size
-    commit.write_text(json.dumps(document))
+    commit.write_text(canonical(document))
     one.write_bytes(two.read_bytes())
     (damage,) = verify_store(store).damages
     assert damage.path == "parts/part-00000.zarr/hidden/last/c/0/0"
@@ -83,7 +88,7 @@ def test_damaged_commits_are_found(store: Path):
     commit = store / "commits/part-00000.json"
     good = commit.read_text()
     document = json.loads(good)
-    commit.write_text(json.dumps(document | {"n_tokens": 1, "part": 3}))
+    commit.write_text(canonical(document | {"n_tokens": 1, "part": 3}))
     messages = [damage.message for damage in verify_store(store).damages]
     assert any("the commit says n_tokens 1, the plan has" in message for message in messages)
     assert any("the commit belongs to part 3" in message for message in messages)

@@ -1,0 +1,104 @@
+"""Reading the store's JSON documents when they may be damaged or hostile: bounded sizes, no surprising exceptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""Longest JSON document that is parsed; a commit of a part has about 100 bytes per file."""
+
+MAX_WHOLE_NUMBER = 1 << 48
+"""Largest count that a document may hold; sums and products of a few of them still fit 64 bits or are Python's."""
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return a document's bytes.
+
+    Raises:
+        ValueError: longer than any document that is parsed; nothing was read.
+        FileNotFoundError: no such file.
+    """
+    if (n_bytes := path.stat().st_size) > MAX_DOCUMENT_BYTES:
+        raise ValueError(f"it has {n_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are read")
+    return path.read_bytes()
+
+
+def parse_object(text: bytes | str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: too long, not JSON, nested too deeply, with NaN or Infinity, or not an object.
+    """
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise ValueError(f"{len(text)} bytes, at most {MAX_DOCUMENT_BYTES} are read")
+    try:
+        document = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"a JSON {type(document).__name__}, expected an object")
+    return document
+
+
+def whole_number(value: object, name: str, low: int = 0, high: int = MAX_WHOLE_NUMBER) -> int:
+    """Return a whole number of a document.
+
+    Args:
+        value: what the document holds.
+        name: of the key, for the message.
+        low: smallest value allowed.
+        high: largest value allowed.
+
+    Raises:
+        ValueError: no integer, or out of range.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} is {_shown(value)}, expected a whole number from {low} to {high}")
+    return value
+
+
+def whole_numbers(value: object, name: str, low: int = 1, high: int = MAX_WHOLE_NUMBER) -> tuple[int, ...]:
+    """Return a list of whole numbers of a document, at most 16 of them.
+
+    Raises:
+        ValueError: no list, too long, or an item that is no integer or out of range.
+    """
+    if not isinstance(value, list) or len(value) > 16:
+        raise ValueError(f"{name} is {_shown(value)}, expected a list of at most 16 numbers")
+    return tuple(whole_number(item, name, low, high) for item in value)
+
+
+def relative_name(name: object) -> str:
+    """Return the name of a file below a folder.
+
+    Raises:
+        ValueError: no text, absolute, or with empty, ``.`` or ``..`` steps.
+    """
+    if not isinstance(name, str) or "\0" in name or len(name) > 1024:
+        raise ValueError(f"{_shown(name)} is no relative path")
+    if any(step in ("", ".", "..") or len(step.encode()) > 255 for step in name.split("/")):
+        raise ValueError(f"{_shown(name)} is no relative path")
+    return name
+
+
+def mapping(value: object, name: str) -> Mapping[str, Any]:
+    """Return an object inside a document.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {_shown(value)}, expected an object")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"the number {name}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

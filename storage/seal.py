@@ -1,0 +1,110 @@
+"""The seal: sizes and checksums of store.json and plan.parquet, so that no flipped byte in them goes unnoticed.
+
+It is written to ``commits/store.json`` when a store is begun, or when an extraction goes on that found both files equal
+to what its inputs give. Stores without one (made before there were seals) are read as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from .commit import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, read_file_records
+from .durable import write_atomic
+from .errors import ManifestInvalid
+from .shard import FileRecord
+
+SEALED_NAMES = (MANIFEST_NAME, PLAN_NAME)
+
+
+def seal_path(store: Path) -> Path:
+    """Return the path of the seal."""
+    return store / COMMITS_NAME / "store.json"
+
+
+def write_seal(store: Path) -> None:
+    """Record the two files as they are.
+
+    Raises:
+        DiskFull: no room.
+    """
+    files = {}
+    for name in SEALED_NAMES:
+        content = (store / name).read_bytes()
+        files[name] = asdict(FileRecord(len(content), zlib.crc32(content)))
+    write_atomic(seal_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read_seal(store: Path) -> dict[str, FileRecord] | None:
+    """Return the recorded sizes and checksums by name, or None where there is no seal.
+
+    Raises:
+        ManifestInvalid: the seal is damaged.
+    """
+    path = seal_path(store)
+    if not path.exists():
+        return None
+    records = read_file_records(path)
+    if sorted(records) != sorted(SEALED_NAMES):
+        raise ManifestInvalid(f"{path} names the files {sorted(records)}, expected {sorted(SEALED_NAMES)}. {_RESTORE}")
+    return records
+
+
+def find_seal_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
+    """Return (path, error) for each of the two files that is not as recorded, or for the seal itself."""
+    try:
+        records = read_seal(store)
+    except ManifestInvalid as error:
+        return [(seal_path(store), error)]
+    damage = []
+    for name, record in (records or {}).items():
+        path = store / name
+        content = path.read_bytes() if path.exists() else b""
+        if not is_sealed(content, record):
+            message = f"{path} is not the file that was written: its checksum differs from the one in {COMMITS_NAME}/."
+            damage.append((path, ManifestInvalid(f"{message} {_RESTORE}")))
+    return damage
+
+
+def is_sealed(content: bytes, record: FileRecord) -> bool:
+    """Whether these bytes are the recorded ones."""
+    return len(content) == record.bytes and zlib.crc32(content) == record.crc32
+
+
+def check_seal(store: Path) -> None:
+    """Refuse a store whose store.json or plan.parquet has changed since it was begun.
+
+    Raises:
+        ManifestInvalid: naming the file.
+    """
+    for _, error in find_seal_damage(store):
+        raise error
+
+
+def restore_sealed_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
+    """Write store.json and plan.parquet anew where they are damaged and the seal confirms the given bytes.
+
+    Args:
+        store: the store's folder.
+        contents: name -> bytes that the same inputs give.
+
+    Returns:
+        Names of the files that were written.
+
+    Raises:
+        ManifestInvalid: there is no whole seal, or it was made of other bytes.
+    """
+    records = read_seal(store)
+    restored = []
+    for path, error in find_seal_damage(store):
+        if not is_sealed(contents[path.name], (records or {})[path.name]):
+            raise error
+        write_atomic(path, contents[path.name])
+        restored.append(path.name)
+    return restored
+
+
+_RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
