@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from .codecs.registry import StoreCodec
 from .commit import (
+    CODEC_NAME,
     COMMITS_NAME,
     KNOWN_NAMES,
     LOCK_NAME,
@@ -44,6 +45,7 @@ from .errors import ManifestInvalid, OutputOccupied, StoreError, StoreLocked, St
 from .part_writer import PartWriter
 from .plan import check_plan, part_lengths, plan_bytes, read_plan
 from .schema import StoreManifest, flatten
+from .seal import find_seal_damage, restore_sealed_files, seal_path, write_seal
 from .shard import FileRecord
 
 
@@ -65,17 +67,24 @@ class StoreWriter:
         self.repaired_parts: tuple[int, ...] = ()
         self._lock_fd = lock_fd
         self._lengths = part_lengths(plan, manifest.alignment_tokens)
-        self.codec = StoreCodec(str(manifest.codec["name"]), manifest.fields, manifest.target)
+        self.codec = StoreCodec.open(manifest, path)
         self._committed: set[int] = set()
 
     @classmethod
-    def create_or_resume(cls, path: str | os.PathLike[str], manifest: StoreManifest, plan: pa.Table) -> StoreWriter:
+    def create_or_resume(
+        cls,
+        path: str | os.PathLike[str],
+        manifest: StoreManifest,
+        plan: pa.Table,
+        codec_files: Mapping[str, bytes] | None = None,
+    ) -> StoreWriter:
         """Start a store, or go on with one that was made from the same inputs.
 
         Args:
             path: folder, created if missing.
             manifest: everything that shapes the data.
             plan: table of ``plan_parts``.
+            codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
 
         Raises:
             OutputOccupied: the folder holds something else.
@@ -93,14 +102,19 @@ class StoreWriter:
             store.mkdir(parents=True, exist_ok=True)
         lock_fd = _lock(store)
         try:
-            if (store / MANIFEST_NAME).exists():
+            if seal_path(store).exists() or (store / MANIFEST_NAME).exists():
+                _restore(store, manifest, plan)
                 _check_same(store, manifest, plan)
+                _write_codec(store, codec_files or {})
             else:
+                _write_codec(store, codec_files or {})
                 write_atomic(store / PLAN_NAME, plan_bytes(plan))
                 # The manifest comes last: without it the folder is an unfinished start, which is begun afresh.
                 write_atomic(store / MANIFEST_NAME, manifest.to_json().encode())
             writer = cls(store, manifest, plan, lock_fd)
             writer._clean()
+            if not seal_path(store).exists() or find_seal_damage(store):
+                write_seal(store)  # both files were found equal to what the inputs give
             return writer
         except BaseException:
             os.close(lock_fd)
@@ -171,6 +185,19 @@ class StoreWriter:
             on_commit=self._committed.add,
         )
 
+    def drop_part(self, part: int) -> None:
+        """Delete a part; it is pending again. Readers that hold it open read on, others do not see it."""
+        commit_path(self.path, part).unlink(missing_ok=True)
+        fsync_directory(self.path / COMMITS_NAME)
+        _remove(part_path(self.path, part))
+        self._committed.discard(part)
+
+    def drop_target(self) -> None:
+        """Delete the target bundle; until it is written again, the store cannot be trained from."""
+        target_commit_path(self.path).unlink(missing_ok=True)
+        fsync_directory(self.path / COMMITS_NAME)
+        _remove(self.target_path)
+
     def record_run(self, record: Mapping[str, Any]) -> Path:
         """Write a record of this run (command, versions, timings) to ``runs/``.
 
@@ -239,7 +266,22 @@ class StoreWriter:
             commit = read_part_commit(commit_path(self.path, part))
         except ManifestInvalid:
             return False
-        return commit.part == part and not find_size_damage(part_path(self.path, part), commit.files)
+        rows = self.plan["part"].to_numpy() == part
+        planned = (part, int(rows.sum()), int(self.plan["n_tokens"].to_numpy()[rows].sum(dtype=np.int64)))
+        if (commit.part, commit.n_sequences, commit.n_tokens) != planned:
+            return False
+        return commit.allocated_tokens == self._lengths[part] and not find_size_damage(
+            part_path(self.path, part), commit.files
+        )
+
+
+def _write_codec(store: Path, files: Mapping[str, bytes]) -> None:
+    """Write what the codec has learned, unless it is there; the manifest, written later, holds its hash."""
+    for name, content in files.items():
+        path = store / CODEC_NAME / name
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists() or path.read_bytes() != content:
+            write_atomic(path, content)
 
 
 def _check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
@@ -264,8 +306,15 @@ def _check_unoccupied(store: Path) -> None:
         try:
             StoreManifest.from_json(manifest.read_bytes(), str(manifest))
         except ManifestInvalid as error:
+            if seal_path(store).exists():
+                return  # a store whose manifest is damaged: it is restored, or the damage is named
             raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
+    if any((store / COMMITS_NAME).glob("part-*.json")) and not seal_path(store).exists():
+        raise OutputOccupied(
+            f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
+            f"Restore {MANIFEST_NAME}, or choose another output folder."
+        )
     names = {entry.name for entry in store.iterdir()}
     foreign = sorted(name for name in names if name.removesuffix(PARTIAL_SUFFIX) not in KNOWN_NAMES)
     if names and (foreign or LOCK_NAME not in names):
@@ -295,6 +344,19 @@ def _lock(store: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
+    """Write a damaged or lost store.json or plan.parquet anew if these inputs are the store's, else name the damage."""
+    if not seal_path(store).exists():
+        return
+    contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
+    try:
+        restore_sealed_files(store, contents)
+    except ManifestInvalid:
+        if not (store / MANIFEST_NAME).exists():
+            raise
+        # Either the seal is damaged, or the inputs are others: the comparison that follows says which.
 
 
 def _check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:

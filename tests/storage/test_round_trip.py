@@ -111,7 +111,7 @@ def test_our_reader_reads_a_shard_that_zarr_wrote(store: Path, recipe):
     commit = store / "commits" / "part-00000.json"
     document = json.loads(commit.read_text())
     document["files"]["kv/c/0/0/0/0/0"]["bytes"] = size
-    commit.write_text(json.dumps(document))
+    commit.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     with ActivationStore(store) as reader:
         rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
         for i in rows:

@@ -21,7 +21,8 @@ def test_a_whole_store_is_ok(store: Path, recipe):
     assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts, 0)
     assert (report.n_sequences, report.n_tokens) == (12, 881)
     assert report.n_bytes == sum(path.stat().st_size for path in (store / "parts").rglob("*") if path.is_file())
-    assert seen[-1][:2] == (12, 12)
+    assert seen[-1][:2] == (report.n_bytes, report.n_bytes)
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
 
 
 def canonical(document: dict) -> str:
@@ -153,12 +154,17 @@ def test_unreadable_stores_raise(store: Path, tmp_path: Path, recipe):
         verify_store(tmp_path)
     text = replace(recipe.manifest, schema_version=7).to_json()
     (store / "store.json").write_text(text)
+    (store / "commits/store.json").unlink()
     with pytest.raises(SchemaVersionError):
         verify_store(store)
 
 
 def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe):
     (store / "store.json").write_text(replace(recipe.manifest, n_tokens=3).to_json())
+    (damage,) = verify_store(store).damages
+    assert (damage.part, damage.path) == (None, "store.json")
+    assert "is not the file that was written" in damage.message
+    (store / "commits/store.json").unlink()  # as in stores from before there were seals
     assert StoreManifest.from_json((store / "store.json").read_text()).n_tokens == 3
     (damage,) = verify_store(store).damages
     assert damage.message == "plan.parquet has n_tokens 881, store.json says 3"
