@@ -12,7 +12,6 @@ around zero, which costs little error and many fewer bits where most codes are z
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,16 +19,17 @@ import numpy as np
 from .packing import CODES_PER_BYTE, LOW_LEVELS, WIDE_LEVELS
 
 LEVELS = (*CODES_PER_BYTE, WIDE_LEVELS)
-ROUNDINGS = (0.5, 0.42, 0.34, 0.26)
-STEP_RATIOS = 2.0 ** (np.arange(-7, 8) / 3)
+ROUNDINGS = (0.5, 0.4, 0.3)
+STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
 """Steps tried, relative to the one of high-rate theory: a third of an octave apart."""
 
 DROPPED = 1
 """Number of levels of a component that is not stored."""
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Huffman's table, frame headers, checksum and index entry of one inner chunk, seen at 512 to 2048 tokens a chunk.
-_CHUNK_OVERHEAD_BITS = 8 * 400
+# What one more stored array costs for each inner chunk: Huffman's table, headers, checksum and index entry take about
+# 120 bytes; the rest stands for the time of reading one more chunk.
+_ARRAY_PENALTY_BITS = 8 * 200
 _MAX_SEGMENTS = 64
 
 
@@ -196,30 +196,6 @@ def allocate(options: Options, budget_bits: float) -> np.ndarray:
     return chosen
 
 
-def huffman_bits(counts: np.ndarray) -> float:
-    """Return the total bits of a Huffman code for symbols with these counts: [n_symbols]."""
-    heap = [float(count) for count in counts if count > 0]
-    if len(heap) < 2:
-        return 0.0
-    heapq.heapify(heap)
-    total = 0.0
-    while len(heap) > 1:
-        merged = heapq.heappop(heap) + heapq.heappop(heap)
-        total += merged
-        heapq.heappush(heap, merged)
-    return total
-
-
-def stored_bits(counts: np.ndarray, chunk_tokens: int) -> float:
-    """Return the bits per token of a stored array.
-
-    Args:
-        counts: [256], how often each byte occurs per token, over all bytes of a row.
-        chunk_tokens: tokens of one inner chunk, which share a Huffman table and the bytes around it.
-    """
-    return min(huffman_bits(counts), 8.0 * counts.sum()) + _CHUNK_OVERHEAD_BITS / chunk_tokens
-
-
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
     """Cut a row of bytes into runs that are stored apart, each with a Huffman code of its own.
 
@@ -236,7 +212,7 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
     best = np.zeros(len(ends))
     previous = np.zeros(len(ends), np.int64)
     for end in range(1, len(ends)):
-        costs = best[:end] + _code_bits(total[end] - total[:end]) + _CHUNK_OVERHEAD_BITS / chunk_tokens
+        costs = best[:end] + _code_bits(total[end] - total[:end]) + _ARRAY_PENALTY_BITS / chunk_tokens
         previous[end] = int(np.argmin(costs))
         best[end] = costs[previous[end]]
     cuts, at = [], len(ends) - 1

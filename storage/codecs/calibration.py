@@ -16,7 +16,7 @@ EARLY_POSITIONS = 8
 """Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
 
 MAX_BASIS_WIDTH = 16_384
-"""Widest part of one group. The basis takes up to ``width * MAX_COMPONENTS`` numbers, learning it several times that."""
+"""Widest part of one group. A basis takes up to ``width * MAX_COMPONENTS`` numbers; learning it, several times that."""
 
 MAX_COMPONENTS = 4_096
 """Components kept of one part of one group."""

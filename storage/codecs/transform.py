@@ -11,7 +11,7 @@ rotation of the keys at the positions that are read.
 
 Which layers share a basis, the *scope*, trades bytes for what a reader of one layer pays. Layers say much the same
 thing about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but a reader
-of one layer then reads the codes of all layers of the group (and multiplies by the part of the basis for its own layer).
+of one layer then reads the codes of all layers of the group, and multiplies by its own layer's share of the basis.
 
 ============  ==========================================================================================
 scope         a reader of one layer of L reads

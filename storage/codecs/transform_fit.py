@@ -1,7 +1,7 @@
 """Fitting a transform codec to a sample: bases, quantisers, and which codes are stored together.
 
-The budget is met in stored bytes, not in entropy: codes of the sample are packed, their Huffman code is counted, and
-the budget of the allocation is corrected until the two agree.
+The budget is met in stored bytes, not in entropy: codes of the sample are packed and go through the byte chain, and the
+budget of the allocation is corrected until the two agree.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .allocation import (
     allocate,
     measure_options,
     split_by_statistics,
-    stored_bits,
     water_level,
 )
 from .calibration import Basis, learn_basis, mean_rows
+from .chunk import encode_chunk
 from .packing import CODES_PER_BYTE, HIGH_LEVELS, LOW_LEVELS, WIDE_LEVELS, pack, split_wide
 
 CHUNK_TOKENS = 1024
@@ -28,6 +28,7 @@ CHUNK_TOKENS = 1024
 
 _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
+_INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
 # Components this far below the water level stay at zero bits whatever the shape of their distribution.
 _HOPELESS = 0.1
@@ -201,7 +202,7 @@ def _layout(
         for end in split_by_statistics(counts, CHUNK_TOKENS):
             first, last = start * CODES_PER_BYTE[levels], min(end * CODES_PER_BYTE[levels], len(ids))
             arrays += [n_arrays] * (last - first)
-            bits += stored_bits(counts[start:end].sum(0), CHUNK_TOKENS)
+            bits += _stored_bits(packed[:, start:end])
             n_arrays += 1
             start = end
         order += ids.tolist()
@@ -222,6 +223,12 @@ def _layout(
         shift_more=np.where(is_wide, 0, quantisers.shift_more)[chosen].astype(np.float32),
     )
     return columns_table, bits
+
+
+def _stored_bits(rows: np.ndarray) -> float:
+    """Bits per token of packed codes after the byte chain, index entries included: uint8 [n_tokens, n_bytes]."""
+    chunks = [rows[start : start + CHUNK_TOKENS] for start in range(0, len(rows), CHUNK_TOKENS)]
+    return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
 
 
 def _compact(bases: Sequence[Basis], columns: Columns) -> GroupFit:
