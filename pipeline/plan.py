@@ -170,7 +170,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     compute_dtype = resolve_compute_dtype(config, device)
     batch_tokens = config.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
     fields = field_specs(spec, sizes, config.dtype)
-    codec = _codec(config.codec, fields, sizes)
+    codec = _codec(config.codec, fields)
     n_tokens = int(table["n_tokens"].to_numpy().astype(np.int64).sum())
     manifest = StoreManifest(
         fields=fields,
@@ -240,9 +240,9 @@ def format_hours(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
-def _codec(name: str, fields: tuple[FieldSpec, ...], sizes: Mapping[str, Any]) -> StoreCodec:
+def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
     try:
-        return StoreCodec(name, fields, sizes)
+        return StoreCodec(name, fields)
     except CodecUnknown as error:
         raise ConfigError(f"{error} Mend --codec.") from error
 

@@ -99,7 +99,7 @@ class ActivationStore:
         self._parts = self.sequences["part"].to_numpy()
         self._first_tokens = self.sequences["first_token"].to_numpy()
         self._n_tokens = self.sequences["n_tokens"].to_numpy()
-        self.codec = StoreCodec(str(self.manifest.codec["name"]), self.manifest.fields, self.manifest.target)
+        self.codec = StoreCodec.open(self.manifest, self.path)
         self._arrays = PartArrays(self.path, self.commits)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .commit import PLAN_NAME
+from .codecs.registry import StoreCodec
+from .commit import PLAN_NAME, PartCommit
 from .plan import read_plan
 from .reader import read_commits, read_manifest
+
+
+@dataclass(frozen=True)
+class ArraySummary:
+    """Size of one stored array over all committed parts.
+
+    Attributes:
+        name: path inside a part, e.g. ``"kv/key_codes"``.
+        dtype: what its numbers mean.
+        stored_bytes: bytes of its files.
+    """
+
+    name: str
+    dtype: str
+    stored_bytes: int
 
 
 @dataclass(frozen=True)
@@ -25,7 +42,8 @@ class FieldSummary:
         token_shape: shape of one token's values.
         description: one line.
         raw_bytes: bytes of the tokens' values, without padding and compression.
-        stored_bytes: bytes of its files.
+        n_values: numbers in the tokens' values, without padding.
+        arrays: what is stored for it; lossless is one array of the field's name.
     """
 
     name: str
@@ -33,7 +51,18 @@ class FieldSummary:
     token_shape: tuple[int, ...]
     description: str
     raw_bytes: int
-    stored_bytes: int
+    n_values: int
+    arrays: tuple[ArraySummary, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(array.stored_bytes for array in self.arrays)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits per number; NaN while nothing is committed."""
+        return 8 * self.stored_bytes / self.n_values if self.n_values else float("nan")
 
     @property
     def ratio(self) -> float:
@@ -134,6 +163,7 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
     committed = np.isin(plan["part"].to_numpy(), np.fromiter(commits, np.int32, len(commits)))
     lengths = plan["n_tokens"].to_numpy()[committed]
     n_tokens = int(lengths.sum(dtype=np.int64))
+    codec = StoreCodec.open(manifest, store)
     fields = tuple(
         FieldSummary(
             name=spec.name,
@@ -141,11 +171,10 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
             token_shape=spec.token_shape,
             description=spec.description,
             raw_bytes=spec.token_bytes * n_tokens,
-            stored_bytes=sum(
-                record.bytes
-                for commit in commits.values()
-                for name, record in commit.files.items()
-                if name.startswith(f"{spec.name}/")
+            n_values=math.prod(spec.token_shape) * n_tokens,
+            arrays=tuple(
+                ArraySummary(array.name, array.logical_dtype, _array_bytes(commits.values(), array.name))
+                for array in codec.fields[spec.name].arrays
             ),
         )
         for spec in manifest.fields
@@ -167,6 +196,12 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
         n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
         lengths=length_histogram(lengths, n_bins),
         has_target=(store / "target" / "config.json").exists(),
+    )
+
+
+def _array_bytes(commits: Iterable[PartCommit], name: str) -> int:
+    return sum(
+        record.bytes for commit in commits for file, record in commit.files.items() if file.startswith(f"{name}/")
     )
 
 

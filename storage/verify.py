@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from .codecs.field import FieldCodec
 from .commit import (
     COMMITS_NAME,
     MANIFEST_NAME,
@@ -282,28 +283,53 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
     who = f"sequence {row['sequence_id']} (source row {row['source_row']})"
     folder = part_path(Path(), row["part"])
     for name, spec in reader.fields.items():
+        codec = reader.codec.fields[name]
         try:
-            message = _field_damage(reader, i, row, spec)
+            message = _field_damage(reader, i, row, spec) if codec.is_identity else None
+            found = {name: message} if message else {}
+            if not codec.is_identity:
+                found = _codes_damage(reader, i, row, codec)
         except StoreError as error:
-            message = str(error)
-        if message:
-            yield (folder / name).as_posix(), f"{who}: {message}"
+            found = {name: str(error)}
+        for array, message in found.items():
+            yield (folder / array).as_posix(), f"{who}: {message}"
+
+
+def _slices(row: dict[str, Any], spec: FieldSpec) -> Iterator[slice]:
+    """Cut a sequence so that threads stay small; every slice begins at a multiple of ``SLICE_TOKENS``."""
+    step = max(1, SLICE_BYTES // spec.token_bytes // SLICE_TOKENS) * SLICE_TOKENS
+    return (slice(start, start + step) for start in range(0, row["n_tokens"], step))
+
+
+def _codes_damage(reader: ActivationStore, i: int, row: dict[str, Any], codec: FieldCodec) -> dict[str, str]:
+    """Read what is stored for a field of a sequence; say for each stored array of floats what is not finite."""
+    found: dict[str, str] = {}
+    for tokens in _slices(row, codec.spec):
+        codes = reader.read(i, codec.spec.name, tokens=tokens, decoded=False)
+        for array in codec.arrays:
+            if array.logical_dtype not in FLOAT_DTYPES or array.name in found:
+                continue
+            finite = is_finite(codes[array.name], array.logical_dtype)
+            if not finite.all():
+                bad = np.argwhere(~finite)
+                first = [int(bad[0][0]) + tokens.start // array.block_tokens, *bad[0][1:].tolist()]
+                found[array.name] = _non_finite(len(bad), first, [], array.axes)
+    return found
 
 
 def _field_damage(reader: ActivationStore, i: int, row: dict[str, Any], spec: FieldSpec) -> str | None:
-    """Read a field of a sequence, a slice of its tokens at a time so that threads stay small; say what is wrong."""
-    step = max(1, SLICE_BYTES // spec.token_bytes // SLICE_TOKENS) * SLICE_TOKENS
+    """Read a field of a sequence, a slice of its tokens at a time; say what is wrong."""
     n_bad, n_masked, first, layers = 0, 0, None, set[int]()
     vocab_size = int(reader.manifest.target.get("vocab_size", np.iinfo(np.int32).max))
-    for start in range(0, row["n_tokens"], step):
-        values = reader.read(i, spec.name, tokens=slice(start, start + step))
+    for tokens in _slices(row, spec):
+        values = reader.read(i, spec.name, tokens=tokens)
         if spec.dtype in FLOAT_DTYPES:
             finite = is_finite(values, spec.dtype)
             if finite.all():
                 continue
             bad = np.argwhere(~finite)
             n_bad += len(bad)
-            first = first or [int(bad[0][0]) + start, *bad[0][1:].tolist()]
+            first = first or [int(bad[0][0]) + tokens.start, *bad[0][1:].tolist()]
             layers |= set() if spec.layer_axis is None else set(np.unique(bad[:, spec.layer_axis]).tolist())
         elif spec.name == "response_mask":
             if values.max(initial=0) > 1:
@@ -313,11 +339,11 @@ def _field_damage(reader: ActivationStore, i: int, row: dict[str, Any], spec: Fi
             return f"token ids {values.min()} to {values.max()} lie outside the vocabulary of {vocab_size}"
     if spec.name == "response_mask" and n_masked != row["n_response_tokens"]:
         return f"response mask counts {n_masked} tokens, the plan says {row['n_response_tokens']}"
-    return None if first is None else _non_finite(n_bad, first, sorted(layers), spec)
+    return None if first is None else _non_finite(n_bad, first, sorted(layers), spec.axes)
 
 
-def _non_finite(n_bad: int, first: list[int], layers: list[int], spec: FieldSpec) -> str:
+def _non_finite(n_bad: int, first: list[int], layers: list[int], axes: tuple[str, ...]) -> str:
     """Say how many values are NaN or infinite and where the first one is."""
-    where = ", ".join(f"{axis} {index}" for axis, index in zip(spec.axes, first, strict=True))
+    where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, first, strict=True))
     shown = f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}" if layers else ""
     return f"{n_bad} values are NaN or infinite{shown}; the first at {where}"

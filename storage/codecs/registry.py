@@ -1,44 +1,80 @@
-"""Codecs by name: which field codec each field of a store gets, and what ``store.json`` says about it."""
+"""Codecs by name: which field codec each field of a store gets, what is learned, and what ``store.json`` says of it."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from ..commit import CODEC_NAME
 from ..dtypes import FLOAT_DTYPES
-from ..errors import CodecUnknown
-from ..schema import FieldSpec
+from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
+from ..schema import FieldSpec, StoreManifest
 from .chunk import BYTE_CHAIN
-from .field import FieldCodec, StoredArray
+from .field import FieldCodec, LearnedCodec, StoredArray
 from .lossless import LosslessCodec
+from .quantised import SCHEMES, QuantisedCodec
+from .transform import TransformCodec, TransformSettings
 
 LOSSLESS = "lossless"
+TRANSFORM = "transform"
+BASIS_NAME = "basis.safetensors"
+MAX_BASIS_BYTES = 16 << 30
+
+Files = Mapping[str, bytes]
+"""Name inside the store's ``codec/`` -> content."""
 
 
 def codec_names() -> tuple[str, ...]:
     """Return the names that ``StoreCodec`` takes, for messages and help."""
-    return (LOSSLESS,)
+    return (LOSSLESS, *SCHEMES, f"{TRANSFORM}:<bits per value>")
 
 
 class StoreCodec:
     """The codecs of all fields of a store.
 
     Args:
-        name: e.g. ``"lossless"``.
+        name: e.g. ``"lossless"``, ``"int4"`` or ``"transform:1.0"``.
         specs: the store's fields. Fields of integers are lossless in every codec.
-        target: the target's sizes (``StoreManifest.target``), for codecs that need more than the field's shape.
 
     Attributes:
         name: the codec's name.
         fields: field name -> its codec.
 
     Raises:
-        CodecUnknown: no codec of that name.
+        CodecUnknown: no codec of that name, or none for a field.
     """
 
-    def __init__(self, name: str, specs: Iterable[FieldSpec], target: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, name: str, specs: Iterable[FieldSpec]) -> None:
         self.name = name
-        self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec, target or {}) for spec in specs}
+        _check_name(name)
+        self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec) for spec in specs}
+
+    @classmethod
+    def open(cls, manifest: StoreManifest, store: Path) -> StoreCodec:
+        """Return the codec of a store, with what it has learned.
+
+        Args:
+            manifest: the store's.
+            store: its folder.
+
+        Raises:
+            ManifestInvalid: the manifest names a codec that this release does not have.
+            ShardMissing: the learned basis is gone.
+            ShardCorrupt: it is not the one that the parts were written with.
+        """
+        try:
+            codec = cls(str(manifest.codec.get("name")), manifest.fields)
+        except CodecUnknown as error:
+            raise ManifestInvalid(f"{store}: {error} Install a release of moa-data that knows it.") from error
+        if codec.learned:
+            codec._load(store / CODEC_NAME / BASIS_NAME, str(manifest.codec.get("basis_sha256")))
+        return codec
 
     @property
     def arrays(self) -> Iterator[StoredArray]:
@@ -46,15 +82,78 @@ class StoreCodec:
         for codec in self.fields.values():
             yield from codec.arrays
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every field comes back bit for bit."""
+        return all(codec.is_identity for codec in self.fields.values())
+
+    @property
+    def learned(self) -> dict[str, LearnedCodec]:
+        """The field codecs that learn from a sample: ``calibrate`` them before ``describe`` and ``files``."""
+        return {name: codec for name, codec in self.fields.items() if isinstance(codec, LearnedCodec)}
+
     def describe(self) -> dict[str, Any]:
         """Return what ``store.json`` records about the codec; a change of any value changes the bytes."""
         settings = {name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity}
-        return {"name": self.name, "transform": settings or "identity", "bytes": list(BYTE_CHAIN)}
+        document = {"name": self.name, "transform": settings or "identity", "bytes": list(BYTE_CHAIN)}
+        if self.learned:
+            document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
+        return document
+
+    def files(self) -> dict[str, bytes]:
+        """Return the content of the store's ``codec/``; empty where nothing is learned."""
+        if not self.learned:
+            return {}
+        arrays = {
+            f"{name}:{key}": np.ascontiguousarray(value)
+            for name, codec in self.learned.items()
+            for key, value in codec.state().items()
+        }
+        return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
+
+    def load(self, content: bytes) -> None:
+        """Take over a basis that :meth:`files` gave.
+
+        Raises:
+            ValueError: it is not a basis for these fields.
+        """
+        try:
+            arrays = safetensors.numpy.load(content)
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"not a safetensors file: {error}") from error
+        for name, codec in self.learned.items():
+            prefix = f"{name}:"
+            codec.load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
+
+    def _load(self, path: Path, expected_sha256: str) -> None:
+        try:
+            n_bytes = path.stat().st_size
+            content = path.read_bytes() if n_bytes <= MAX_BASIS_BYTES else b""
+        except FileNotFoundError as error:
+            raise ShardMissing(f"{path} is missing: nothing can be decoded without it. Restore it.") from error
+        got = hashlib.sha256(content).hexdigest()
+        if got != expected_sha256:
+            raise ShardCorrupt(f"{path} has sha256 {got}, store.json says {expected_sha256}. Restore it from a copy.")
+        try:
+            self.load(content)
+        except ValueError as error:
+            raise ShardCorrupt(f"{path}: {error}") from error
 
 
-def _field_codec(name: str, spec: FieldSpec, target: Mapping[str, Any]) -> FieldCodec:
-    if name != LOSSLESS and name.split(":")[0] not in codec_names():
+def _check_name(name: str) -> None:
+    if name == LOSSLESS or name in SCHEMES:
+        return
+    if name.split(":")[0] != TRANSFORM:
         raise CodecUnknown(f"Unknown codec {name!r}. Use one of: {', '.join(codec_names())}.")
+    try:
+        TransformSettings.parse(name)
+    except ValueError as error:
+        raise CodecUnknown(str(error)) from error
+
+
+def _field_codec(name: str, spec: FieldSpec) -> FieldCodec:
     if name == LOSSLESS or spec.dtype not in FLOAT_DTYPES:
         return LosslessCodec(spec)
-    raise CodecUnknown(f"Codec {name!r} does not know fields like {spec.name!r}.")
+    if name in SCHEMES:
+        return QuantisedCodec(spec, SCHEMES[name])
+    return TransformCodec(spec, TransformSettings.parse(name))
