@@ -27,6 +27,7 @@ _LEAST = {
     "stop_after_steps": 1,
     "reader_threads": 1,
     "prefetch_batches": 1,
+    "prefetch_mb": 1,
     "seed": 0,
 }
 """Smallest value of each whole number."""
@@ -47,7 +48,7 @@ class TrainConfig:
     batch_size: int = 32
     """Sequences per optimizer step, over all devices and accumulation."""
     micro_batch_size: int | None = None
-    """Sequences per forward; the batch is accumulated from these. Default: the whole batch."""
+    """Sequences per forward; the batch is accumulated from these. Default: as many as keep activations below 1 GiB."""
     learning_rate: float = 3e-5
     """Learning rate at the end of the schedule."""
     peak_multiplier: float = 20.0
@@ -113,7 +114,9 @@ class TrainConfig:
     reader_threads: int = 2
     """Threads that read and decode shards."""
     prefetch_batches: int = 4
-    """Batches read ahead."""
+    """Most micro-batches read ahead."""
+    prefetch_mb: int = 1024
+    """Most MiB of activations read ahead; one micro-batch is read ahead however large it is."""
     seed: int = 0
     """Of the initial weights, the order of the data and all draws."""
 

@@ -2,12 +2,18 @@
 
 Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees what an uninterrupted one
 would.
+
+Host memory of the input is bounded: micro-batches that are read ahead take at most ``prefetch_mb`` together (one is
+read ahead however large it is), the trainer holds two more (the one in use and the next), and buffers that are free
+again are kept within the same bounds. By default a micro-batch holds at most ``MICRO_BATCH_BYTES`` of activations.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -15,13 +21,13 @@ import torch
 from torch import Tensor
 
 from ..moa import masks
-from ..moa.objective import Draws, TrainingInputs
+from ..moa.objective import Draws
 from ..storage.reader import ActivationStore
 from .batch import Batch
+from .batch_reader import MICRO_BATCH_BYTES, BatchReader, needed_fields, sequence_bytes
 from .config import TrainConfig
-from .errors import MissingField, TrainingError
+from .errors import TrainingError
 
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GROUPED_BATCHES = 32
 
 
@@ -59,72 +65,34 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     return order[random.permutation(n_batches)]
 
 
-def needed_fields(store: ActivationStore, config: TrainConfig) -> list[str]:
-    """Fields that training reads: kv, hidden/last and, for N > 0, the state that enters the last N layers.
+@dataclass
+class _Step:
+    """What one optimizer step on one device consists of.
 
-    Raises:
-        MissingField: the store lacks one; the message names the flags that would add it.
-        TrainingError: N is not below the target's number of layers.
+    Attributes:
+        rows: positions of all its sequences, those of other devices included.
+        draws: one row for each of them.
+        parts: for each micro-batch of this device, indices into ``rows``.
+        denominator: of each micro-batch; None until the response masks are read.
     """
-    n_layers = int(store.manifest.target["n_layers"])
-    if config.target_layer_inference >= n_layers:
-        raise TrainingError(
-            f"--target-layer-inference {config.target_layer_inference} must be below the target's {n_layers} layers."
-        )
-    needed = ["kv", "hidden/last"]
-    if config.target_layer_inference > 0:
-        needed.append(f"hidden/layer_{n_layers - config.target_layer_inference - 1}")
-    missing = [name for name in needed if name not in store.fields]
-    if missing:
-        flags = ",".join("kv" if name == "kv" else name.replace("/", ":").replace("_", ":") for name in needed)
-        raise MissingField(
-            f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
-            f"--target-layers {config.target_layer_inference}."
-        )
-    return needed
 
-
-class BatchReader:
-    """Reads given sequences of a store into one right-padded batch."""
-
-    def __init__(self, store: ActivationStore, config: TrainConfig, pin_memory: bool) -> None:
-        self.store, self.config, self._pin = store, config, pin_memory
-        self._fields = needed_fields(store, config)
-        self._entering = self._fields[2] if len(self._fields) > 2 else None
-
-    def read(self, sequences: np.ndarray, lengths: np.ndarray) -> TrainingInputs:
-        """Read sequences with the given token counts; padding is zero."""
-        n_rows, n_tokens = len(sequences), int(lengths.max())
-        tokens = torch.zeros(n_rows, n_tokens, dtype=torch.int64)
-        response = torch.zeros(n_rows, n_tokens, dtype=torch.bool)
-        activations = {name: self._buffer(name, n_rows, n_tokens) for name in self._fields}
-        for row, (sequence, length) in enumerate(zip(sequences.tolist(), lengths.tolist(), strict=True)):
-            tokens[row, :length] = torch.from_numpy(self.store.read(sequence, "tokens").astype(np.int64))
-            response[row, :length] = torch.from_numpy(self.store.read(sequence, "response_mask").astype(bool))
-            for name, buffer in activations.items():
-                buffer[row, length:] = 0
-                self.store.read_into(sequence, name, _as_stored(buffer[row]))
-        return TrainingInputs(
-            tokens=tokens,
-            response_mask=response,
-            kv=activations["kv"].flatten(3),
-            hidden=activations["hidden/last"],
-            entering_hidden=activations[self._entering] if self._entering else None,
-        )
-
-    def _buffer(self, name: str, n_rows: int, n_tokens: int) -> Tensor:
-        spec = self.store.fields[name]
-        dtype = _TORCH_DTYPES[spec.dtype]
-        return torch.empty(n_rows, n_tokens, *spec.token_shape, dtype=dtype, pin_memory=self._pin)
-
-
-def _as_stored(buffer: Tensor) -> np.ndarray:
-    """A numpy view in the stored dtype; numpy has no bfloat16, the store keeps its bits as uint16."""
-    return buffer.view(torch.uint16).numpy() if buffer.dtype == torch.bfloat16 else buffer.numpy()
+    rows: np.ndarray
+    draws: "DrawnRows"
+    parts: list[np.ndarray]
+    denominator: float | None = None
 
 
 class TrainingStream:
-    """Endless micro-batches from a given step on, read ahead by threads."""
+    """Endless micro-batches from a given step on, read ahead of the trainer.
+
+    Args:
+        reader: reads the batches.
+        sequences: indices of the training sequences.
+        lengths: tokens of each of them.
+        max_steps: of the run, for the curriculum.
+        rank: of this device.
+        n_ranks: devices.
+    """
 
     def __init__(
         self, reader: BatchReader, sequences: np.ndarray, lengths: np.ndarray, max_steps: int, rank: int, n_ranks: int
@@ -132,56 +100,93 @@ class TrainingStream:
         config = reader.config
         self._reader, self._sequences, self._lengths = reader, sequences, lengths
         self._max_steps, self._rank, self._n_ranks = max_steps, rank, n_ranks
+        self._micro = micro_batch_size(config, n_ranks, reader.n_bytes(lengths.max(initial=0, keepdims=True)))
+        self._epoch_order: tuple[int, np.ndarray] | None = None
         self.steps_per_epoch = len(sequences) // config.batch_size
         self.start_step = 0
 
     def __iter__(self) -> Iterator[Batch]:
         config = self._reader.config
-        with ThreadPoolExecutor(config.reader_threads, thread_name_prefix="shard-reader") as pool:
-            pending: deque[Future[list[Batch]]] = deque()
-            step = self.start_step
-            while True:
-                while len(pending) < max(1, config.prefetch_batches):
-                    pending.append(pool.submit(self._step_batches, step))
-                    step += 1
-                yield from pending.popleft().result()
+        return _read_ahead(self._reads(), config.prefetch_batches, config.prefetch_mb << 20)
 
-    def _step_batches(self, step: int) -> list[Batch]:
-        """All micro-batches of one optimizer step on this rank."""
-        began = time.perf_counter()
+    def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
+        """Yield for each micro-batch its bytes and what reads it."""
+        step = self.start_step
+        while True:
+            plan = self._plan(step)
+            for part in plan.parts:
+                yield self._reader.n_bytes(self._lengths[plan.rows[part]]), partial(self._read, plan, part)
+            step += 1
+
+    def _plan(self, step: int) -> _Step:
         config = self._reader.config
         epoch, index = divmod(step, self.steps_per_epoch)
-        rows = epoch_order(self._lengths, config.batch_size, config.seed, epoch)[index]
-        draws = draw(config, step, self._max_steps)
+        if self._epoch_order is None or self._epoch_order[0] != epoch:
+            self._epoch_order = epoch, epoch_order(self._lengths, config.batch_size, config.seed, epoch)
         mine = np.arange(self._rank, config.batch_size, self._n_ranks)
-        micro = micro_batch_size(config, self._n_ranks)
-        batches = []
-        for start in range(0, len(mine), micro):
-            part = mine[start : start + micro]
-            inputs = self._reader.read(self._sequences[rows[part]], self._lengths[rows[part]])
-            picked = torch.from_numpy(part)
-            own = _rows_of(draws, picked)
-            batches.append(Batch(inputs, own, 1.0, int(self._lengths[rows[part]].sum())))
-        n_positions = sum(count_loss_positions(batch.inputs.response_mask, batch.draws, config) for batch in batches)
-        for row in np.setdiff1d(np.arange(config.batch_size), mine).tolist():  # of the other devices
-            response = torch.from_numpy(self._reader.store.read(int(self._sequences[rows[row]]), "response_mask"))
-            n_positions += count_loss_positions(response[None], _rows_of(draws, slice(row, row + 1)), config)
-        for batch in batches:
+        parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
+        return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
+
+    def _read(self, plan: _Step, part: np.ndarray) -> Batch:
+        """Read one micro-batch; the one thread that reads ahead calls this."""
+        began = time.perf_counter()
+        if plan.denominator is None:
             # Lightning averages over micro-batches, and over devices.
-            batch.denominator = max(1, n_positions) / (len(batches) * self._n_ranks)
-            batch.read_s = (time.perf_counter() - began) / len(batches)
-        return batches
+            response = self._reader.response_masks(self._sequences[plan.rows])
+            n_positions = count_loss_positions(response, plan.draws, self._reader.config)
+            plan.denominator = max(1, n_positions) / (len(plan.parts) * self._n_ranks)
+        rows = plan.rows[part]
+        inputs = self._reader.read(self._sequences[rows], self._lengths[rows])
+        own = _rows_of(plan.draws, torch.from_numpy(part))
+        n_tokens = int(self._lengths[rows].sum())
+        return Batch(inputs, own, plan.denominator, n_tokens, time.perf_counter() - began)
 
 
-def micro_batch_size(config: TrainConfig, n_ranks: int) -> int:
-    """Sequences per forward on one device; must divide the device's share of the batch."""
+def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
+    """Yield batches in order while a thread reads the next ones.
+
+    Args:
+        reads: for each batch its bytes and what reads it.
+        max_batches: most batches that are under way or wait.
+        max_bytes: most bytes of them together; one batch is read ahead however large it is.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
+        pending: deque[tuple[int, Future[Batch]]] = deque()
+        ahead_bytes = 0
+        waiting = next(reads, None)
+        while waiting or pending:
+            while waiting and (not pending or (len(pending) < max_batches and ahead_bytes + waiting[0] <= max_bytes)):
+                pending.append((waiting[0], pool.submit(waiting[1])))
+                ahead_bytes += waiting[0]
+                waiting = next(reads, None)
+            n_bytes, batch = pending.popleft()
+            ahead_bytes -= n_bytes
+            yield batch.result()
+
+
+def micro_batch_size(config: TrainConfig, n_ranks: int, sequence_bytes: int = 0) -> int:
+    """Sequences per forward on one device; divides the device's share of the batch.
+
+    Args:
+        config: of the run; its own ``micro_batch_size`` is taken where it is given.
+        n_ranks: devices.
+        sequence_bytes: activations of the longest sequence; as many sequences as stay below ``MICRO_BATCH_BYTES``.
+
+    Raises:
+        TrainingError: the batch does not divide over the devices, or the share not over the micro-batches.
+    """
     share, rest = divmod(config.batch_size, n_ranks)
     if rest:
         raise TrainingError(f"--batch-size {config.batch_size} does not divide over {n_ranks} devices.")
-    micro = config.micro_batch_size or share
-    if share % micro:
-        raise TrainingError(f"--micro-batch-size {micro} does not divide the {share} sequences of a device.")
-    return micro
+    if config.micro_batch_size is None:
+        return max(
+            n for n in range(1, share + 1) if share % n == 0 and (n == 1 or n * sequence_bytes <= MICRO_BATCH_BYTES)
+        )
+    if share % config.micro_batch_size:
+        raise TrainingError(
+            f"--micro-batch-size {config.micro_batch_size} does not divide the {share} sequences of a device."
+        )
+    return config.micro_batch_size
 
 
 def count_loss_positions(response: Tensor, draws: Draws, config: TrainConfig) -> int:
@@ -214,17 +219,40 @@ def _rows_of(draws: DrawnRows, rows: Tensor | slice) -> Draws:
     return Draws(draws.step_bound[rows], draws.staircase_rows[rows], draws.offset[rows])
 
 
-class FixedBatches:
-    """Batches in memory; not a list, because Lightning takes a list for several dataloaders."""
+class ValidationBatches:
+    """The validation batches, read ahead on each pass; sorted by length.
 
-    def __init__(self, batches: list[Batch]) -> None:
-        self._batches = batches
+    Blocks have draft_length steps with a fixed phase per sequence.
 
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches)
+    Args:
+        reader: reads the batches.
+        sequences: indices of the validation sequences, ascending by length.
+        lengths: tokens of each of them.
+        batch_size: sequences per batch.
+    """
+
+    def __init__(self, reader: BatchReader, sequences: np.ndarray, lengths: np.ndarray, batch_size: int) -> None:
+        self._reader, self._sequences, self._lengths, self._batch_size = reader, sequences, lengths, batch_size
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return -(-len(self._sequences) // self._batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        config = self._reader.config
+        starts = range(0, len(self._sequences), self._batch_size)
+        reads = (
+            (self._reader.n_bytes(self._lengths[start : start + self._batch_size]), partial(self._read, start))
+            for start in starts
+        )
+        return _read_ahead(reads, config.prefetch_batches, config.prefetch_mb << 20)
+
+    def _read(self, start: int) -> Batch:
+        n_steps = self._reader.config.draft_length + 1
+        part = self._sequences[start : start + self._batch_size]
+        lengths = self._lengths[start : start + self._batch_size]
+        phase = torch.arange(start, start + len(part)) % n_steps
+        draws = Draws(torch.full((len(part),), n_steps), torch.zeros(len(part), dtype=torch.bool), phase)
+        return Batch(self._reader.read(part, lengths), draws, 1.0, int(lengths.sum()))
 
 
 class StoreDataModule(L.LightningDataModule):
@@ -247,7 +275,6 @@ class StoreDataModule(L.LightningDataModule):
         needed_fields(store, config)
         self.steps_per_epoch = max(1, len(train) // config.batch_size)
         self.max_steps = config.max_steps or max(1, round((config.epochs or 1) * self.steps_per_epoch))
-        self.n_validation_batches = -(-len(self.validation_sequences) // max(1, config.batch_size))
 
     def train_dataloader(self) -> TrainingStream:
         """Stream that starts at the trainer's current step."""
@@ -265,17 +292,17 @@ class StoreDataModule(L.LightningDataModule):
         stream.start_step = trainer.global_step
         return stream
 
-    def val_dataloader(self) -> "FixedBatches":
-        """The validation batches, sorted by length; blocks of draft_length steps with a fixed phase per sequence."""
+    def val_dataloader(self) -> ValidationBatches:
+        """The validation batches."""
         reader = BatchReader(self.store, self.config, pin_memory=False)
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
-        batches = []
-        for start in range(0, len(chosen), self.config.batch_size):
-            part = chosen[start : start + self.config.batch_size]
-            bound = torch.full((len(part),), self.config.draft_length + 1)
-            phase = torch.arange(start, start + len(part)) % (self.config.draft_length + 1)
-            draws = Draws(bound, torch.zeros(len(part), dtype=torch.bool), phase)
-            inputs = reader.read(part, self._lengths[part])
-            batches.append(Batch(inputs, draws, 1.0, int(self._lengths[part].sum())))
-        return FixedBatches(batches)
+        size = min(
+            self.config.batch_size, self.micro_batch_size(1) if self.config.micro_batch_size is None else 1 << 30
+        )
+        return ValidationBatches(reader, chosen, self._lengths[chosen], size)
+
+    def micro_batch_size(self, n_ranks: int) -> int:
+        """Sequences per forward on one device."""
+        longest = int(self._lengths[self.train_sequences].max(initial=0))
+        return micro_batch_size(self.config, n_ranks, sequence_bytes(self.store, self.config, longest))

@@ -27,7 +27,7 @@ from . import callbacks
 from .allocator import keep_freed_memory
 from .config import TrainConfig
 from .curves import keep_earlier_metrics, plot_curves
-from .data import StoreDataModule, micro_batch_size
+from .data import StoreDataModule
 from .errors import RunExists, TrainingError, TrainingInterrupted
 from .module import DrafterModule
 
@@ -44,6 +44,7 @@ _FREE_TO_CHANGE = frozenset(
         "accelerator",
         "reader_threads",
         "prefetch_batches",
+        "prefetch_mb",
         "log_every",
         "checkpoint_every",
     }
@@ -208,7 +209,7 @@ def _build_trainer(
             f"{config.precision} ({error}); choose others, or auto."
         ) from error
     share = config.batch_size // trainer.world_size
-    trainer.accumulate_grad_batches = share // micro_batch_size(config, trainer.world_size)
+    trainer.accumulate_grad_batches = share // data.micro_batch_size(trainer.world_size)
     trainer.val_check_interval = config.validate_every * trainer.accumulate_grad_batches if has_validation else 1.0
     return trainer
 

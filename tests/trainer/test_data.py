@@ -6,13 +6,16 @@ import torch
 
 from moa_data.moa.objective import Draws
 from moa_data.storage.reader import ActivationStore
+from moa_data.trainer import data as data_module
+from moa_data.trainer.batch_reader import MICRO_BATCH_BYTES, BatchReader
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import (
-    BatchReader,
     TrainingStream,
+    ValidationBatches,
     count_loss_positions,
     draw,
     epoch_order,
+    micro_batch_size,
     split_sequences,
 )
 
@@ -127,3 +130,74 @@ def test_draws_cover_their_range_and_the_curriculum():
     assert isinstance(drawn, Draws)
     assert (drawn.offset < drawn.step_bound).all()
     assert not draw(config(batch_size=64, official_quirks=True), 7, 100).offset.any()
+
+
+def test_the_order_is_computed_once_per_epoch(store_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(data_module, "epoch_order", lambda *args: calls.append(args[3]) or epoch_order(*args))
+    iterator = iter(stream_of(ActivationStore(store_path), config()))
+    for _ in range(20):
+        next(iterator)
+    assert calls == [0, 1]
+
+
+def test_what_is_read_ahead_is_bounded_in_bytes():
+    running, done = [], []
+
+    def reads():
+        for i, n_bytes in enumerate([40, 40, 40, 500, 10, 10, 10, 10, 10]):
+            running.append((i, n_bytes))
+            yield n_bytes, lambda i=i: done.append(i) or i
+
+    iterator = data_module._read_ahead(reads(), max_batches=3, max_bytes=100)
+    assert next(iterator) == 0
+    assert [i for i, _ in running] == [0, 1, 2], "40 + 40 fit, the third waits"
+    assert [next(iterator), next(iterator)] == [1, 2]
+    assert len(running) == 4, "500 waits until nothing else is ahead"
+    assert next(iterator) == 3
+    assert next(iterator) == 4
+    assert len(running) == 8, "three batches at most, and one looked at"
+    assert list(iterator) == [5, 6, 7, 8]
+    assert done == list(range(9))
+
+
+def test_errors_of_the_reading_thread_arrive(store_path):
+    iterator = data_module._read_ahead(iter([(1, lambda: 1 // 0)]), 2, 10)
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+
+
+def test_micro_batches_are_bounded_in_bytes():
+    assert micro_batch_size(config(batch_size=32), 1, 1000) == 32
+    assert micro_batch_size(config(batch_size=32), 2, MICRO_BATCH_BYTES // 10) == 8
+    assert micro_batch_size(config(batch_size=32), 1, 2 * MICRO_BATCH_BYTES) == 1
+    assert micro_batch_size(config(batch_size=32, micro_batch_size=16), 1, 2 * MICRO_BATCH_BYTES) == 16
+
+
+def test_memory_is_used_again(store_path):
+    store = ActivationStore(store_path)
+    reader = BatchReader(store, config(), False)
+    lengths = store.lengths.astype(np.int64)
+    iterator = iter(TrainingStream(reader, np.arange(len(store)), lengths, 20, 0, 1))
+    for _ in range(12):
+        batch = next(iterator)
+        epoch = epoch_order(lengths, 4, 0, 0)
+    warm = reader._buffers.n_allocations
+    for _ in range(40):
+        batch = next(iterator)
+        for row, n in enumerate((batch.inputs.kv.flatten(2).abs().sum(2) > 0).sum(1).tolist()):
+            assert not batch.inputs.hidden[row, n:].any()
+    assert reader._buffers.n_allocations - warm < 20 < 40 * 2, "two buffers for each of 40 batches would be 80"
+    assert epoch.shape[1] == 4
+
+
+def test_validation_is_the_same_on_each_pass(store_path):
+    store = ActivationStore(store_path)
+    sequences = np.argsort(store.lengths, kind="stable")[:10]
+    batches = ValidationBatches(BatchReader(store, config(), False), sequences, store.lengths[sequences], 4)
+    assert len(batches) == 3
+    first, second = list(batches), list(batches)
+    assert [len(batch.inputs.tokens) for batch in first] == [4, 4, 2]
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.inputs.kv, other.inputs.kv)
+        assert torch.equal(one.draws.offset, other.draws.offset)

@@ -1,0 +1,93 @@
+"""Reading the sequences of a batch into padded tensors, on reused memory."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..moa.objective import TrainingInputs
+from ..storage.reader import ActivationStore
+from .buffers import BufferPool
+from .config import TrainConfig
+from .errors import MissingField, TrainingError
+
+MICRO_BATCH_BYTES = 1 << 30
+"""Most bytes of activations that a micro-batch of the longest sequences holds, where its size is not given."""
+
+_HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
+_TEXT_FIELDS = ("tokens", "response_mask")
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def needed_fields(store: ActivationStore, config: TrainConfig) -> list[str]:
+    """Fields that training reads: kv, hidden/last and, for N > 0, the state that enters the last N layers.
+
+    Raises:
+        MissingField: the store lacks one; the message names the flags that would add it.
+        TrainingError: N is not below the target's number of layers.
+    """
+    n_layers = int(store.manifest.target["n_layers"])
+    if config.target_layer_inference >= n_layers:
+        raise TrainingError(
+            f"--target-layer-inference {config.target_layer_inference} must be below the target's {n_layers} layers."
+        )
+    needed = ["kv", "hidden/last"]
+    if config.target_layer_inference > 0:
+        needed.append(f"hidden/layer_{n_layers - config.target_layer_inference - 1}")
+    missing = [name for name in needed if name not in store.fields]
+    if missing:
+        flags = ",".join("kv" if name == "kv" else name.replace("/", ":").replace("_", ":") for name in needed)
+        raise MissingField(
+            f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
+            f"--target-layers {config.target_layer_inference}."
+        )
+    return needed
+
+
+class BatchReader:
+    """Reads given sequences of a store into right-padded batches, on reused memory."""
+
+    def __init__(self, store: ActivationStore, config: TrainConfig, pin_memory: bool) -> None:
+        self.store, self.config = store, config
+        self._fields = needed_fields(store, config)
+        self._entering = self._fields[2] if len(self._fields) > 2 else None
+        largest = max(sequence_bytes(store, config, store.lengths.max(initial=0)), MICRO_BATCH_BYTES)
+        self._buffers = BufferPool((config.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory)
+
+    def read(self, sequences: np.ndarray, lengths: np.ndarray) -> TrainingInputs:
+        """Read sequences with the given token counts; padding is zero."""
+        n_rows, n_tokens = len(sequences), int(lengths.max())
+        activations = {name: self._buffer(name, n_rows, n_tokens) for name in self._fields}
+        out = {name: _as_stored(buffer) for name, buffer in activations.items()}
+        text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in _TEXT_FIELDS}
+        self.store.read_batch(
+            sequences, [*_TEXT_FIELDS, *self._fields], out=out | text, n_threads=self.config.reader_threads
+        )
+        return TrainingInputs(
+            tokens=torch.from_numpy(text["tokens"]).long(),
+            response_mask=torch.from_numpy(text["response_mask"]).bool(),
+            kv=activations["kv"].flatten(3),
+            hidden=activations["hidden/last"],
+            entering_hidden=activations[self._entering] if self._entering else None,
+        )
+
+    def response_masks(self, sequences: np.ndarray) -> Tensor:
+        """Read the response masks of sequences, padded with False: bool [B, T]."""
+        return torch.from_numpy(self.store.read_batch(sequences, "response_mask")["response_mask"]).bool()
+
+    def n_bytes(self, lengths: np.ndarray) -> int:
+        """Bytes of activations in a batch of sequences with these token counts."""
+        return len(lengths) * sequence_bytes(self.store, self.config, int(lengths.max()))
+
+    def _buffer(self, name: str, n_rows: int, n_tokens: int) -> Tensor:
+        spec = self.store.fields[name]
+        return self._buffers.take((n_rows, n_tokens, *spec.token_shape), _TORCH_DTYPES[spec.dtype])
+
+
+def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
+    """Bytes of one sequence's activations, padded to ``n_tokens``."""
+    return int(n_tokens) * sum(store.fields[name].token_bytes for name in needed_fields(store, config))
+
+
+def _as_stored(buffer: Tensor) -> np.ndarray:
+    """A numpy view in the stored dtype; numpy has no bfloat16, the store keeps its bits as uint16."""
+    return buffer.view(torch.uint16).numpy() if buffer.dtype == torch.bfloat16 else buffer.numpy()
