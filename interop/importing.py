@@ -244,7 +244,7 @@ def _manifest(
         n_sequences=plan.num_rows,
         n_parts=int(plan["part"].to_numpy().max()) + 1,
         n_tokens=sum(texts.n_tokens),
-        codec=StoreCodec(LOSSLESS, specs, sizes).describe(),
+        codec=StoreCodec(LOSSLESS, specs).describe(),
         alignment_tokens=ALIGNMENT_TOKENS,
     )
 

@@ -161,7 +161,7 @@ def _load_rows(folder: Path) -> pa.Table:
     try:
         rows = load_from_disk(str(folder)).with_format(None)
         return rows.data.table.select(["input_ids", "loss_mask"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
         reason = " ".join(str(error).split("\n")[0].split())[:200]
         raise ForeignInvalid(
             f"{folder} holds no Arrow dataset with input_ids and loss_mask ({reason}). Prepare the dataset again."

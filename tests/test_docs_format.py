@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 import textwrap
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -75,3 +78,55 @@ def test_zarr_python_reads_by_the_steps_of_the_document(kit: ModuleType, tmp_pat
         for spec in recipe.manifest.fields:
             got = group[spec.name][row["first_token"] : row["first_token"] + row["n_tokens"]]
             np.testing.assert_array_equal(got, recipe.values(spec, row))
+
+
+def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(kit: ModuleType, tmp_path: Path):
+    fields = (*kit.FIELDS, schema.hidden_field("layer_2", 16))
+    recipe = kit.make_recipe(lengths=(70, 3, 200, 64, 1), fields=fields, part_tokens=300)
+    recipe.write(tmp_path / "STORE")
+    steps = block("python").splitlines()
+    names = ", ".join(repr(spec.name) for spec in recipe.manifest.fields)
+    program = [
+        "import sys",
+        "sys.modules['moa_data'] = None  # an import of it fails",
+        *steps[: steps.index('row = pq.read_table(store / "plan.parquet").to_pylist()[0]')],
+        "out = {}",
+        "for row in pq.read_table(store / 'plan.parquet').to_pylist():",
+        "    part = store / 'parts' / f\"part-{row['part']:05d}.zarr\"",
+        "    span = slice(row['first_token'], row['first_token'] + row['n_tokens'])",
+        f"    for name in ({names}):",
+        "        spec = {'driver': 'zarr3', 'kvstore': {'driver': 'file', 'path': str(part / name)}}",
+        "        out[f\"{row['sequence_id']}:{name}\"] = ts.open(spec).result()[span].read().result()",
+        "np.savez('out.npz', **out)",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(program)], check=True, cwd=tmp_path)
+    with np.load(tmp_path / "out.npz") as out:
+        assert len(out.files) == 5 * 5
+        for row in recipe.plan.to_pylist():
+            for spec in recipe.manifest.fields:
+                np.testing.assert_array_equal(out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row))
+
+
+def test_metadata_and_checksums_are_as_the_document_says(kit: ModuleType, tmp_path: Path):
+    store = kit.make_recipe().write(tmp_path / "store")
+    part = store / "parts" / "part-00000.zarr"
+    for name, chunk_tokens in re.findall(r"^\| `(tokens|response_mask)` \|.*\| (\d+) \|$", DOCUMENT, re.MULTILINE):
+        metadata = json.loads((part / name / "zarr.json").read_text())
+        assert metadata["codecs"][0]["configuration"]["chunk_shape"] == [int(chunk_tokens)]
+    metadata = json.loads((part / "kv" / "zarr.json").read_text())
+    (sharding,) = metadata["codecs"]
+    assert sharding["name"] == "sharding_indexed"
+    assert sharding["configuration"]["index_location"] == "end"
+    assert [codec["name"] for codec in sharding["configuration"]["index_codecs"]] == ["bytes", "crc32c"]
+    chain = sharding["configuration"]["codecs"]
+    assert [codec["name"] for codec in chain] == re.findall(r"^\d\. `(\w+)`", DOCUMENT, re.MULTILINE)[-3:]
+    blosc = chain[1]["configuration"]
+    text = DOCUMENT.split("2. `blosc`:")[1].split("3. `crc32c`")[0]
+    assert f"`cname` {blosc['cname']}" in text
+    assert f"`shuffle` {blosc['shuffle']}" in text
+    assert f"`blocksize` {blosc['blocksize']}" in text
+    assert metadata["data_type"] == "uint16"
+    assert metadata["attributes"]["logical_dtype"] == "bfloat16"
+    commit = json.loads((store / "commits" / "part-00000.json").read_text())
+    for name, record in commit["files"].items():
+        assert record == {"bytes": (part / name).stat().st_size, "crc32": zlib.crc32((part / name).read_bytes())}
