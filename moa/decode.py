@@ -1,28 +1,33 @@
-"""Greedy decoding: plain, and speculative with a chain of drafts (Algorithm 1 of the paper).
+"""Decoding: plain, and speculative with chains or trees of drafts (Algorithm 1 of the paper), one row or many.
 
-A round: the drafter proposes up to ``draft_length`` tokens after the root (the last committed token, which has no
-target KV yet); one target call verifies root and drafts; those that equal the target's argmax are committed
-together with the target's next token (the bonus). Everything beyond is rolled back.
+A round: a draft session proposes tokens after the root (the last committed token, which has no target KV yet); one
+target call verifies root and drafts; the drafts that the target agrees with are committed together with the target's
+next token (the bonus). The rest is rolled back. Without drafts a round is a plain decoding step.
 
 Acceptance length = tokens committed per target call, bonus included; the prefill is not counted.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import kv_layout
 from .bundle import FrozenTarget
+from .drafting import DraftSession, MoASession
 from .errors import DrafterError
-from .model import DraftState, MoADrafter
+from .model import MoADrafter
+from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
 from .target import Target
+from .target_cache import TargetCache
+from .tree import DraftTree, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
+
+OpenSession = Callable[[TargetCache, list[torch.Generator]], DraftSession]
+"""(cache of the target's KV, one generator per row) -> who proposes drafts."""
 
 
 @dataclass
@@ -61,29 +66,31 @@ class Generation:
 
 
 def plain_generate(
-    target: Target, prompt_tokens: list[int], *, max_new_tokens: int, on_tokens: OnTokens | None = None
+    target: Target,
+    prompt_tokens: list[int],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig = GREEDY,
+    seed: int = 0,
+    on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Greedy decoding with the target alone, one call per token.
+    """Decode with the target alone, one call per token.
 
     Args:
         target: the loaded target.
         prompt_tokens: at least one id.
         max_new_tokens: bound on generated tokens; also bounded by the target's positions.
+        sampling: how the next token is chosen.
+        seed: of the draws.
         on_tokens: called at each commit.
 
     Raises:
         DrafterError: empty prompt, or one that leaves no position to generate into.
     """
-    started = time.perf_counter()
-    run = _Run(target, prompt_tokens, max_new_tokens, on_tokens)
-    while not run.finished:
-        began = time.perf_counter()
-        hidden = target.forward(run.as_tensor([run.root]), run.cache)
-        token = int(target.logits(hidden[0, -1]).argmax())
-        run.stats.verify_s += time.perf_counter() - began
-        run.commit([token], [False])
-    run.stats.total_s = time.perf_counter() - started
-    return Generation(run.tokens, run.stats)
+    (generation,) = generate_batch(
+        target, [prompt_tokens], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, on_tokens=on_tokens
+    )
+    return generation
 
 
 def speculative_generate(
@@ -94,9 +101,12 @@ def speculative_generate(
     *,
     max_new_tokens: int,
     draft_length: int = 5,
+    tree: TreeShape | None = None,
+    sampling: SamplingConfig = GREEDY,
+    seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Greedy chain decoding; the tokens are those of :func:`plain_generate`.
+    """Decode with drafts; greedy tokens are those of :func:`plain_generate`, sampled ones have its distribution.
 
     Args:
         target: the loaded target.
@@ -104,99 +114,165 @@ def speculative_generate(
         frozen: target pieces for the drafter, with its N layers; None takes them from the live target.
         prompt_tokens: at least one id.
         max_new_tokens: bound on generated tokens; also bounded by the target's positions.
-        draft_length: tokens drafted per round, at least 1.
+        draft_length: tokens drafted per round, at least 1; not used with ``tree``.
+        tree: shape of the drafts; None for a chain.
+        sampling: how the next token is chosen.
+        seed: of the draws.
         on_tokens: called at each commit.
 
     Raises:
         DrafterError: empty or too long prompt, draft_length < 1, or drafter and frozen differ in dtype.
     """
-    if draft_length < 1:
+    if tree is None and draft_length < 1:
         raise DrafterError(f"draft_length must be at least 1, got {draft_length}.")
-    if frozen is None:
-        frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-    dtypes = next(drafter.parameters()).dtype, frozen.lm_head_weight.dtype
-    if dtypes[0] != dtypes[1]:
-        raise DrafterError(f"the drafter is {dtypes[0]}, its target pieces are {dtypes[1]}; load both in one dtype.")
-    started = time.perf_counter()
-    run = _Run(target, prompt_tokens, max_new_tokens, on_tokens)
-    chain = ChainDrafter(target, drafter, frozen, run.cache)
-    while not run.finished:
-        began = time.perf_counter()
-        drafts = chain.draft(run.committed, min(draft_length, run.n_remaining - 1))
-        drafted_at = time.perf_counter()
-        n_cached = len(run.committed) - 1
-        hidden = target.forward(run.as_tensor([run.root, *drafts]), run.cache)
-        predicted = target.logits(hidden[0]).argmax(dim=-1).tolist()
-        n_accepted = count_accepted(drafts, predicted)
-        kv_layout.crop_cache(run.cache, n_cached + 1 + n_accepted)
-        run.stats.draft_s += drafted_at - began
-        run.stats.verify_s += time.perf_counter() - drafted_at
-        run.stats.n_drafted += len(drafts)
-        run.commit([*drafts[:n_accepted], predicted[n_accepted]], [True] * n_accepted + [False])
-    run.stats.total_s = time.perf_counter() - started
-    return Generation(run.tokens, run.stats)
+    (generation,) = generate_batch(
+        target,
+        [prompt_tokens],
+        max_new_tokens=max_new_tokens,
+        open_session=moa_session(target, drafter, frozen, sampling),
+        tree=tree or TreeShape(draft_length),
+        sampling=sampling,
+        seed=seed,
+        on_tokens=on_tokens,
+    )
+    return generation
 
 
-def count_accepted(drafts: list[int], predicted: list[int]) -> int:
-    """Length of the run of drafts that equal the target's argmax.
+def moa_session(
+    target: Target, drafter: MoADrafter, frozen: FrozenTarget | None = None, sampling: SamplingConfig = GREEDY
+) -> OpenSession:
+    """Drafting with a Mixture of Attentions, for :func:`generate_batch`."""
+    pieces = frozen or FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+    return lambda cache, generators: MoASession(target, drafter, pieces, cache, sampling, generators)
+
+
+def generate_batch(
+    target: Target,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    open_session: OpenSession | None = None,
+    tree: TreeShape | None = None,
+    sampling: SamplingConfig = GREEDY,
+    seed: int = 0,
+    on_tokens: OnTokens | None = None,
+) -> list[Generation]:
+    """Decode several prompts of any lengths at once; each gives what it gives alone.
+
+    Rows whose answer has ended leave the batch. Times in the statistics are those of the whole batch, shared equally by
+    the rows that took part.
 
     Args:
-        drafts: g proposed tokens.
-        predicted: g + 1 argmax tokens; ``predicted[k]`` follows root and the first k drafts.
+        target: the loaded target.
+        prompts: token ids, each at least one.
+        max_new_tokens: bound on generated tokens of each; also bounded by the target's positions.
+        open_session: who proposes drafts; None for plain decoding.
+        tree: shape of the drafts; needed with ``open_session``.
+        sampling: how the next token is chosen.
+        seed: of the draws; row r draws from ``seed + r``.
+        on_tokens: called at each commit; for a single prompt only.
+
+    Returns:
+        A generation per prompt, in their order.
+
+    Raises:
+        DrafterError: an empty or too long prompt, or settings that make no sense.
     """
-    n_accepted = 0
-    while n_accepted < len(drafts) and drafts[n_accepted] == predicted[n_accepted]:
-        n_accepted += 1
-    return n_accepted
+    if on_tokens is not None and len(prompts) > 1:
+        raise DrafterError("on_tokens serves a single prompt.")
+    if open_session is not None and tree is None:
+        raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
+    started = time.perf_counter()
+    rows = [_Row(target, prompt, max_new_tokens, seed + index, on_tokens) for index, prompt in enumerate(prompts)]
+    active = list(rows)
+    cache = target.new_cache(len(rows))
+    _prefill(target, cache, active, sampling)
+    session = None
+    if open_session is not None:
+        session = open_session(cache, [row.generator for row in rows])
+    while active := _drop_finished(active, cache, session):
+        began = time.perf_counter()
+        drafts = _propose(target, session, tree, active)
+        drafted_at = time.perf_counter()
+        _verify(target, cache, active, drafts, sampling)
+        for row in active:
+            row.stats.draft_s += (drafted_at - began) / len(active) if session is not None else 0.0
+            row.stats.verify_s += (time.perf_counter() - drafted_at) / len(active)
+            row.stats.n_drafted += drafts.n_nodes
+    for row in rows:
+        row.stats.total_s = (time.perf_counter() - started) / len(rows)
+    return [Generation(row.tokens, row.stats) for row in rows]
 
 
-class ChainDrafter:
-    """Drafts chains for one sequence and keeps the drafter's caches in step with the target's."""
-
-    def __init__(self, target: Target, drafter: MoADrafter, frozen: FrozenTarget, cache: Any) -> None:
-        self.drafter, self.frozen, self.cache = drafter, frozen, cache
-        self.state = DraftState()
-        self._device = target.device
-        self._dtype = next(drafter.parameters()).dtype
-
-    @torch.inference_mode()
-    def draft(self, committed: list[int], n_drafts: int) -> list[int]:
-        """Propose the next tokens.
-
-        Args:
-            committed: prompt and generated tokens; the last one is the root, all others have target KV.
-            n_drafts: how many tokens to propose; 0 gives none.
-        """
-        n_verified = len(committed) - 1
-        if n_verified > self.state.memory.length:
-            kv = kv_layout.cache_kv(self.cache, self.state.memory.length, n_verified)
-            self.drafter.extend_memory(self.state, kv.to(self._dtype))
-        self.drafter.begin_round(self.state, n_verified)
-        target_kv = self._target_layers_kv()
-        fresh = committed[self.state.self_attention.length :]
-        drafts: list[int] = []
-        while len(drafts) < n_drafts:
-            tokens = torch.tensor([fresh], device=self._device)
-            features = self.drafter.step(self.state, self.frozen, tokens, target_kv)
-            drafts.append(int(self.frozen.logits(features[0, -1]).argmax()))
-            fresh = drafts[-1:]
-        return drafts
-
-    def _target_layers_kv(self) -> list[tuple[Tensor, Tensor]] | None:
-        n_layers = self.drafter.config.target_layer_inference
-        if not n_layers:
-            return None
-        keys, values = kv_layout.cache_layers(self.cache)
-        return [
-            (k.to(self._dtype), v.to(self._dtype)) for k, v in zip(keys[-n_layers:], values[-n_layers:], strict=True)
-        ]
+def _prefill(target: Target, cache: TargetCache, rows: list["_Row"], sampling: SamplingConfig) -> None:
+    """Run the prompts, padded on the right, and commit the first token of each row."""
+    began = time.perf_counter()
+    lengths = [len(row.committed) for row in rows]
+    padded = [row.committed + [0] * (max(lengths) - len(row.committed)) for row in rows]
+    hidden = target.forward(torch.tensor(padded, device=target.device), cache)
+    cache.commit([range(length) for length in lengths])
+    last = hidden[torch.arange(len(rows)), torch.tensor(lengths) - 1]  # [B, E]
+    for row, logits in zip(rows, target.logits(last), strict=True):
+        row.begin(_choose(logits[None], DraftTree.empty(1, logits.device), 0, row, sampling)[1])
+        row.stats.prefill_s = (time.perf_counter() - began) / len(rows)
 
 
-class _Run:
-    """What plain and speculative decoding share: prefill, commits, and when to stop."""
+def _drop_finished(rows: list["_Row"], cache: TargetCache, session: DraftSession | None) -> list["_Row"]:
+    going = [index for index, row in enumerate(rows) if not row.finished]
+    if going and len(going) < len(rows):
+        cache.select_rows(going)
+        if session is not None:
+            session.select_rows(going)
+    return [rows[index] for index in going]
+
+
+def _propose(target: Target, session: DraftSession | None, tree: TreeShape | None, rows: list["_Row"]) -> DraftTree:
+    """Drafts no deeper than any row has use or positions for."""
+    depth = 0
+    if session is not None and tree is not None:
+        useful = max(row.n_remaining for row in rows) - 1
+        positions = target.max_positions - max(len(row.committed) for row in rows)
+        depth = min(tree.depth, useful, positions)
+    if session is None or tree is None or depth < 1:
+        return DraftTree.empty(len(rows), target.device)
+    return session.propose([row.committed for row in rows], tree.cut(depth))
+
+
+def _verify(
+    target: Target, cache: TargetCache, rows: list["_Row"], drafts: DraftTree, sampling: SamplingConfig
+) -> None:
+    """One target call over root and drafts of each row; commits what the target agrees with."""
+    roots = torch.tensor([[row.committed[-1]] for row in rows], device=target.device)
+    tokens = torch.cat((roots, drafts.tokens), dim=1)  # [B, 1 + N]
+    hidden = target.forward(tokens, cache, ancestors(drafts.parents) if drafts.n_nodes else None)
+    logits = target.logits(hidden)  # [B, 1 + N, V]
+    predicted = logits.argmax(dim=-1).tolist() if sampling.is_argmax else None
+    kept: list[list[int]] = []
+    for index, row in enumerate(rows):
+        if predicted is not None:
+            accepted, bonus = accept_argmax(
+                drafts.tokens[index].tolist(), drafts.parents[index].tolist(), predicted[index]
+            )
+        else:
+            accepted, bonus = _choose(logits[index], drafts, index, row, sampling)
+        kept.append([0, *(node + 1 for node in accepted)])
+        row.commit([*(int(drafts.tokens[index, node]) for node in accepted), bonus])
+    cache.commit(kept)
+
+
+def _choose(
+    logits: Tensor, drafts: DraftTree, index: int, row: "_Row", sampling: SamplingConfig
+) -> tuple[list[int], int]:
+    if sampling.is_argmax:
+        return accept_argmax([], [], logits.argmax(dim=-1).tolist())
+    return accept_sampled(drafts, index, logits, row.committed, sampling, row.generator)
+
+
+class _Row:
+    """One prompt in the making: what is committed, and when to stop."""
 
     def __init__(
-        self, target: Target, prompt_tokens: list[int], max_new_tokens: int, on_tokens: OnTokens | None
+        self, target: Target, prompt_tokens: list[int], max_new_tokens: int, seed: int, on_tokens: OnTokens | None
     ) -> None:
         if not prompt_tokens:
             raise DrafterError("the prompt is empty; give at least one token.")
@@ -207,41 +283,31 @@ class _Run:
                 f"the prompt has {len(prompt_tokens)} tokens, the target has {target.max_positions} positions; "
                 "shorten the prompt."
             )
-        self._target, self._on_tokens = target, on_tokens
+        self._eos_token_ids, self._on_tokens = target.eos_token_ids, on_tokens
         self._limit = min(max_new_tokens, target.max_positions - len(prompt_tokens))
+        self.generator = torch.Generator().manual_seed(seed)
         self.committed = list(prompt_tokens)
         self.tokens: list[int] = []
         self.stats = DecodeStats()
         self.finished = False
-        self.cache = target.new_cache()
-        began = time.perf_counter()
-        hidden = target.forward(self.as_tensor(prompt_tokens), self.cache)
-        first = int(target.logits(hidden[0, -1]).argmax())
-        self.stats.prefill_s = time.perf_counter() - began
-        self._append([first], [False])
-
-    @property
-    def root(self) -> int:
-        """The last committed token, which has no target KV yet."""
-        return self.committed[-1]
 
     @property
     def n_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self._limit - len(self.tokens)
 
-    def as_tensor(self, tokens: list[int]) -> Tensor:
-        """[1, n] int64 on the target's device."""
-        return torch.tensor([tokens], device=self._target.device)
+    def begin(self, token: int) -> None:
+        """Take the token that the prefill gave."""
+        self._append([token], [False])
 
-    def commit(self, tokens: list[int], drafted: list[bool]) -> None:
-        """Commit the tokens of one target call, cut after the first end-of-sequence token and at the limit."""
-        self.stats.committed_per_call.append(self._append(tokens, drafted))
+    def commit(self, tokens: list[int]) -> None:
+        """Commit the tokens of one target call, the last of them not drafted; cut after the first end of sequence."""
+        self.stats.committed_per_call.append(self._append(tokens, [True] * (len(tokens) - 1) + [False]))
 
     def _append(self, tokens: list[int], drafted: list[bool]) -> int:
         kept = tokens[: self.n_remaining]
         for index, token in enumerate(kept):
-            if token in self._target.eos_token_ids:
+            if token in self._eos_token_ids:
                 kept, self.finished = kept[: index + 1], True
                 break
         self.tokens += kept

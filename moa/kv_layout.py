@@ -1,4 +1,4 @@
-"""The one definition of the KV tensor, and the only file that knows the cache class of transformers.
+"""The one definition of the KV tensor, and how it comes out of a cache of transformers.
 
 Shapes: B batch, T tokens, L target layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d.
 The packed layout is, per token and layer, ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, keys after RoPE (official
@@ -57,23 +57,7 @@ def cache_layers(cache: DynamicCache) -> tuple[list[Tensor], list[Tensor]]:
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
-def cache_length(cache: DynamicCache) -> int:
-    """Number of positions in the cache."""
-    return int(cache.get_seq_length())
-
-
 def cache_kv(cache: DynamicCache, start: int, stop: int) -> Tensor:
     """Packed KV [B, stop - start, L, D] of the positions start..stop-1."""
     keys, values = cache_layers(cache)
     return pack_kv([k[:, :, start:stop] for k in keys], [v[:, :, start:stop] for v in values])
-
-
-def crop_cache(cache: DynamicCache, n_tokens: int) -> None:
-    """Forget every position from ``n_tokens`` on.
-
-    Done on the layers, because the meaning of ``DynamicCache.crop``'s argument changed between releases.
-    """
-    layers: list[Any] = list(cache.layers)
-    for layer in layers:
-        layer.keys = layer.keys[:, :, :n_tokens]
-        layer.values = layer.values[:, :, :n_tokens]

@@ -109,7 +109,8 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         # The table's halves are equal, so the transpose of the rotation is the rotation by the negative angle.
-        return _rotated(grad_outputs[0], *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad_outputs[0], cos, sin, -1), None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
@@ -288,44 +289,3 @@ class DecoderBlock(nn.Module):
     def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class KVBuffer:
-    """Growing keys and values of one block while decoding; appending costs nothing proportional to the length."""
-
-    def __init__(self, initial_capacity: int = 256) -> None:
-        self.length = 0
-        self._capacity = initial_capacity
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values [B, H_kv, n, d] and return all of them [B, H_kv, length, d] (views)."""
-        stop = self.length + keys.shape[2]
-        if self._keys is None or self._values is None or stop > self._capacity:
-            self._grow(keys, stop)
-        assert self._keys is not None
-        assert self._values is not None
-        self._keys[:, :, self.length : stop] = keys
-        self._values[:, :, self.length : stop] = values
-        self.length = stop
-        return self.view()
-
-    def view(self) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, H_kv, length, d]."""
-        if self._keys is None or self._values is None:
-            raise DrafterError("the drafter's cache is empty: extend it before attending to it.")
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
-
-    def crop(self, n_tokens: int) -> None:
-        """Forget every position from ``n_tokens`` on."""
-        self.length = min(self.length, n_tokens)
-
-    def _grow(self, like: Tensor, n_tokens: int) -> None:
-        while self._capacity < n_tokens:
-            self._capacity *= 2
-        batch, heads, _, head_dim = like.shape
-        keys, values = like.new_empty(2, batch, heads, self._capacity, head_dim).unbind(0)
-        if self._keys is not None and self._values is not None:
-            keys[:, :, : self.length], values[:, :, : self.length] = self.view()
-        self._keys, self._values = keys, values

@@ -13,6 +13,8 @@ response from position 3 on::
     cross-attention of 6: keys 0..4         self-attention of 6: keys 0..6, or 5..6 in a staircase row
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -111,3 +113,32 @@ def staircase_drop_probability(progress: float) -> float:
         Linear from 0 at the start to 1 at half of training, then 1.
     """
     return min(1.0, 2.0 * progress)
+
+
+def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
+    """What the pending tokens of a decoding call see: every committed slot, and their ancestors among the pending.
+
+    Slot i of a row holds the committed token at position i; the pending tokens stand behind the row's committed part.
+
+    Args:
+        lengths: committed slots of each of B rows.
+        seen: [B, Q, P] bool, for the last Q of P pending tokens which pending tokens they see, themselves included.
+        window: positions that a sliding-window layer looks back, itself included; None for no bound.
+
+    Returns:
+        [B, Q, max(lengths) + P] bool.
+    """
+    n_pending, device = seen.shape[2], seen.device
+    n_slots = max(lengths) + n_pending
+    if len(set(lengths)) == 1:
+        committed = torch.ones(*seen.shape[:2], lengths[0], dtype=torch.bool, device=device)
+        mask = torch.cat((committed, seen), dim=2)
+    else:
+        index = torch.arange(n_slots, device=device) - torch.tensor(lengths, device=device)[:, None]  # [B, S]
+        inside = (index >= 0) & (index < n_pending)
+        pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
+        mask = (index < 0)[:, None, :] | (inside[:, None, :] & seen.gather(2, pending))
+    if window is None:
+        return mask
+    # The position of a token is the number of tokens that it sees, less itself.
+    return mask & (mask.sum(dim=2, keepdim=True) - mask.cumsum(dim=2) < window)

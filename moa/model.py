@@ -11,7 +11,8 @@ Training runs many draft rounds at once: position i sees the memory up to its la
 draft step sees after the verification that ended at s(i). Both paths call the same blocks.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,13 @@ from torch import Tensor, nn
 from . import masks
 from .bundle import FrozenTarget
 from .config import DrafterConfig
+from .kv_buffer import KVBuffer
 from .kv_layout import unpack_kv
-from .layers import DecoderBlock, KVBuffer, Rotary, Rotation
+from .layers import DecoderBlock, Rotary, Rotation
+
+TargetLayersKV = Callable[[int], list[tuple[Tensor, Tensor]]]
+"""n_slots -> per layer used for inference, keys and values [B, H_kv, n_slots, d]: views of the target's cache, verified
+positions first, writable behind them."""
 
 
 @dataclass
@@ -43,16 +49,25 @@ class DrafterOutputs:
     """[B, Q, E], what the LM head sees."""
 
 
-@dataclass
 class DraftState:
-    """The drafter's caches of one sequence while decoding (batch 1)."""
+    """The drafter's caches of B rows while decoding.
 
-    self_attention: KVBuffer = field(default_factory=KVBuffer)
-    """Of every token that was fed; depends on token and position alone, so accepted drafts stay valid."""
-    memory: KVBuffer = field(default_factory=KVBuffer)
-    """Cross-attention keys and values of the positions that have target KV."""
-    target_layers: list[KVBuffer] = field(default_factory=list)
-    """Of the drafted positions of this round, one per target layer used for inference."""
+    Attributes:
+        self_attention: of every token that was fed; it depends on token and position alone, so that accepted drafts
+            stay valid where they stand.
+        memory: cross-attention keys and values of the positions that have target KV.
+        n_fed: tokens of this round's tree that were fed, the root included.
+    """
+
+    def __init__(self, n_rows: int = 1) -> None:
+        self.self_attention = KVBuffer(n_rows)
+        self.memory = KVBuffer(n_rows)
+        self.n_fed = 0
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.self_attention.select_rows(rows)
+        self.memory.select_rows(rows)
 
 
 class MoADrafter(nn.Module):
@@ -195,81 +210,150 @@ class MoADrafter(nn.Module):
         first = self.config.n_layers - self.config.target_layer_inference
         for offset, layer in enumerate(frozen.blocks):
             target_kv = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
-            x = _attend_to_both(layer, x, rotation, target_kv, None, mask)
+            x = _attend_to_both(layer, x, rotation, target_kv, mask)
         return x
 
-    def extend_memory(self, state: DraftState, kv: Tensor) -> None:
+    def extend_memory(self, state: DraftState, kv: Tensor, counts: Sequence[int] | None = None) -> None:
         """Encode newly verified positions and append them to the cross-attention cache.
 
         Args:
-            state: caches of the sequence.
-            kv: [1, n, L, D], packed target KV of the next n positions.
+            state: caches of B rows.
+            kv: [B, n, L, D], packed target KV of the next n positions of each row.
+            counts: how many of the n positions of each row are real; None for all.
         """
-        memory = self.encode_memory(kv)  # [1, n, E]
-        start = state.memory.length
-        positions = torch.arange(start, start + kv.shape[1], device=kv.device)[None, :]
-        state.memory.append(*self.cross_attention.keys_values(memory, self.rotary(positions)))
+        memory = self.encode_memory(kv)  # [B, n, E]
+        rotation = self.rotary(_positions(state.memory.lengths, kv.shape[1], kv.device))
+        state.memory.append(*self.cross_attention.keys_values(memory, rotation), counts)
 
-    def begin_round(self, state: DraftState, n_verified: int) -> None:
-        """Forget what was drafted beyond the verified tokens.
-
-        The root is fed anew: where it stands, the cache may hold the draft that was rejected there.
-
-        Args:
-            state: caches of the sequence.
-            n_verified: committed tokens without the root.
-        """
-        state.self_attention.crop(n_verified)
-        state.target_layers = [KVBuffer() for _ in range(self.config.target_layer_inference)]
-
-    def step(
-        self, state: DraftState, frozen: FrozenTarget, tokens: Tensor, target_kv: list[tuple[Tensor, Tensor]] | None
+    def draft_root(
+        self,
+        state: DraftState,
+        frozen: FrozenTarget,
+        tokens: Tensor,
+        target_kv: TargetLayersKV | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """One draft step: feed the tokens not yet fed and return the features of the last one.
+        """First draft step of a round: feed the tokens not yet fed, up to the root.
+
+        The root is fed anew in each round: where it stands, the cache may hold a draft that was rejected there. So crop
+        ``state.self_attention`` to the verified tokens first.
 
         Args:
-            state: caches of the sequence.
+            state: caches of B rows.
             frozen: target pieces.
-            tokens: [1, n] int64, the next tokens at positions ``state.self_attention.length`` and on.
-            target_kv: verified keys and values [1, H_kv, n_memory, d] of the last N target layers; None when N = 0.
+            tokens: [B, n] int64, the next tokens from position ``state.self_attention.lengths`` on; the last real one
+                of each row is the root.
+            target_kv: keys and values of the last N target layers; None when N = 0.
+            counts: how many of the n tokens of each row are real; None for all.
 
         Returns:
-            Features [1, 1, E].
+            Features of the root [B, 1, E]: of the first drafted token.
         """
-        start = state.self_attention.length
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None, :]
+        positions = _positions(state.self_attention.lengths, tokens.shape[1], tokens.device)
         rotation = self.rotary(positions)
-        last: Rotation = (rotation[0][:, -1:], rotation[1][:, -1:])
         embeddings = frozen.embed(tokens)
-        keys, values = state.self_attention.append(*self.self_attention.keys_values(embeddings, rotation))
-        x = self.self_attention(embeddings[:, -1:], last, keys, values, mask=None)
-        x = self.cross_attention(x, last, *state.memory.view(), mask=None)
+        state.self_attention.append(*self.self_attention.keys_values(embeddings, rotation), counts)
+        state.n_fed = 1
+        if counts is None:
+            root, at = embeddings[:, -1:], positions[:, -1:]
+        else:
+            last = torch.tensor(counts, device=tokens.device)[:, None] - 1  # [B, 1]
+            root = embeddings.gather(1, last[..., None].expand(-1, -1, embeddings.shape[-1]))
+            at = positions.expand(len(counts), -1).gather(1, last)
+        seen = torch.ones(tokens.shape[0], 1, 1, dtype=torch.bool, device=tokens.device)
+        return self._draft(state, frozen, root, at, seen, target_kv, is_chain=True)
+
+    def draft_level(
+        self,
+        state: DraftState,
+        frozen: FrozenTarget,
+        tokens: Tensor,
+        seen: Tensor,
+        level: int,
+        target_kv: TargetLayersKV | None = None,
+    ) -> Tensor:
+        """Later draft step of a round: feed the nodes of one level of the tree.
+
+        Args:
+            state: caches of B rows.
+            frozen: target pieces.
+            tokens: [B, b] int64, nodes of this level.
+            seen: [B, b, n] bool, which of the n tokens fed in this round each node sees: the root first, then all nodes
+                level by level, itself included.
+            level: of these nodes, 1 for the children of the root.
+            target_kv: as for :meth:`draft_root`.
+
+        Returns:
+            Features of the nodes [B, b, E]: of their children.
+        """
+        roots = [length - state.n_fed for length in state.self_attention.lengths]
+        first = torch.tensor(roots, device=tokens.device)[:, None] + level
+        positions = first.expand(-1, tokens.shape[1])  # [B, b]: a level stands at one position
+        embeddings = frozen.embed(tokens)
+        state.self_attention.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)))
+        state.n_fed += tokens.shape[1]
+        return self._draft(state, frozen, embeddings, positions, seen, target_kv, is_chain=tokens.shape[1] == 1)
+
+    def _draft(
+        self,
+        state: DraftState,
+        frozen: FrozenTarget,
+        x: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        target_kv: TargetLayersKV | None,
+        is_chain: bool,
+    ) -> Tensor:
+        """Features of fed tokens x [B, b, E] at positions [B, b]; a chain of one row needs no masks."""
+        rotation = self.rotary(positions)
+        alone = is_chain and x.shape[0] == 1
+        before = [length - state.n_fed for length in state.self_attention.lengths]
+        self_mask = None if alone else masks.tree_mask(before, seen)
+        x = self.self_attention(x, rotation, *state.self_attention.view(), mask=self_mask)
+        memory_mask = None
+        if len(set(state.memory.lengths)) > 1:
+            slots = torch.arange(max(state.memory.lengths), device=x.device)
+            memory_mask = (slots < torch.tensor(state.memory.lengths, device=x.device)[:, None])[:, None, :]
+        x = self.cross_attention(x, rotation, *state.memory.view(), mask=memory_mask)
         if not self.config.target_layer_inference:
             return x
         assert target_kv is not None
-        last = frozen.rotary(positions[:, -1:])
-        for layer, verified, buffer in zip(frozen.blocks, target_kv, state.target_layers, strict=True):
-            mask = None
-            if frozen.sliding_window is not None:
-                n_verified, n_drafted = verified[0].shape[2], buffer.length + 1
-                key = torch.arange(n_verified + n_drafted, device=x.device)
-                mask = (n_verified + n_drafted - 1 - key < frozen.sliding_window)[None, None, :]
-            x = _attend_to_both(layer, x, last, verified, buffer, mask)
+        rotation = frozen.rotary(positions)
+        mask = None
+        if not alone or frozen.sliding_window is not None:
+            mask = masks.tree_mask(before, seen, frozen.sliding_window)
+        for layer, view in zip(frozen.blocks, target_kv(max(before) + state.n_fed), strict=True):
+            keys, values = layer.keys_values(x, rotation)
+            x = layer(x, rotation, *_write_behind(view, before, state.n_fed, keys, values), mask)
         return frozen.norm(x)
 
 
+def _positions(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
+    """Positions of n tokens behind each row's start: [B, n], or [1, n] where all rows start alike."""
+    starts = starts[:1] if len(set(starts)) == 1 else starts
+    return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)
+
+
+def _write_behind(
+    view: tuple[Tensor, Tensor], before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Put the drafter's own keys and values of the newest tokens behind the target's verified ones, in place.
+
+    Nothing is copied of the context; the target's next call writes over these slots.
+    """
+    n_new = keys.shape[2]
+    for row, length in enumerate(before):
+        stop = length + n_fed
+        view[0][row, :, stop - n_new : stop] = keys[row]
+        view[1][row, :, stop - n_new : stop] = values[row]
+    return view
+
+
 def _attend_to_both(
-    layer: DecoderBlock,
-    x: Tensor,
-    rotation: Rotation,
-    target_kv: tuple[Tensor, Tensor],
-    drafted: KVBuffer | None,
-    mask: Tensor | None,
+    layer: DecoderBlock, x: Tensor, rotation: Rotation, target_kv: tuple[Tensor, Tensor], mask: Tensor | None
 ) -> Tensor:
     """One target layer whose keys are the target's verified ones followed by the drafter's own."""
     keys, values = layer.keys_values(x, rotation)
-    if drafted is not None:
-        keys, values = drafted.append(keys, values)
     keys = torch.cat((target_kv[0].to(keys.dtype), keys), dim=2)
     values = torch.cat((target_kv[1].to(values.dtype), values), dim=2)
     return layer(x, rotation, keys, values, mask)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from . import kv_layout
+from . import masks
 from .bundle import check_weight_file, hash_target, target_sizes
 from .errors import TargetError
+from .target_cache import TargetCache
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
@@ -142,22 +143,60 @@ class Target:
         return self._identity
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: Any) -> Tensor:
-        """Run tokens [1, n] after the cached positions and grow the cache.
+    def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
+        """Run tokens behind the committed part of each row; they stay pending until ``cache.commit``.
+
+        Args:
+            tokens: [B, n] int64.
+            cache: of B rows.
+            seen: [B, n, n] bool, which of the tokens each of them sees, itself included (``tree.ancestors``); None for
+                a causal run.
 
         Returns:
-            Hidden states [1, n, E] after the final norm.
+            Hidden states [B, n, E] after the final norm.
         """
-        return self.model.model(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
+        n_rows, n_tokens = tokens.shape
+        if seen is None:
+            seen = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=tokens.device).tril().expand(n_rows, -1, -1)
+        lengths = torch.tensor(cache.lengths, device=tokens.device)
+        cache.begin_call(n_tokens, tokens.device)
+        model: Any = self.model
+        return model.model(
+            input_ids=tokens,
+            position_ids=lengths[:, None] + seen.sum(dim=2) - 1,
+            attention_mask=self._attention_mask(cache.lengths, seen),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+
+    def _attention_mask(self, lengths: list[int], seen: Tensor) -> Any:
+        """Mask [B, 1, n, S] in the form that the model's attention takes; a dict where layers differ."""
+        config = self.config
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        if len(kinds) > 1:
+            return {
+                kind: self._as_taken(masks.tree_mask(lengths, seen, window if "sliding" in kind else None))
+                for kind in kinds
+            }
+        slides = kinds == {"sliding_attention"} if kinds else getattr(config, "use_sliding_window", True)
+        return self._as_taken(masks.tree_mask(lengths, seen, window if slides else None))
+
+    def _as_taken(self, mask: Tensor) -> Tensor:
+        mask = mask[:, None]  # [B, 1, n, S]
+        if getattr(self.config, "_attn_implementation", "sdpa") == "sdpa":
+            return mask
+        dtype = self.model.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V]."""
         return self.model.lm_head(hidden)
 
-    def new_cache(self) -> Any:
+    def new_cache(self, n_rows: int = 1) -> TargetCache:
         """An empty cache for :meth:`forward`."""
-        return kv_layout.new_cache()
+        return TargetCache(self.config.num_hidden_layers, n_rows)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

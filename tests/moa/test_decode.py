@@ -11,12 +11,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moa_data.moa import kv_layout
 from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.decode import ChainDrafter, Generation, count_accepted, plain_generate, speculative_generate
+from moa_data.moa.decode import Generation, generate_batch, moa_session, plain_generate, speculative_generate
+from moa_data.moa.drafting import MoASession
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.model import DraftState, MoADrafter
 from moa_data.moa.target import Target
+from moa_data.moa.target_cache import TargetCache
+from moa_data.moa.tree import DraftTree, TreeShape
 
 from .conftest import FAMILIES, SIZES, build_drafter, build_model
 
@@ -56,19 +58,22 @@ def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
 @contextmanager
 def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) -> Iterator[None]:
     """Replace what the chain proposes; its caches are kept as always, so that they can be looked at."""
-    real_draft = ChainDrafter.draft
+    real_propose = MoASession.propose
 
-    def draft(self: ChainDrafter, committed: list[int], n_drafts: int) -> list[int]:
-        real_draft(self, committed, n_drafts)
-        tokens, future = list(committed), []
-        for _ in range(n_drafts):
-            hidden = target.forward(torch.tensor([tokens]), target.new_cache())
-            future.append(int(target.logits(hidden[0, -1]).argmax()))
-            tokens.append(future[-1])
-        return script(future, [(token + 1) % VOCABULARY for token in future])
+    def propose(self: MoASession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+        real_propose(self, committed, shape)
+        drafts = []
+        for row in committed:
+            tokens, future = list(row), []
+            for _ in range(shape.depth):
+                hidden = target.forward(torch.tensor([tokens]), target.new_cache())
+                future.append(int(target.logits(hidden[0, -1]).argmax()))
+                tokens.append(future[-1])
+            drafts.append(script(future, [(token + 1) % VOCABULARY for token in future]))
+        return DraftTree.chain(torch.tensor(drafts))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ChainDrafter, "draft", draft)
+        patch.setattr(MoASession, "propose", propose)
         yield
 
 
@@ -198,10 +203,10 @@ def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Scr
     largest = 0
     real_forward = target.forward
 
-    def forward(tokens: torch.Tensor, cache: object) -> torch.Tensor:
+    def forward(tokens: torch.Tensor, cache: TargetCache, seen: torch.Tensor | None = None) -> torch.Tensor:
         nonlocal largest
-        hidden = real_forward(tokens, cache)
-        largest = max(largest, kv_layout.cache_length(cache))  # type: ignore[arg-type]
+        hidden = real_forward(tokens, cache, seen)
+        largest = max(largest, cache.n_slots)
         return hidden
 
     monkeypatch.setattr(target, "forward", forward)
@@ -224,37 +229,44 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
     target = bigram_target(frozenset())
     drafter = silence(build_drafter(target.model, n_target_layers))
     frozen = FrozenTarget.from_model(target.model, n_target_layers)
-    real_draft = ChainDrafter.draft
-    n_rounds, n_drafted_before = 0, 0
+    last_layers = range(2 - n_target_layers, 2)
+    real_propose = MoASession.propose
+    n_rounds = 0
 
-    def draft(self: ChainDrafter, committed: list[int], n_drafts: int) -> list[int]:
-        nonlocal n_rounds, n_drafted_before
-        drafts = real_draft(self, committed, n_drafts)
-        n_verified = len(committed) - 1
-        assert kv_layout.cache_length(self.cache) == n_verified
-        fresh = target.new_cache()
-        target.forward(torch.tensor([committed[:-1]]), fresh)
-        expected = kv_layout.cache_kv(fresh, 0, n_verified)
-        torch.testing.assert_close(kv_layout.cache_kv(self.cache, 0, n_verified), expected, rtol=1e-4, atol=1e-5)
-        if n_drafts:
+    def propose(self: MoASession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+        nonlocal n_rounds
+        drafts = real_propose(self, committed, shape)
+        for row, tokens in enumerate(committed):
+            n_verified = len(tokens) - 1
+            assert self.cache.lengths[row] == n_verified
+            fresh = target.new_cache()
+            target.forward(torch.tensor([tokens[:-1]]), fresh)
+            fresh.commit([range(n_verified)])
+            expected = fresh.packed([0], n_verified)
+            kept = self.cache.packed([0] * len(committed), n_verified)[row : row + 1]
+            torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
             state = DraftState()
             with torch.inference_mode():
                 drafter.extend_memory(state, expected)
-                drafter.begin_round(state, n_verified)
-                kv = [(k, v) for k, v in zip(*kv_layout.cache_layers(fresh), strict=True)][-n_target_layers:]
-                features = drafter.step(state, frozen, torch.tensor([committed]), kv if n_target_layers else None)
-            assert drafts[0] == int(frozen.logits(features[0, -1]).argmax())
-            for got, goal in zip(self.state.memory.view(), state.memory.view(), strict=True):
-                torch.testing.assert_close(got, goal, rtol=1e-4, atol=1e-5)
-            for got, goal in zip(self.state.self_attention.view(), state.self_attention.view(), strict=True):
-                torch.testing.assert_close(got[:, :, : len(committed)], goal, rtol=1e-4, atol=1e-5)
-            n_rounds, n_drafted_before = n_rounds + 1, n_drafted_before + (n_rounds > 0)
+                features = drafter.draft_root(
+                    state, frozen, torch.tensor([tokens]),
+                    lambda n_slots, fresh=fresh: [fresh.layer_view(layer, n_slots) for layer in last_layers],
+                )  # fmt: skip
+            assert drafts.tokens[row, 0] == int(frozen.logits(features[0, -1]).argmax())
+            for ours, goal in ((self.state.memory, state.memory), (self.state.self_attention, state.self_attention)):
+                for got, wanted in zip(ours.view(), goal.view(), strict=True):
+                    torch.testing.assert_close(got[row : row + 1, :, : wanted.shape[2]], wanted, rtol=1e-4, atol=1e-5)
+            n_rounds += 1
         return drafts
 
-    monkeypatch.setattr(ChainDrafter, "draft", draft)
-    for prompt in [*random_prompts(6, seed=5), [7, 8, 9, 10, 11]]:
+    monkeypatch.setattr(MoASession, "propose", propose)
+    prompts = [*random_prompts(6, seed=5), [7, 8, 9, 10, 11]]
+    for prompt in prompts:
         speculative_generate(target, drafter, frozen, prompt, max_new_tokens=20, draft_length=4)
-    assert n_drafted_before > 15
+        speculative_generate(target, drafter, frozen, prompt, max_new_tokens=12, tree=TreeShape(3, 3, 8))
+    session = moa_session(target, drafter, frozen)
+    generate_batch(target, prompts[1:], max_new_tokens=12, open_session=session, tree=TreeShape(3, 2, 6))
+    assert n_rounds > 60
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -290,11 +302,41 @@ def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -
         assert fast.tokens == plain.tokens
 
 
-def test_count_accepted() -> None:
-    assert count_accepted([], [7]) == 0
-    assert count_accepted([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert count_accepted([1, 2, 3], [1, 9, 3, 4]) == 1
-    assert count_accepted([9, 2], [1, 2, 3]) == 0
+TREES = [TreeShape(1, 3), TreeShape(3, 3, 8), TreeShape(5, 2, 6), TreeShape(4, 4, 100)]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_trees_equal_plain(tree: TreeShape) -> None:
+    target = bigram_target(frozenset({3, 24}))
+    committed: list[int] = []
+    for n_target_layers in (0, 2):
+        drafter = silence(build_drafter(target.model, n_target_layers))
+        for prompt in random_prompts(25, seed=8 + n_target_layers):
+            plain = plain_generate(target, prompt, max_new_tokens=14)
+            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=14, tree=tree)
+            assert fast.tokens == plain.tokens
+            check_counts(fast, tree.depth)
+            committed += fast.stats.committed_per_call
+    assert max(committed) >= min(tree.depth, 3) + 1
+    assert sum(committed) / len(committed) > 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", [None, TreeShape(4), TreeShape(3, 3, 8)], ids=str)
+def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape | None) -> None:
+    target = Target(build_model(family, num_hidden_layers=2))
+    target.eos_token_ids = frozenset({3, 24, 28, 40})
+    drafter = build_drafter(target.model, 1)
+    prompts = random_prompts(24, seed=11)[6:]
+    session = None if tree is None else moa_session(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=16, open_session=session, tree=tree)
+    for prompt, got in zip(prompts, together, strict=True):
+        assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
+        if tree is not None:
+            alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=16, tree=tree)
+            assert got.tokens == alone.tokens
+            assert sum(got.stats.committed_per_call) == sum(alone.stats.committed_per_call)
+    assert len({len(got.tokens) for got in together}) > 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

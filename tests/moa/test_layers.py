@@ -6,7 +6,8 @@ import torch
 from moa_data.moa import kv_layout
 from moa_data.moa.bundle import FrozenTarget, layer_sizes, save_target_bundle
 from moa_data.moa.errors import DrafterError, TargetError
-from moa_data.moa.layers import KVBuffer, RMSNorm, Rotary, attend_many_short, rotate
+from moa_data.moa.kv_buffer import KVBuffer
+from moa_data.moa.layers import RMSNorm, Rotary, attend_many_short, rotate
 
 from .conftest import FAMILIES, build_model
 
@@ -70,10 +71,22 @@ def test_kv_buffer_grows_and_crops():
         buffer.view()
     first = torch.arange(6.0).view(1, 1, 3, 2)
     buffer.append(first, -first)
-    buffer.crop(1)
+    buffer.crop([1])
     keys, values = buffer.append(first[:, :, :2] + 10, first[:, :, :2])
     assert keys[0, 0, :, 0].tolist() == [0, 10, 12]
     assert values[0, 0, :, 1].tolist() == [-1, 1, 3]
+
+
+def test_kv_buffer_keeps_rows_of_different_lengths():
+    buffer = KVBuffer(n_rows=2, initial_capacity=1)
+    first = torch.arange(6.0).view(2, 1, 3, 1)
+    buffer.append(first, first, counts=[3, 1])
+    keys, values = buffer.append(first + 10, -first, counts=[1, 3])
+    assert keys[0, 0, :, 0].tolist()[:4] == [0, 1, 2, 10]
+    assert values[1, 0, :, 0].tolist() == [3, -3, -4, -5]
+    buffer.select_rows([1])
+    assert buffer.lengths == [4]
+    assert buffer.view()[0][0, 0, :, 0].tolist() == [3, 13, 14, 15]
 
 
 def test_rotary_stays_float32_and_uses_theta():
@@ -97,15 +110,13 @@ def test_llama3_rope_scaling_reaches_the_frozen_layers():
 def test_cache_packing_round_trips(family):
     model, cache = build_model(family), kv_layout.new_cache()
     model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
-    assert kv_layout.cache_length(cache) == 20, "sliding windows must not drop keys"
+    assert cache.get_seq_length() == 20, "sliding windows must not drop keys"
     packed = kv_layout.cache_kv(cache, 3, 11)
     keys, values = kv_layout.cache_layers(cache)
     for layer in range(4):
         k, v = kv_layout.unpack_kv(packed[:, :, layer], 2)
         assert torch.equal(k, keys[layer][:, :, 3:11])
         assert torch.equal(v, values[layer][:, :, 3:11])
-    kv_layout.crop_cache(cache, 5)
-    assert kv_layout.cache_length(cache) == 5
 
 
 def test_only_silu_layers_are_kept():

@@ -40,17 +40,35 @@ def test_teacher_forced_features_equal_draft_steps(family, n_target_layers, step
 
     context = masks.last_context(drafted)[0].tolist()
     state = DraftState()
+    layers = [
+        tuple(part.clone() for part in kv_layout.unpack_kv(kv[:, :, 4 - n_target_layers + i], 2))
+        for i in range(n_target_layers)
+    ]
+
+    def views(n_slots):
+        return [(keys[:, :, :n_slots], values[:, :, :n_slots]) for keys, values in layers]
+
+    n_steps = 0
     for position in range(11, 30):
         n_verified = context[position] + 1
         if not drafted[0, position]:
             continue
-        if state.memory.length < n_verified:
-            drafter.extend_memory(state, kv[:, state.memory.length : n_verified])
-            drafter.begin_round(state, n_verified)
-        layers = [kv_layout.unpack_kv(kv[:, :n_verified, 4 - n_target_layers + i], 2) for i in range(n_target_layers)]
-        fresh = tokens[:, state.self_attention.length : position + 1]
-        stepped = drafter.step(state, frozen, fresh, layers or None)
+        if state.memory.lengths[0] < n_verified:
+            drafter.extend_memory(state, kv[:, state.memory.lengths[0] : n_verified])
+            state.self_attention.crop([n_verified])
+            for i, layer in enumerate(layers):  # what the drafter wrote is the target's again
+                true = kv_layout.unpack_kv(kv[:, :, 4 - n_target_layers + i], 2)
+                for ours, theirs in zip(layer, true, strict=True):
+                    ours.copy_(theirs)
+            fresh = tokens[:, state.self_attention.lengths[0] : position + 1]
+            stepped = drafter.draft_root(state, frozen, fresh, views)
+        else:
+            level = position - n_verified
+            seen = torch.ones(1, 1, level + 1, dtype=torch.bool)
+            stepped = drafter.draft_level(state, frozen, tokens[:, position, None], seen, level, views)
         torch.testing.assert_close(stepped[:, 0], trained[:, position], rtol=0, atol=2e-5)
+        n_steps += 1
+    assert n_steps == int(drafted[0, 11:].sum())
 
 
 def inputs_for(model, n_target_layers, lengths=(30, 22)):

@@ -1,0 +1,172 @@
+"""Which tokens the target accepts of a draft tree: greedy, or sampled so that the output has the target's distribution.
+
+Shapes: N nodes, V vocabulary.
+
+Sampling follows Leviathan et al. (2023, Algorithm 1) where drafts were drawn from a known distribution q: a draft x is
+accepted with probability min(1, p(x) / q(x)), else the next token comes from max(0, p - q), normalised. Drafts that
+were picked (the most likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with
+probability p(x), else p(x) becomes 0 and the next child is tried on the normalised rest. Either way the next token
+has the distribution p, whatever the drafter proposes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import DrafterError
+from .tree import DraftTree
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen from the target's logits.
+
+    Applied in the order of transformers: repetition penalty, temperature, top-k, top-p.
+
+    Attributes:
+        temperature: 0 for greedy decoding.
+        top_p: keep the most likely tokens up to this cumulative probability, at least one.
+        top_k: keep this many tokens; 0 keeps all.
+        repetition_penalty: logits of tokens that occurred, in the prompt too, are divided by it (multiplied where
+            negative).
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values without a meaning."""
+        if not 0 <= self.temperature < float("inf"):
+            raise DrafterError(f"temperature must be a number from 0 up, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise DrafterError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
+        if self.top_k < 0:
+            raise DrafterError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise DrafterError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the plain argmax of the logits."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
+
+GREEDY = SamplingConfig()
+
+
+def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig) -> Tensor:
+    """Distribution of the next token; with temperature 0 all mass is on the most likely one.
+
+    Args:
+        logits: [V].
+        previous: prompt and all tokens so far.
+        config: what to apply.
+
+    Returns:
+        [V] float64 on CPU, sums to 1.
+    """
+    scores = logits.detach().double().cpu()
+    if config.repetition_penalty != 1 and previous:
+        seen = torch.tensor(sorted(set(previous)))
+        penalised = scores[seen]
+        scores[seen] = torch.where(
+            penalised < 0, penalised * config.repetition_penalty, penalised / config.repetition_penalty
+        )
+    if config.temperature == 0:
+        return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
+    scores = scores / config.temperature
+    if 0 < config.top_k < scores.shape[0]:
+        scores = scores.masked_fill(scores < scores.topk(config.top_k).values[-1], -torch.inf)
+    if config.top_p < 1:
+        ordered, order = scores.sort(descending=True)
+        mass_before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
+        scores = scores.masked_fill((mass_before >= config.top_p)[order.argsort()], -torch.inf)
+    return scores.softmax(0)
+
+
+def draw(probability: Tensor, generator: torch.Generator | None) -> int:
+    """One token from a distribution [V], which need not be normalised."""
+    return int(torch.multinomial(probability, 1, generator=generator))
+
+
+def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
+    """Greedy verification: follow the target's argmax from the root as far as there are such nodes.
+
+    Args:
+        tokens: of N nodes.
+        parents: node indices, -1 for the root.
+        predicted: N + 1 argmax tokens: after the root, then after each node.
+
+    Returns:
+        The accepted nodes from the root down, and the target's next token after the last of them.
+    """
+    children: dict[tuple[int, int], int] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        children.setdefault((parent, token), node)
+    accepted: list[int] = []
+    at = -1
+    while (node := children.get((at, predicted[at + 1]), -1)) >= 0:
+        accepted.append(node)
+        at = node
+    return accepted, predicted[at + 1]
+
+
+def accept_sampled(
+    tree: DraftTree,
+    row: int,
+    logits: Tensor,
+    previous: Sequence[int],
+    config: SamplingConfig,
+    generator: torch.Generator | None,
+) -> tuple[list[int], int]:
+    """Sampled verification of one row; also greedy decoding with a repetition penalty.
+
+    Args:
+        tree: the drafts.
+        row: of the tree.
+        logits: [N + 1, V], the target's after the root and after each node.
+        previous: prompt and committed tokens, the root included.
+        config: what the target's distribution is.
+        generator: of the draws.
+
+    Returns:
+        As :func:`accept_argmax`.
+    """
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    accepted: list[int] = []
+    path = list(previous)
+    while True:
+        at = accepted[-1] if accepted else -1
+        probability = distribution(logits[at + 1], path, config)
+        node = None
+        for child in (index for index, parent in enumerate(parents) if parent == at):
+            proposal = None if tree.probabilities is None else tree.probabilities[row, child].double().cpu()
+            if _accepts(probability, tokens[child], proposal, generator):
+                node = child
+                break
+            probability = _rest(probability, tokens[child], proposal)
+        if node is None:
+            return accepted, draw(probability, generator)
+        accepted.append(node)
+        path.append(tokens[node])
+
+
+def _accepts(probability: Tensor, token: int, proposal: Tensor | None, generator: torch.Generator | None) -> bool:
+    ratio = float(probability[token]) / (1.0 if proposal is None else float(proposal[token]))
+    return float(torch.rand((), generator=generator, dtype=torch.float64)) < ratio
+
+
+def _rest(probability: Tensor, token: int, proposal: Tensor | None) -> Tensor:
+    """Distribution of the next token, given that the draft was rejected."""
+    if proposal is None:
+        rest = probability.clone()
+        rest[token] = 0
+    else:
+        rest = (probability - proposal).clamp(min=0)
+    total = rest.sum()
+    # Nothing is left only where rounding rejected a certain token.
+    return rest / total if total > 0 else probability

@@ -1,0 +1,125 @@
+"""Draft trees: their shape, which candidates are kept, and who is whose ancestor.
+
+Shapes: B rows, N nodes (without the root), C candidates.
+
+Nodes stand in level order. Parents are node indices, -1 for the root. The root is the last committed token; it is no
+node, but :func:`ancestors` puts it in front, because the target verifies it together with the nodes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import DrafterError
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How many drafts a round proposes.
+
+    Attributes:
+        depth: levels of drafts below the root (the official depth less one).
+        breadth: nodes that are extended at each level, and children that each of them gets. 1 makes a chain.
+        n_nodes: most nodes that are verified, the best by cumulative log-probability.
+    """
+
+    depth: int
+    breadth: int = 1
+    n_nodes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 1."""
+        for name in ("depth", "breadth", "n_nodes"):
+            if getattr(self, name) < 1:
+                raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
+
+    @property
+    def is_chain(self) -> bool:
+        """One draft per level."""
+        return self.breadth == 1
+
+    @property
+    def n_candidates(self) -> int:
+        """Nodes that a full tree of this shape has before the best are picked."""
+        return self.breadth + (self.depth - 1) * self.breadth**2
+
+    def cut(self, depth: int) -> "TreeShape":
+        """The same shape with at most that depth, which must be at least 1."""
+        return TreeShape(min(self.depth, depth), self.breadth, self.n_nodes)
+
+
+@dataclass
+class DraftTree:
+    """Drafts of one round; all rows have the same number of nodes."""
+
+    tokens: Tensor
+    """[B, N] int64."""
+    parents: Tensor
+    """[B, N] int64; smaller than the node's own index, -1 for the root."""
+    scores: Tensor | None = None
+    """[B, N], cumulative log-probability of the drafter."""
+    probabilities: Tensor | None = None
+    """[B, N, V], the distribution each node was drawn from; None where drafts were picked, not drawn."""
+
+    @property
+    def n_nodes(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @classmethod
+    def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
+        """No drafts: verification is then a plain decoding step."""
+        nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
+        return cls(nothing, nothing)
+
+    @classmethod
+    def chain(cls, tokens: Tensor, probabilities: Tensor | None = None) -> "DraftTree":
+        """A chain of tokens [B, N]."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+        return cls(tokens, parents, None, probabilities)
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Which tokens each token of a tree sees: itself and everything on its way to the root.
+
+    Args:
+        parents: [B, N] int64.
+
+    Returns:
+        [B, 1 + N, 1 + N] bool, the root first.
+    """
+    n_rows, n_nodes = parents.shape
+    own = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
+    up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)  # [B, 1 + N]; the root is its own parent
+    seen, reach = own, 1
+    while reach <= n_nodes:
+        # Pointer doubling: what a token sees within 2r steps is what it and its r-th ancestor see within r.
+        seen = seen | seen.gather(1, up[..., None].expand_as(seen))
+        up = up.gather(1, up)
+        reach *= 2
+    return seen
+
+
+def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
+    """Keep the candidates with the best cumulative scores (EAGLE-2, section 4.2; official inference lines 392-406).
+
+    A child never scores above its parent, and ties go to the one that comes first, so a parent is never dropped while
+    its child stays.
+
+    Args:
+        tokens: [B, C] int64, level order.
+        parents: [B, C] int64, candidate indices, -1 for the root.
+        scores: [B, C], cumulative log-probabilities.
+        n_nodes: how many to keep.
+
+    Returns:
+        The tree, in level order.
+    """
+    if n_nodes >= tokens.shape[1]:
+        return DraftTree(tokens, parents, scores)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :n_nodes].sort(dim=1).values  # [B, N]
+    new_index = torch.full_like(parents, -1).scatter(1, best, torch.arange(n_nodes, device=best.device).expand_as(best))
+    old_parents = parents.gather(1, best)
+    kept_parents = torch.where(old_parents < 0, -1, new_index.gather(1, old_parents.clamp(min=0)))
+    return DraftTree(tokens.gather(1, best), kept_parents, scores.gather(1, best))
