@@ -22,8 +22,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..trainer.muon import Muon
 from .config import DemoConfig
-from .muon import Muon
 
 MARKER = "training.json"
 BOS, EOT, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"

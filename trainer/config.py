@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 _LEAST = {
@@ -57,8 +58,12 @@ class TrainConfig:
     """Linear warm-up from 0 to the peak, in steps."""
     decay_steps: int | None = None
     """Step at which the linear decay to the learning rate ends; default: one epoch; -1: the end of the run."""
+    optimizer: str = "adamw"
+    """adamw as in the paper, or muon for the matrices and adamw for the rest, which needs fewer steps."""
+    matrix_learning_rate: float = 2e-3
+    """Muon's learning rate at the end of the schedule; it has the same shape as that of --learning-rate."""
     weight_decay: float = 0.0
-    """AdamW weight decay."""
+    """Decoupled weight decay."""
     gradient_clip: float = 1.0
     """Bound on the gradient's global norm."""
     forward_kl_weight: float = 0.1
@@ -129,7 +134,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 found.append(f"{name} must be at least {least}, got {value}")
-        for name in ("learning_rate", "peak_multiplier", "epochs"):
+        if self.optimizer not in OPTIMIZERS:
+            found.append(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+        for name in ("learning_rate", "matrix_learning_rate", "peak_multiplier", "epochs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 found.append(f"{name} must be a number above 0, got {value}")
@@ -152,7 +159,9 @@ class TrainConfig:
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "small": {
+        "optimizer": "muon",
         "learning_rate": 1e-4,
+        "matrix_learning_rate": 2e-3,
         "peak_multiplier": 10.0,
         "decay_steps": -1,
         "batch_size": 8,
@@ -160,4 +169,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Named starting points: ``paper`` for 7B-class targets (Table 6), ``small`` for targets of some million parameters,
-whose short runs need a higher rate that decays over the whole run."""
+whose short runs need Muon and a higher rate that decays over the whole run."""

@@ -12,6 +12,7 @@ from ..moa.objective import LossWeights, moa_objective
 from .batch import Batch
 from .config import TrainConfig
 from .errors import NonFiniteGradient
+from .muon import Muon
 from .schedule import zero_peak_constant
 from .validation import ValidationSums, validate_batch
 
@@ -103,17 +104,28 @@ class DrafterModule(L.LightningModule):
         self.log("val_AL", metrics["expected_acceptance_length"], prog_bar=True, logger=False, batch_size=1)
 
     def configure_optimizers(self) -> Any:
-        """AdamW (betas 0.9, 0.95; eps 1e-8) with the zero-peak-constant schedule."""
+        """Optimizer with the zero-peak-constant schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
         config = self.config
-        optimizer = torch.optim.AdamW(
-            self.drafter.parameters(),
-            lr=config.learning_rate,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=config.weight_decay,
-            # A fused step undoes the loss scaling of 16-mixed by itself, too late for clipping.
-            fused=self.trainer.precision_plugin.precision != "16-mixed",
-        )
+        optimizer: torch.optim.Optimizer
+        if config.optimizer == "muon":
+            weights = list(self.drafter.parameters())
+            optimizer = Muon(
+                [weight for weight in weights if weight.ndim == 2],
+                [weight for weight in weights if weight.ndim != 2],
+                lr=config.matrix_learning_rate,
+                others_lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+            )
+        else:
+            optimizer = torch.optim.AdamW(
+                self.drafter.parameters(),
+                lr=config.learning_rate,
+                betas=(0.9, 0.95),
+                eps=1e-8,
+                weight_decay=config.weight_decay,
+                # A fused step undoes the loss scaling of 16-mixed by itself, too late for clipping.
+                fused=self.trainer.precision_plugin.precision != "16-mixed",
+            )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
             lambda step: zero_peak_constant(step, config.warmup_steps, config.peak_multiplier, self._decay_end_step),

@@ -1,8 +1,8 @@
-"""Muon's updates are orthogonal, equal for stacked and single matrices, and lower a loss."""
+"""Muon's updates are orthogonal, equal for stacked and single matrices, and lower a loss; others get AdamW's."""
 
 import torch
 
-from moa_data.demo.muon import Muon, orthogonalize
+from moa_data.trainer.muon import Muon, orthogonalize
 
 
 def test_singular_values_come_near_one():
@@ -32,3 +32,19 @@ def test_a_linear_fit_improves():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_other_parameters_follow_adamw():
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.zeros(5))
+    theirs.data.copy_(ours.data)
+    optimizers = (
+        Muon([], [ours], others_lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW([theirs], lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    )
+    for step in range(7):
+        for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
+            weight.grad = torch.linspace(-1, 1, 5) * (step + 1) + weight.detach()
+            optimizer.step()
+        optimizers[0].load_state_dict(optimizers[0].state_dict())
+    torch.testing.assert_close(ours, theirs)
