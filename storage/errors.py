@@ -58,6 +58,10 @@ class StoreMismatch(StoreError, ValueError):
         )
 
 
+class StoreReadOnly(StoreError, PermissionError):
+    """The folder to write to lies on a read-only file system, or belongs to somebody else."""
+
+
 class DiskFull(StoreError, OSError):
     """The file system has no room for what is being written."""
 
@@ -80,6 +84,10 @@ class ShardMissing(StoreError, FileNotFoundError):
 
 class ShardCorrupt(StoreError, ValueError):
     """A file's bytes are not the ones that were written (truncated, flipped, replaced)."""
+
+
+class RepairImpossible(StoreError, ValueError):
+    """The damage cannot be mended by leaving out what is damaged."""
 
 
 class UnknownField(StoreError, LookupError):
