@@ -1,0 +1,135 @@
+"""Inputs of ``read.py``: the same sequences for every format, from a real store or drawn with the statistics of one."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.dtypes import bfloat16_bits
+from moa_data.storage.plan import plan_parts
+from moa_data.storage.reader import ActivationStore
+from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.writer import StoreWriter
+
+SHAPES = {"small": (8, 2, 64, 384), "llama-3-8b": (32, 8, 128, 4096)}
+"""Name -> (layers, KV heads, head dim, width) of drawn activations."""
+
+MEAN_TOKENS = 208
+"""Mean length of drawn sequences, that of GSM8K's chats."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sequences in the store's order, one after the other without padding.
+
+    Attributes:
+        kv: bits [n_tokens, layers, KV heads, 2, head dim].
+        hidden: bits [n_tokens, width].
+        lengths: tokens of each sequence.
+    """
+
+    kv: np.ndarray
+    hidden: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def starts(self) -> np.ndarray:
+        """First token of each sequence."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def fields(self) -> tuple[FieldSpec, FieldSpec]:
+        """Of the two arrays."""
+        n_layers, n_heads, _, head_dim = self.kv.shape[1:]
+        return kv_field(n_layers, n_heads, head_dim), hidden_field("last", self.hidden.shape[1])
+
+
+def load(store: Path, n_bytes: int) -> Data:
+    """Takes the first sequences of a store, sorted as a store of their own would sort them."""
+    with ActivationStore(store) as source:
+        token_bytes = source.fields["kv"].token_bytes + source.fields["hidden/last"].token_bytes
+        n = int(np.searchsorted(np.cumsum(source.lengths.astype(np.int64)), n_bytes // token_bytes))
+        if not n:
+            raise SystemExit(f"{store} has no sequence below --mb; raise it.")
+        chosen = np.argsort(-source.lengths[:n], kind="stable")
+        kv, hidden = (np.concatenate([source.read(i, name) for i in chosen.tolist()]) for name in ("kv", "hidden/last"))
+        return Data(kv, hidden, source.lengths[chosen].astype(np.int64))
+
+
+def draw(shape: str, n_bytes: int) -> Data:
+    """Draws values whose scale differs by channel: their exponents have about 2.7 bits, as keys and values have."""
+    n_layers, n_heads, head_dim, width = SHAPES[shape]
+    rng = np.random.default_rng(0)
+    n_tokens = n_bytes // (2 * (n_layers * n_heads * 2 * head_dim + width))
+    lengths = rng.integers(MEAN_TOKENS // 2, MEAN_TOKENS * 3 // 2, max(1, n_tokens // MEAN_TOKENS))
+    lengths = -np.sort(-lengths)
+    n_tokens = int(lengths.sum())
+
+    def values(*row: int) -> np.ndarray:
+        out = np.empty((n_tokens, *row), np.uint16)
+        scale = np.exp(0.7 * rng.normal(size=row)).astype(np.float32)
+        for start in range(0, n_tokens, 256):
+            block = out[start : start + 256]
+            block[...] = bfloat16_bits(rng.standard_normal(block.shape, dtype=np.float32) * scale)
+        return out
+
+    return Data(values(n_layers, n_heads, 2, head_dim), values(width), lengths)
+
+
+def write_store(data: Data, path: Path) -> None:
+    """Writes the sequences as a store, which keeps their order: they are sorted by length, and fill one part."""
+    n = len(data.lengths)
+    columns = {
+        "sequence_id": [f"bench-{row}" for row in range(n)],
+        "source_row": pa.array(range(n), pa.int64()),
+        "n_tokens": pa.array(data.lengths, pa.int32()),
+        "n_response_tokens": pa.array([0] * n, pa.int32()),
+    }
+    plan = plan_parts(pa.table(columns), 1 << 40, 64)
+    fields = (tokens_field(), response_mask_field(), *data.fields)
+    manifest = StoreManifest(
+        fields=fields,
+        target={"vocab_size": 32_000},
+        identities={},
+        extraction={},
+        n_sequences=n,
+        n_parts=1,
+        n_tokens=int(data.lengths.sum()),
+        codec=StoreCodec("lossless", fields).describe(),
+    )
+    with StoreWriter.create_or_resume(path, manifest, plan) as writer, writer.part(0) as out:
+        for row, start in zip(out.sequences.to_pylist(), data.starts.tolist(), strict=True):
+            span = slice(start, start + row["n_tokens"])
+            out.write("tokens", row["first_token"], np.zeros(row["n_tokens"], np.int32))
+            out.write("response_mask", row["first_token"], np.zeros(row["n_tokens"], np.uint8))
+            out.write("kv", row["first_token"], data.kv[span])
+            out.write("hidden/last", row["first_token"], data.hidden[span])
+        out.commit()
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file below a folder."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def read_all(folder: Path) -> None:
+    """Brings every file into the page cache."""
+    buffer = bytearray(8 << 20)
+    for path in files_below(folder):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def drop_cache(folder: Path) -> None:
+    """Drops every file from the page cache; pages that are mapped or dirty would stay."""
+    for path in files_below(folder):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
