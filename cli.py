@@ -37,7 +37,7 @@ A whole job:
 \b
 Exit codes:
   0    done
-  1    done, and verify or audit found something wrong
+  1    done, and verify, repair or audit found something wrong
   2    the input or the options can't be used; one line on stderr says why
   130  interrupted with Ctrl-C; the line says how to go on
 """
@@ -136,6 +136,27 @@ def inspect(store: Path, sample: int | None) -> None:
 
 @main.command()
 @click.argument("store", type=click.Path(path_type=Path))
+@click.option("--codec", required=True, help="lossless, int8, fp8, int6, int4 or transform:<bits per value>.")
+@click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the new store.")
+def recode(store: Path, codec: str, folder: Path) -> None:
+    """Write a lossless store again with another codec, without the target.
+
+    Gives what `extract --codec` would have given. Run the same command again to go on after an interruption.
+
+    \b
+    Examples:
+      moa-data recode store --codec int8 --out store-int8
+      moa-data recode store --codec transform:1.0 --out store-small
+    """
+    from .pipeline.recode import recode as run_recode
+
+    with ProgressLine("tok") as progress:
+        report = run_recode(store, codec, folder, progress=progress, provenance=collect_provenance())
+    out.print(report.describe(), markup=False)
+
+
+@main.command()
+@click.argument("store", type=click.Path(path_type=Path))
 def verify(store: Path) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
@@ -149,11 +170,50 @@ def verify(store: Path) -> None:
     from .cli_views import verify_view
     from .storage.verify import verify_store
 
-    with ProgressLine("") as progress:
+    with ProgressLine("B", scaled=True) as progress:
         report = verify_store(store, progress=progress)
     out.print(verify_view(report))
     if not report.ok:
-        raise Findings(f"{store} is damaged in {len(report.damages)} places.")
+        raise Findings(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` mends it.")
+
+
+@main.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option("--model", help="Extract what is damaged again with this target, the one the store was made with.")
+@click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
+@click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
+@click.option("--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them.")
+def repair(store: Path, model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
+    """Mend a damaged store: extract the damaged parts again, or drop them.
+
+    Without --model and --drop it verifies the store, lists the damage and changes nothing; exit code 1 if there is any.
+
+    \b
+    Examples:
+      moa-data repair store
+      moa-data repair store --model ./llama3-8b
+      moa-data repair store --drop
+    """
+    if model and drop:
+        raise StageFailure("give --model to extract the damaged parts again, or --drop to delete them, not both.")
+    from .storage.repair import drop_damage, plan_repair
+
+    with ProgressLine("B", scaled=True) as progress:
+        damage = plan_repair(store, progress=progress)
+    out.print(damage.describe() or f"{store} is whole, there is nothing to repair", markup=False)
+    if not damage.damages:
+        return
+    if drop:
+        drop_damage(damage)
+        out.print(f"dropped: {len(damage.parts)} parts{' and the target bundle' * damage.target}", markup=False)
+        return
+    if model is None:
+        raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
+    from .pipeline.repair import repair as run_repair
+
+    with ProgressLine("tok") as progress:
+        report = run_repair(damage, model, dataset, device, progress, collect_provenance())
+    out.print(report.describe(), markup=False)
 
 
 @main.command()

@@ -26,6 +26,7 @@ _GO_ON = {
     "export": "Complete files are kept; run the same command again to go on.",
     "import": "Committed parts are kept; run the same command again to go on.",
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",
+    "repair": "What was repaired is kept; run the same command again to go on.",
     "demo": "Run the same command again; finished phases are kept.",
     "eval": "No report was written; run the same command again.",
     **dict.fromkeys(
@@ -96,8 +97,8 @@ def user_message(error: BaseException) -> str | None:
 class ProgressLine:
     """A progress callback that draws one line on stderr; a new phase, that is another total, gets a new line."""
 
-    def __init__(self, unit: str) -> None:
-        self.unit = unit
+    def __init__(self, unit: str, scaled: bool = False) -> None:
+        self.unit, self.scaled = unit, scaled
         self.bar: tqdm[Any] | None = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
@@ -105,7 +106,10 @@ class ProgressLine:
         if self.bar is None or self.bar.total != total or done < self.bar.n:
             self.close()
             interval = 0.2 if sys.stderr.isatty() else 10.0
-            self.bar = tqdm(total=total, unit=self.unit, file=sys.stderr, mininterval=interval, dynamic_ncols=True)
+            self.bar = tqdm(
+                total=total, unit=self.unit, unit_scale=self.scaled, file=sys.stderr, mininterval=interval,
+                dynamic_ncols=True,
+            )  # fmt: skip
         self.bar.set_description_str(message, refresh=False)
         self.bar.update(done - self.bar.n)
 

@@ -39,3 +39,7 @@ class NotEnoughDisk(PipelineError, OSError):
 
 class ExtractionInterrupted(PipelineError):
     """Ctrl-C: the part in flight was discarded, everything committed stays."""
+
+
+class RepairRefused(PipelineError):
+    """The damaged parts of a store cannot be extracted again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,11 @@ class ExtractReport:
 
 
 def extract(
-    config: ExtractConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+    config: ExtractConfig,
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    redo_parts: Collection[int] = (),
+    redo_target: bool = False,
 ) -> ExtractReport:
     """Extract activations to a store, or go on where an earlier run stopped.
 
@@ -121,6 +125,8 @@ def extract(
         config: what to extract.
         progress: called with (done, total, message): chats while tokenising, then tokens.
         provenance: command, versions and the like, recorded in the store's runs/.
+        redo_parts: parts that are extracted again although they are committed, because they are damaged.
+        redo_target: whether the target bundle is written again.
 
     Returns:
         What was done.
@@ -140,6 +146,10 @@ def extract(
         ) from error
     plan.check_disk()
     with StoreWriter.create_or_resume(Path(config.out).expanduser(), plan.manifest, plan.table) as store:
+        for part in redo_parts:
+            store.drop_part(part)
+        if redo_target:
+            store.drop_target()
         pending = store.pending_parts()
         try:
             if pending or not store.has_target:

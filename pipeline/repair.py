@@ -1,0 +1,82 @@
+"""Extract the damaged parts of a store again, with the settings that its last extraction recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..storage.commit import RUNS_NAME
+from ..storage.documents import parse_object, read_bounded
+from ..storage.repair import RepairPlan, drop_strays
+from .chats import Progress
+from .config import ExtractConfig
+from .errors import RepairRefused
+from .extract import ExtractReport, extract
+
+
+def repair(
+    plan: RepairPlan,
+    model: str,
+    dataset: str | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> ExtractReport:
+    """Make the damaged pieces of a store again.
+
+    Nothing is deleted before target and dataset are known to be the ones that the store was made from.
+
+    Args:
+        plan: what is damaged.
+        model: the target that the store was made with: a folder or a hub id.
+        dataset: the chats; default: where the store's last extraction found them.
+        device: of the forward; default: as in the store's last extraction.
+        progress: as for ``extract``.
+        provenance: recorded in the store's runs/.
+
+    Returns:
+        The report of the extraction.
+
+    Raises:
+        RepairRefused: no extraction is recorded, or there is damage that this does not mend.
+        StoreMismatch: the store was made from another target or dataset.
+        PipelineError: the input cannot be used.
+    """
+    if plan.others:
+        raise RepairRefused(f"{plan.others[0].path}: {plan.others[0].message} This cannot be repaired; extract again.")
+    recorded = recorded_config(plan.store)
+    config = dataclasses.replace(
+        recorded,
+        model=model,
+        dataset=dataset or recorded.dataset,
+        out=str(plan.store),
+        device=device or recorded.device,
+    )
+    report = extract(config, progress, provenance, redo_parts=plan.parts, redo_target=plan.target)
+    drop_strays(plan)
+    return report
+
+
+def recorded_config(store: Path) -> ExtractConfig:
+    """Return the settings of the store's last finished extraction.
+
+    Raises:
+        RepairRefused: none is recorded, or none can be read.
+    """
+    names = {item.name for item in dataclasses.fields(ExtractConfig)}
+    for path in sorted((store / RUNS_NAME).glob("*.json"), reverse=True):
+        try:
+            settings = parse_object(read_bounded(path))["config"]
+            lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+            config = ExtractConfig(**{name: value for name, value in (settings | lists).items() if name in names})
+            config.check()
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+        return config
+    raise RepairRefused(
+        f"{store / RUNS_NAME} records no finished extraction, so its settings are not known. Run `moa-data repair "
+        f"{json.dumps(str(store))} --drop`, then the extract command that made the store: it redoes what is missing."
+    )

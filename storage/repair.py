@@ -1,0 +1,116 @@
+"""Repair: which pieces of a damaged store must go, and their removal; ``pipeline.repair`` makes them again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .commit import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
+from .errors import RepairImpossible
+from .plan import read_plan
+from .reader import read_manifest
+from .seal import seal_path
+from .verify import Damage, Progress, verify_store
+from .writer import StoreWriter
+
+
+@dataclass(frozen=True)
+class RepairPlan:
+    """What a repair has to do.
+
+    Attributes:
+        store: the store's folder.
+        damages: everything that `verify_store` found.
+        parts: parts that must be extracted again or dropped.
+        target: whether the target bundle must be.
+        manifest: whether store.json or plan.parquet are not what was written; only the inputs can give them back.
+        seal: whether only their record is damaged.
+        strays: commits that belong to no part, relative to the store.
+        others: damages that a repair does not mend.
+    """
+
+    store: Path
+    damages: tuple[Damage, ...]
+    parts: tuple[int, ...]
+    target: bool
+    manifest: bool
+    seal: bool
+    strays: tuple[str, ...]
+    others: tuple[Damage, ...]
+
+    def describe(self) -> str:
+        """Return the plan as lines for people; empty for a whole store."""
+        lines = []
+        if self.parts:
+            lines.append(f"{len(self.parts)} parts are damaged: {', '.join(map(str, self.parts))}")
+        if self.target:
+            lines.append("the target bundle is damaged; training needs it")
+        if self.manifest:
+            lines.append(f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help")
+        if self.seal:
+            lines.append(f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged")
+        lines += [f"{name} belongs to no part" for name in self.strays]
+        lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
+        return "\n".join(lines)
+
+
+def plan_repair(path: str | os.PathLike[str], progress: Progress | None = None) -> RepairPlan:
+    """Verify a store and sort what is damaged; nothing is changed.
+
+    Args:
+        path: the store's folder.
+        progress: as for ``verify_store``.
+
+    Raises:
+        StoreError: as ``verify_store``.
+    """
+    store = Path(path)
+    damages = verify_store(store, progress).damages
+    whole_store = [damage for damage in damages if damage.part is None]
+    target_commit = target_commit_path(Path()).as_posix()
+    in_target = [damage for damage in whole_store if damage.path.startswith((f"{TARGET_NAME}/", target_commit))]
+    in_manifest = [damage for damage in whole_store if damage.path in (MANIFEST_NAME, PLAN_NAME)]
+    in_seal = [damage for damage in whole_store if damage.path == seal_path(Path()).as_posix()]
+    strays = [damage for damage in whole_store if damage.path.startswith(f"{COMMITS_NAME}/part-")]
+    known = {*in_target, *in_manifest, *in_seal, *strays}
+    return RepairPlan(
+        store=store,
+        damages=tuple(damages),
+        parts=tuple(sorted({damage.part for damage in damages if damage.part is not None})),
+        target=bool(in_target),
+        manifest=bool(in_manifest),
+        seal=bool(in_seal),
+        strays=tuple(damage.path for damage in strays),
+        others=tuple(damage for damage in whole_store if damage not in known),
+    )
+
+
+def drop_damage(plan: RepairPlan) -> None:
+    """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
+
+    Raises:
+        RepairImpossible: store.json or plan.parquet is damaged, without which no part can be read.
+        StoreLocked: another process is writing to the store.
+    """
+    if plan.manifest:
+        raise RepairImpossible(
+            f"{plan.store}: {MANIFEST_NAME} or {PLAN_NAME} is damaged, and no part can be read without them. Restore "
+            "the file from a copy, or pass --model, which makes it anew from the recorded inputs."
+        )
+    if plan.seal:
+        seal_path(plan.store).unlink(missing_ok=True)
+    drop_strays(plan)
+    with StoreWriter.create_or_resume(
+        plan.store, read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)
+    ) as writer:
+        for part in plan.parts:
+            writer.drop_part(part)
+        if plan.target:
+            writer.drop_target()
+
+
+def drop_strays(plan: RepairPlan) -> None:
+    """Delete commits that belong to no part."""
+    for name in plan.strays:
+        (plan.store / name).unlink(missing_ok=True)

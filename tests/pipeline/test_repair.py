@@ -1,0 +1,85 @@
+"""A damaged store gets its parts back from the target, byte for byte; nothing is deleted for the wrong target."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.errors import RepairRefused
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.repair import recorded_config, repair
+from moa_data.storage.errors import StoreMismatch
+from moa_data.storage.repair import plan_repair
+from moa_data.storage.verify import verify_store
+
+from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer
+
+
+@pytest.fixture
+def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConfig:
+    return ExtractConfig(
+        model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
+        target_layers=1, part_tokens=512, batch_tokens=256,
+    )  # fmt: skip
+
+
+def data_bytes(store: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(store).as_posix(): path.read_bytes()
+        for path in sorted(store.rglob("*"))
+        if path.is_file() and "runs" not in path.parts and path.name != "store.lock"
+    }
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Path) -> None:
+    extract(config)
+    store = Path(config.out)
+    whole = data_bytes(store)
+    flip(next(path for path in (store / "parts/part-00001.zarr/kv/c").rglob("*") if path.is_file()))
+    flip(store / "target/frozen.safetensors")
+    plan = plan_repair(store)
+    assert (plan.parts, plan.target, plan.manifest) == ((1,), True, False)
+
+    other = tmp_path / "other"
+    build_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(other)
+    before = data_bytes(store)
+    with pytest.raises(StoreMismatch, match="weights_sha256"):
+        repair(plan, str(other))
+    assert data_bytes(store) == before
+
+    report = repair(plan, config.model)
+    assert report.n_parts_done == 1
+    assert data_bytes(store) == whole
+    flip(store / "store.json")
+    flip(store / "plan.parquet")
+    plan = plan_repair(store)
+    assert (plan.parts, plan.manifest) == ((), True)
+    repair(plan, config.model)
+    assert data_bytes(store) == whole
+    assert verify_store(store).ok
+
+
+def test_settings_come_from_the_last_record_that_can_be_read(config: ExtractConfig, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with pytest.raises(RepairRefused, match="records no finished extraction"):
+        recorded_config(store)
+    runs = store / "runs"
+    runs.mkdir(parents=True)
+    values = dataclasses.asdict(config)
+    for name, text in {
+        "1.json": json.dumps({"config": values | {"max_length": 77, "added_later": 1}}),
+        "2.json": '{"config": {"model": 5}}',
+        "3.json": "{",
+    }.items():
+        (runs / name).write_text(text)
+    assert recorded_config(store) == dataclasses.replace(config, max_length=77)

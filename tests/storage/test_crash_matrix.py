@@ -1,0 +1,209 @@
+"""Kills, flips, truncations: afterwards a store is as if nothing had happened, or the damage is named."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_data.storage import durable
+from moa_data.storage.errors import StoreError, StoreNotFound, StoreReadOnly
+from moa_data.storage.reader import ActivationStore
+from moa_data.storage.repair import drop_damage, plan_repair
+from moa_data.storage.verify import verify_store
+from moa_data.storage.writer import StoreWriter
+
+# Each store is killed up to three times at random instants, its writer being a fork of a process that has imported
+# everything; then it is finished, also in a fork, and must not differ from an uninterrupted one.
+RANDOM_KILLS = """
+import importlib.util, os, random, signal, sys, time
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
+kit = importlib.util.module_from_spec(spec)
+sys.modules["kit"] = kit
+spec.loader.exec_module(kit)
+recipe, folder, n_kills = kit.make_recipe(), Path(sys.argv[2]), int(sys.argv[3])
+rng = random.Random(0)
+
+def start(store):
+    child = os.fork()
+    if child:
+        return child
+    recipe.write(store)
+    with kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        if not writer.has_target:
+            with writer.target() as bundle:
+                (bundle / "config.json").write_text("{}" * 500)
+    os._exit(0)
+
+def finish(store):
+    _, status = os.waitpid(start(store), 0)
+    assert status == 0, status
+
+begin = time.perf_counter()
+finish(folder / "whole")
+seconds = time.perf_counter() - begin
+whole = kit.read_tree(folder / "whole")
+n_done = n_struck = 0
+while n_struck < n_kills:
+    store = folder / f"killed-{n_done}"
+    for _ in range(3):
+        child = start(store)
+        time.sleep(rng.uniform(0, seconds))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        n_struck += os.WIFSIGNALED(status)
+    finish(store)
+    assert kit.read_tree(store) == whole, store
+    assert not list(store.rglob("*.partial")), store
+    n_done += 1
+print(n_struck, "kills,", n_done, "stores")
+"""
+
+
+def random_kills(folder: Path, n_kills: int) -> None:
+    conftest = Path(__file__).with_name("conftest.py")
+    command = [sys.executable, "-c", RANDOM_KILLS, str(conftest), str(folder), str(n_kills)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) >= n_kills
+
+
+def test_kill_at_random_instants(tmp_path: Path) -> None:
+    random_kills(tmp_path, 10)
+
+
+@pytest.mark.slow
+def test_kill_at_two_hundred_random_instants(tmp_path: Path) -> None:
+    random_kills(tmp_path, 200)
+
+
+@pytest.fixture
+def recipe(recipe_of):
+    return recipe_of((70, 3, 130, 64, 1, 33), part_tokens=256)
+
+
+def write_all(recipe, path: Path) -> Path:
+    """Write whatever is missing, a target bundle included."""
+    recipe.write(path)
+    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
+        if not writer.has_target:
+            with writer.target() as folder:
+                (folder / "config.json").write_text("{}" * 100)
+    return path
+
+
+def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
+    """Versions of a file: cut, with one bit flipped at evenly spread places, and for many places gone and longer too."""
+    yield content[: len(content) // 2]
+    if positions > 1:
+        yield from (None, b"", content[:-1], content + b"\0")
+    for at in np.linspace(0, len(content) - 1, positions + 2)[1:-1].astype(int):
+        yield content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
+
+
+def check_mutations(recipe, tree: Callable[[Path], dict[str, bytes]], folder: Path, positions: int) -> None:
+    """Damage every file of a store in every way: it is named, and repaired to the very same bytes."""
+    store = write_all(recipe, folder / "store")
+    whole = tree(store)
+    assert {"store.json", "plan.parquet", "commits/store.json", "commits/target.json", "target/config.json"} < set(
+        whole
+    )
+    for name, content in whole.items():
+        for mutation in mutations(content, positions):
+            path = store / name
+            path.unlink() if mutation is None else path.write_bytes(mutation)
+            if name.startswith("commits/") and mutation is None:
+                pass  # a part without a commit is one that is still to be written
+            elif name == "store.json" and mutation is None:
+                with pytest.raises(StoreNotFound):
+                    verify_store(store)
+            else:
+                plan = plan_repair(store)
+                assert plan.damages, (name, mutation)
+                assert not plan.others
+                named = " ".join(f"{damage.path} {damage.message}" for damage in plan.damages)
+                assert name in named or Path(name).stem in named, (name, named)
+                if not plan.manifest:
+                    drop_damage(plan)
+                    assert verify_store(store).ok
+            write_all(recipe, store)
+            assert tree(store) == whole, name
+
+
+def test_every_file_damaged_in_every_way(tmp_path: Path, recipe, tree) -> None:
+    check_mutations(recipe, tree, tmp_path, positions=1)
+
+
+@pytest.mark.slow
+def test_every_file_damaged_at_many_places(tmp_path: Path, recipe, tree) -> None:
+    check_mutations(recipe, tree, tmp_path, positions=60)
+
+
+def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, seen = tmp_path / "store", set[int]()
+
+    def look() -> None:
+        try:
+            reader = ActivationStore(store)
+        except StoreNotFound:
+            return
+        with reader:
+            seen.add(reader.n_parts_committed)
+            for i, row in enumerate(reader.sequences.to_pylist()):
+                for field in recipe.manifest.fields:
+                    np.testing.assert_array_equal(reader.read(i, field.name), recipe.values(field, row))
+
+    for name in ("rename", "replace", "fsync"):
+        real = getattr(os, name)
+
+        def step(*arguments: object, real=real) -> None:
+            real(*arguments)
+            look()
+
+        monkeypatch.setattr(durable.os, name, step)
+    recipe.write(store)
+    assert seen == set(range(recipe.manifest.n_parts + 1))
+
+
+def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, recipe, recipe_of, tree) -> None:
+    store = recipe.write(tmp_path / "store")
+    whole = tree(store)
+    other = recipe_of((70, 3, 130, 64, 1, 33), part_tokens=256).with_manifest(identities={"dataset.sha256": "other"})
+    (store / "store.json").unlink()
+    with pytest.raises(StoreError, match=r"store\.json is not the file that was written"):
+        other.write(store)
+    (store / "commits/store.json").unlink()
+    with pytest.raises(StoreError, match=r"committed parts but no store\.json"):
+        recipe.write(store)
+    for name in ("store.json", "commits/store.json"):
+        (store / name).write_bytes(whole[name])
+    assert tree(recipe.write(store)) == whole
+
+
+def test_a_read_only_store(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = recipe.write(tmp_path / "store")
+    real = os.open
+
+    def refuse(path: object, flags: int, *rest: object, **options: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreReadOnly, match=r"cannot be written .*Read-only.*choose another output folder"):
+        recipe.write(store)
+    assert verify_store(store).ok
+
+
+def test_a_copy_of_a_store_is_a_store(tmp_path: Path, recipe, tree) -> None:
+    store = write_all(recipe, tmp_path / "store")
+    copy = shutil.copytree(store, tmp_path / "copy")
+    assert verify_store(copy).ok
+    assert tree(write_all(recipe, copy)) == tree(store)
