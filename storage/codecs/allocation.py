@@ -27,6 +27,8 @@ DROPPED = 1
 """Number of levels of a component that is not stored."""
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
+# Magnitudes that the finest step of a component far above the others spans, with room for values beyond the sample's.
+_WIDEST_SPAN = 0.8 * (WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # What one more stored array costs for each inner chunk: Huffman's table, headers, checksum and index entry take about
 # 120 bytes; the rest stands for the time of reading one more chunk.
 _ARRAY_PENALTY_BITS = 8 * 200
@@ -99,32 +101,30 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
         weights: [n_components], what an error of a component counts.
         base_step: step of a component with weight 1; others use ``base_step / sqrt(weight)``.
     """
-    steps = np.repeat(STEP_RATIOS * base_step, len(ROUNDINGS))
-    roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
-    columns = [
-        _measure_component(np.abs(column), steps, roundings, weight) for column, weight in _scaled(sample, weights)
-    ]
-    levels, bits, error, one, more = (np.stack(parts) for parts in zip(*columns, strict=True))
-    n_repeats = len(LEVELS)
-    step = np.concatenate([[1.0], np.tile(steps, n_repeats)]) / np.sqrt(weights)[:, None]
-    rounding = np.broadcast_to(np.concatenate([[0.5], np.tile(roundings, n_repeats)]), step.shape)
+    scales = np.sqrt(weights)
+    columns = [_measure_component(np.abs(sample[:, i]) * scale, base_step) for i, scale in enumerate(scales)]
+    levels, step, rounding, bits, error, one, more = (np.stack(parts) for parts in zip(*columns, strict=True))
+    step = step / scales[:, None]
     quantisers = Quantisers(levels.astype(np.int32), *(part.astype(np.float32) for part in (step, rounding, one, more)))
     return Options(quantisers, bits, error)
 
 
-def _scaled(sample: np.ndarray, weights: np.ndarray) -> list[tuple[np.ndarray, float]]:
-    return [(sample[:, i] * np.sqrt(weight), weight) for i, weight in enumerate(weights)]
+def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
+    """Options of one component, not stored at all being the first: arrays [1 + len(LEVELS) * steps * roundings].
 
-
-def _measure_component(
-    magnitude: np.ndarray, steps: np.ndarray, roundings: np.ndarray, weight: float
-) -> tuple[np.ndarray, ...]:
-    """Options of one component: levels, bits, error, shift_one, shift_more, each [1 + len(LEVELS) * len(steps)]."""
+    Returns:
+        levels, step, rounding, bits, error, shift_one, shift_more.
+    """
     n = len(magnitude)
     ordered = np.sort(magnitude).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     squares = np.concatenate([[0.0], np.cumsum(ordered**2)])
-    columns = [[np.array([value]) for value in (DROPPED, 0.0, squares[-1] / n, 0.0, 0.0)]]
+    # A component far above the others gets as fine a step as its levels can span.
+    base_step = max(base_step, ordered[-1] / _WIDEST_SPAN)
+    steps = np.repeat(STEP_RATIOS * base_step, len(ROUNDINGS))
+    roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
+    zeros = np.zeros(len(steps))
+    columns = [[np.array([value]) for value in (DROPPED, 1.0, 0.5, 0.0, squares[-1] / n, 0.0, 0.0)]]
     most = min(int(ordered[-1] / steps.min() + 0.5), (WIDE_LEVELS - 1) // 2)
     edges = (np.arange(1, most + 1) - roundings[:, None]) * steps[:, None]
     at = np.searchsorted(ordered, edges)  # [option, level - 1]: first value of that level
@@ -133,12 +133,11 @@ def _measure_component(
         top = (levels - 1) // 2
         useful = most >= 1 and (levels == LEVELS[0] or (LEVELS[LEVELS.index(levels) - 1] - 1) // 2 < most)
         if not useful:
-            empty = np.full(len(steps), np.inf)
-            columns.append([np.full(len(steps), levels), empty, empty, np.zeros(len(steps)), np.zeros(len(steps))])
+            columns.append([zeros + levels, steps, roundings, zeros + np.inf, zeros + np.inf, zeros, zeros])
             continue
         cut = start if top >= most else np.concatenate([start[:, : top + 1], start[:, -1:]], axis=1)
         counts, s1, s2 = (np.diff(table[cut], axis=1) for table in (np.arange(n + 1.0), sums, squares))
-        columns.append([np.full(len(steps), levels), *_bits_and_error(counts, s1, s2, steps, levels)])
+        columns.append([zeros + levels, steps, roundings, *_bits_and_error(counts, s1, s2, steps, levels)])
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 
 

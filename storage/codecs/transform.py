@@ -38,6 +38,7 @@ from ..errors import WriteInvalid
 from ..schema import FieldSpec
 from .calibration import EARLY_POSITIONS, Basis
 from .field import Array, StoredArray
+from .packing import CODES_PER_BYTE
 from .rope import Rope
 from .transform_fit import Columns, GroupFit, fit_groups
 from .transform_group import GroupTransform
@@ -140,12 +141,13 @@ class TransformCodec:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings for ``store.json``."""
+        in_metric = any(not _is_transposed(basis) for group in self._groups for basis in group.fit.bases)
         return {
             "transform": "principal components",
             "bits_per_value": self.bits,
             "group_layers": len(self.groups[0]),
             "unrotated_keys": self.rope is not None,
-            "error_metric": "plain" if self.metric is None else "logits",
+            "error_metric": "given" if in_metric else "plain",
             "early_positions": EARLY_POSITIONS,
         }
 
@@ -170,7 +172,7 @@ class TransformCodec:
                 f"Field {self.spec.name!r}: a transform codec needs sequences of finite values to learn from, got "
                 f"{len(sample)} sequences. Choose another codec, or drop the sequences with NaN or infinity."
             )
-        by_sequence = [self._parts(values) for values in sample]
+        by_sequence = [self.parts(values) for values in sample]
         groups = [
             [[parts[group][part] for parts in by_sequence] for part in range(len(by_sequence[0][0]))]
             for group in range(len(self.groups))
@@ -189,7 +191,7 @@ class TransformCodec:
             for part, basis in enumerate(fit.bases):
                 state[f"{group}/{part}/mean"] = basis.mean
                 state[f"{group}/{part}/synthesis"] = basis.synthesis.astype(np.float16)
-                if not np.array_equal(basis.analysis, basis.synthesis.T):
+                if not _is_transposed(basis):
                     state[f"{group}/{part}/analysis"] = basis.analysis.astype(np.float16)
         return state
 
@@ -220,7 +222,7 @@ class TransformCodec:
                 "whole token. Extract with codec lossless, or drop the sequence."
             )
         codes: dict[str, Array] = {}
-        for transform, parts in zip(self._learned(), self._parts(xp.astype(values, xp.float32)), strict=True):
+        for transform, parts in zip(self._learned(), self.parts(xp.astype(values, xp.float32)), strict=True):
             codes |= transform.encode(parts)
         return codes
 
@@ -272,8 +274,8 @@ class TransformCodec:
         self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
         self.arrays = tuple(array for transform in self._groups for array in transform.arrays)
 
-    def _parts(self, values: Array) -> list[list[Array]]:
-        """Cut a sequence's values into groups and parts: [n_tokens, width] each."""
+    def parts(self, values: Array) -> list[list[Array]]:
+        """Cut a sequence into groups and parts, with the rotation off the keys: [n_tokens, width] each."""
         if not self.is_kv:
             return [[values]]
         xp = array_namespace(values)
@@ -297,6 +299,8 @@ class TransformCodec:
         width = math.prod(self.spec.token_shape) // n_parts // self._n_layers * len(layers)
         bases = tuple(_load_basis(state, f"{group}/{part}", width) for part in range(n_parts))
         columns = Columns.from_table(np.asarray(state[f"{group}/columns"], np.float32))
+        if not np.isin(columns.levels, list(CODES_PER_BYTE)).all() or (np.diff(columns.array) < 0).any():
+            raise ValueError(f"{group}/columns has levels or arrays that this release does not write")
         for part, basis in enumerate(bases):
             components = columns.component[columns.part == part]
             if len(components) and not 0 <= components.min() <= components.max() < len(basis.synthesis):
@@ -306,6 +310,10 @@ class TransformCodec:
     @property
     def _n_layers(self) -> int:
         return self.spec.token_shape[0] if self.is_kv else 1
+
+
+def _is_transposed(basis: Basis) -> bool:
+    return np.array_equal(basis.analysis, basis.synthesis.T)
 
 
 def _load_basis(state: Mapping[str, np.ndarray], prefix: str, width: int) -> Basis:

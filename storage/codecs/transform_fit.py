@@ -23,8 +23,8 @@ from .calibration import Basis, learn_basis, mean_rows
 from .chunk import encode_chunk
 from .packing import CODES_PER_BYTE, HIGH_LEVELS, LOW_LEVELS, WIDE_LEVELS, pack, split_wide
 
-CHUNK_TOKENS = 1024
-"""Tokens of one inner chunk that the layout is made for."""
+CHUNK_TOKENS = 512
+"""Tokens of one inner chunk that the choice of arrays is made for; arrays of some 50 bytes a token get that many."""
 
 _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
