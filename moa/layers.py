@@ -156,6 +156,11 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
+    """``layer(x * scale)`` with the scale [E] folded into the weight, for an x that needs no gradient."""
+    return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
+
+
 class Attention(nn.Module):
     """Grouped-query attention; scale 1/sqrt(d). Weight names are those of a transformers Llama layer."""
 
@@ -172,17 +177,17 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
             self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
 
-    def queries(self, normed: Tensor, rotation: Rotation) -> Tensor:
-        """[B, Q, E] -> rotated queries [B, H, Q, d]."""
-        q = self.q_proj(normed).unflatten(-1, (-1, self.head_dim))
+    def queries(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> Tensor:
+        """[B, Q, E] -> rotated queries [B, H, Q, d]; ``scale`` as in :func:`_project`."""
+        q = _project(self.q_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
         return rotate(q.transpose(1, 2), rotation)
 
-    def keys_values(self, normed: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """[B, S, E] -> rotated keys and values, each [B, H_kv, S, d]."""
-        k = self.k_proj(normed).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(normed).unflatten(-1, (-1, self.head_dim))
+    def keys_values(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[B, S, E] -> rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
+        k = _project(self.k_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
+        v = _project(self.v_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "k_norm"):
             k = self.k_norm(k)
         return rotate(k.transpose(1, 2), rotation), v.transpose(1, 2)
@@ -282,9 +287,14 @@ class DecoderBlock(nn.Module):
         return x.mean(dim=1) + self.mlp.down_proj(gated)
 
     def _self_attention(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
-        normed = self.input_layernorm(x)
-        keys, values = self.self_attn.keys_values(normed, rotation)
-        return self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask)
+        norm, scale = self.input_layernorm, None
+        if torch.is_grad_enabled() and not x.requires_grad:
+            # Stored activations: with the norm's weight folded into the projections, nothing is differentiated by x.
+            normed, scale = F.rms_norm(x, norm.normalized_shape, eps=norm.eps), norm.weight
+        else:
+            normed = norm(x)
+        keys, values = self.self_attn.keys_values(normed, rotation, scale)
+        return self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
 
     def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended

@@ -54,6 +54,20 @@ def test_attend_self_equals_forward_on_own_keys_in_value_and_gradient():
     torch.testing.assert_close(grad_whole, grad_parts)
 
 
+def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights():
+    block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
+    block.input_layernorm.weight.data.normal_()
+    rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
+    x = torch.randn(60, 7, 48)
+    results = []
+    for data in (x, x.clone().requires_grad_(True)):
+        out = block.attend_self_mean(data, rotation)
+        results.append((out, torch.autograd.grad(out.square().sum(), list(block.parameters()))))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    for got, expected in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_incremental_use_equals_whole_use():
     block = FrozenTarget.from_model(build_model(), 1).blocks[0]
     rotary, x = Rotary(12, {"rope_theta": 1e4}, 96), torch.randn(1, 9, 48)
