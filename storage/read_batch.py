@@ -278,8 +278,7 @@ class _Decode:
                 reader.decode(data, row, column.number, target)
                 return
         dtype = pieces[0].out.dtype
-        n_bytes = int(np.prod(layout.chunk_shape)) * dtype.itemsize
-        chunk = scratch_bytes("chunk", n_bytes).view(dtype).reshape(layout.chunk_shape)
+        chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(layout.chunk_shape)
         reader.decode(data, row, column.number, chunk)
         for piece in pieces:
             low, high = max(piece.low, row_start), min(piece.high, row_start + chunk_rows)

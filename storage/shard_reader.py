@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ class ShardReader:
     Attributes:
         path: the shard.
         layout: grid of the array.
+        chunk_size: values of one inner chunk.
         file: its bytes.
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
 
@@ -38,6 +40,7 @@ class ShardReader:
     def __init__(self, path: Path, layout: ArrayLayout, n_rows: int, index: np.ndarray | None = None) -> None:
         self.path = path
         self.layout = layout
+        self.chunk_size = math.prod(layout.chunk_shape)
         try:
             self.file: LocalFile | RemoteFile = open_file(path)
             self.index = self._read_index(n_rows) if index is None else index
