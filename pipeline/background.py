@@ -114,12 +114,14 @@ class PartTasks:
         assert self._writer is not None
         capture.wait()
         capture.check_finite(names)
-        fields = [name for name in capture.tensors if not name.startswith("finite:")]
+        fields = capture.plain_fields
         for index, (first, (tokens, mask)) in enumerate(zip(first_tokens, texts, strict=True)):
             self._writer.write("tokens", first, tokens)
             self._writer.write("response_mask", first, mask)
             for field in fields:
                 self._writer.write(field, first, capture.array(field, index))
+            for field in capture.codecs:
+                self._writer.write_codes(field, first, len(tokens), capture.codes(field, index))
 
     def commit(self) -> None:
         """Make the part exist."""

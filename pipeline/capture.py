@@ -7,9 +7,9 @@ needed; what is computed at the padding is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ..moa.kv_layout import cache_layers, new_cache, pack_kv
+from ..storage.codecs.field import FieldCodec
+from ..storage.codecs.registry import StoreCodec
 from .config import ActivationSpec
 from .errors import NonFiniteActivation
 
@@ -30,17 +32,50 @@ class Capture:
         fields: store field -> [B, T, *token_shape] in the storage dtype: kv [B, T, L, H_kv, 2, d] with keys after
             RoPE, hidden/last and hidden/layer_k [B, T, E].
         finite: store field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
+        codecs: the fields that have been encoded, and with what.
     """
 
     n_tokens: tuple[int, ...]
     fields: dict[str, Tensor]
     finite: dict[str, Tensor]
+    codecs: Mapping[str, FieldCodec] = field(default_factory=dict)
+
+    def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
+        """Encode, on the device, the fields that the store keeps encoded.
+
+        Args:
+            codec: the store's.
+            names: what to call each sequence of the batch.
+
+        Returns:
+            A capture whose `fields` hold, under the names of the stored arrays, the rows of all sequences one after the
+            other: [n_rows, *row_shape]. Fields that are stored as they are stay as they are.
+
+        Raises:
+            NonFiniteActivation: a value is NaN or infinite.
+        """
+        codecs = {name: codec.fields[name] for name in self.fields if not codec.fields[name].is_identity}
+        if not codecs:
+            return self
+        _check_finite(self.finite, names)
+        fields = {name: values for name, values in self.fields.items() if name not in codecs}
+        with torch.inference_mode():
+            for name, field_codec in codecs.items():
+                encoded = [
+                    field_codec.encode(self.fields[name][index, :n_tokens])
+                    for index, n_tokens in enumerate(self.n_tokens)
+                ]
+                for array in field_codec.arrays:
+                    fields[array.name] = torch.cat([codes[array.name] for codes in encoded])
+        return Capture(self.n_tokens, fields, self.finite, codecs)
 
     def to_host(self) -> HostCapture:
         """Start copying to the host; on a GPU into pinned memory on a stream of its own, without waiting."""
         tensors = {**self.fields, **{f"finite:{name}": flags for name, flags in self.finite.items()}}
         if next(iter(tensors.values())).device.type != "cuda":
-            return HostCapture(self.n_tokens, {name: tensor.cpu() for name, tensor in tensors.items()}, None)
+            return HostCapture(
+                self.n_tokens, {name: tensor.cpu() for name, tensor in tensors.items()}, None, self.codecs
+            )
         stream = _copy_stream(next(iter(tensors.values())).device)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         copies = {}
@@ -51,7 +86,7 @@ class Capture:
                 tensor.record_stream(stream)
             done = torch.cuda.Event()
             done.record(stream)
-        return HostCapture(self.n_tokens, copies, done)
+        return HostCapture(self.n_tokens, copies, done, self.codecs)
 
 
 @dataclass(frozen=True)
@@ -62,11 +97,27 @@ class HostCapture:
         n_tokens: length of each sequence, without padding.
         tensors: as `Capture.fields`, and the flags under `finite:<field>`.
         done: set once the copies have arrived; None where they already have.
+        codecs: the fields that have been encoded, and with what.
     """
 
     n_tokens: tuple[int, ...]
     tensors: dict[str, Tensor]
     done: Any
+    codecs: Mapping[str, FieldCodec] = field(default_factory=dict)
+
+    @property
+    def plain_fields(self) -> list[str]:
+        """The fields that are stored as they are."""
+        encoded = {array.name for codec in self.codecs.values() for array in codec.arrays}
+        return [name for name in self.tensors if not name.startswith("finite:") and name not in encoded]
+
+    def codes(self, field: str, index: int) -> dict[str, np.ndarray]:
+        """Rows of the stored arrays of one sequence of an encoded field."""
+        rows = {}
+        for array in self.codecs[field].arrays:
+            start = sum(array.n_rows(n_tokens) for n_tokens in self.n_tokens[:index])
+            rows[array.name] = self.tensors[array.name][start : start + array.n_rows(self.n_tokens[index])].numpy()
+        return rows
 
     def wait(self) -> None:
         """Block until the copies have arrived."""
@@ -87,15 +138,27 @@ class HostCapture:
         Raises:
             NonFiniteActivation: naming the first sequence, field and layer.
         """
-        for key, flags in self.tensors.items():
-            if key.startswith("finite:") and not bool(flags.all()):
-                index, layer = (int(value) for value in (~flags).nonzero()[0])
-                field = key.removeprefix("finite:")
-                where = f"kv of layer {layer}" if field == "kv" else field
-                raise NonFiniteActivation(
-                    f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
-                    "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
-                )
+        prefix = "finite:"
+        _check_finite(
+            {key[len(prefix) :]: flags for key, flags in self.tensors.items() if key.startswith(prefix)}, names
+        )
+
+
+def _check_finite(finite: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Refuse NaN and infinity.
+
+    Args:
+        finite: store field -> bool [B, L or 1].
+        names: what to call each sequence of the batch.
+    """
+    for name, flags in finite.items():
+        if not bool(flags.all()):
+            index, layer = (int(value) for value in (~flags).nonzero()[0])
+            where = f"kv of layer {layer}" if name == "kv" else name
+            raise NonFiniteActivation(
+                f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
+                "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
+            )
 
 
 def capture(model: Any, sequences: Sequence[np.ndarray], spec: ActivationSpec, dtype: torch.dtype) -> Capture:

@@ -19,6 +19,7 @@ from ..storage.card import CardOrigin, public_name, write_card
 from ..storage.commit import commit_path, read_part_commit
 from ..storage.writer import StoreWriter
 from .background import BackgroundWriter, PartTasks
+from .calibrate import calibrate, learned_before
 from .capture import capture
 from .chats import Progress
 from .config import ExtractConfig
@@ -145,7 +146,14 @@ def extract(
             "Interrupted while planning; nothing was written. Run the same command again to start."
         ) from error
     plan.check_disk()
-    with StoreWriter.create_or_resume(Path(config.out).expanduser(), plan.manifest, plan.table) as store:
+    try:
+        plan, target = _learn_codec(plan, progress)
+    except KeyboardInterrupt as error:
+        raise ExtractionInterrupted(
+            "Interrupted while the codec learned; nothing was written. Run the same command again to start."
+        ) from error
+    out = Path(config.out).expanduser()
+    with StoreWriter.create_or_resume(out, plan.manifest, plan.table, plan.codec.files()) as store:
         for part in redo_parts:
             store.drop_part(part)
         if redo_target:
@@ -153,7 +161,7 @@ def extract(
         pending = store.pending_parts()
         try:
             if pending or not store.has_target:
-                _extract_pending(plan, store, timings, progress)
+                _extract_pending(plan, store, target, timings, progress)
         except KeyboardInterrupt as error:
             n_done = store.n_parts - len(store.pending_parts())
             raise ExtractionInterrupted(
@@ -169,8 +177,37 @@ def extract(
     return report
 
 
-def _extract_pending(plan: ExtractPlan, store: StoreWriter, timings: Timings, progress: Progress | None) -> None:
-    target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
+def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractPlan, Target | None]:
+    """Let the codec learn from forwards over a sample of the plan, unless an earlier run did; return the target used."""
+    if not plan.codec.learned:
+        return plan, None
+    target = None
+    codec = learned_before(plan.codec, Path(plan.config.out).expanduser())
+    if codec is None:
+        codec, target = plan.codec, _load_target(plan)
+        ids = plan.table["sequence_id"].to_pylist()
+        dtype = getattr(torch, plan.config.dtype)
+        if progress:
+            progress(0, plan.n_tokens, "learn the codec's basis")
+
+        def read(row: int) -> dict[str, np.ndarray]:
+            fields = capture(target.model, [plan.sequences.tokens(ids[row])], plan.spec, dtype).fields
+            return {name: values[0].float().cpu().numpy() for name, values in fields.items()}
+
+        lengths = plan.table["n_tokens"].to_numpy()
+        calibrate(codec, lengths, read, target.model.config, target.model.get_output_embeddings().weight)
+    manifest = dataclasses.replace(plan.manifest, codec=codec.describe())
+    return dataclasses.replace(plan, codec=codec, manifest=manifest), target
+
+
+def _load_target(plan: ExtractPlan) -> Target:
+    return Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
+
+
+def _extract_pending(
+    plan: ExtractPlan, store: StoreWriter, target: Target | None, timings: Timings, progress: Progress | None
+) -> None:
+    target = target or _load_target(plan)
     if not store.has_target:
         _save_bundle(plan, store, target)
     start = time.perf_counter()
@@ -234,7 +271,7 @@ def _run_batch(
     watch = _Stopwatch(target.device)
     captured = capture(target.model, [tokens for tokens, _ in texts], plan.spec, getattr(torch, plan.config.dtype))
     watch.stop()
-    copied = captured.to_host()
+    copied = captured.encode(plan.codec, names).to_host()
 
     def write() -> None:
         tasks.write(copied, first_tokens, texts, names)

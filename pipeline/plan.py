@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import Counter
@@ -28,9 +29,6 @@ from .prompts import check_template
 from .sequences import Sequences, read_sequences
 
 ALIGNMENT_TOKENS = 64
-STORED_FRACTION = {"bfloat16": 0.75, "float16": 0.90, "float32": 0.90, "int32": 0.55, "uint8": 0.10}
-"""Expected stored bytes per raw byte of the lossless codec, on the safe side: in bfloat16 KV measures 0.66 to 0.70 and
-hidden states up to 0.79."""
 FORWARD_EFFICIENCY = 0.5
 """Assumed speed of the forward as a fraction of a large matrix product on the same device."""
 DISK_RESERVE_BYTES = 64 << 20
@@ -43,7 +41,8 @@ class ExtractPlan:
     Attributes:
         config: the configuration.
         spec: the activations, layers resolved.
-        manifest: content of store.json.
+        manifest: content of store.json; of a codec that learns, without what it will learn.
+        codec: the codec of each field.
         table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
         sequences: the tokens and masks.
         folder: the target's folder.
@@ -62,6 +61,7 @@ class ExtractPlan:
     config: ExtractConfig
     spec: ActivationSpec
     manifest: StoreManifest
+    codec: StoreCodec = field(repr=False)
     table: pa.Table = field(repr=False)
     sequences: Sequences = field(repr=False)
     folder: Path
@@ -115,7 +115,7 @@ class ExtractPlan:
             f"fields       {', '.join(self.raw_bytes)} in {self.config.dtype}, codec {self.config.codec}",
             f"raw          {format_bytes(raw)} ({raw / self.n_tokens:,.0f} bytes per token)",
             f"on disk      about {format_bytes(self.stored_bytes)} "
-            f"(assuming {STORED_FRACTION[self.config.dtype]:.2f} of raw for activations)",
+            f"({', '.join(f'{name} {bits:.1f} bits per value' for name, bits in self._expected_bits().items())})",
             f"parts        {self.n_parts:,} of up to {self.config.part_tokens:,} tokens",
             f"free disk    {format_bytes(self.free_bytes)} at {_existing_parent(Path(self.config.out))}"
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
@@ -124,6 +124,10 @@ class ExtractPlan:
             f"{self.matmul_flops / 1e12:.2f} TFLOP/s)",
         ]
         return "\n".join(lines)
+
+    def _expected_bits(self) -> dict[str, float]:
+        """Field -> expected stored bits per value, without the fields of one number per token."""
+        return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
 
     def check_disk(self) -> None:
         """Refuse what the disk cannot hold.
@@ -191,6 +195,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         config=config,
         spec=spec,
         manifest=manifest,
+        codec=codec,
         table=table,
         sequences=sequences,
         folder=folder,
@@ -198,7 +203,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         compute_dtype=compute_dtype,
         batch_tokens=batch_tokens,
         raw_bytes=raw_bytes,
-        stored_bytes=_stored_bytes(raw_bytes, fields) + kept_parameters * _weight_bytes(model_config),
+        stored_bytes=_stored_bytes(codec, n_tokens) + kept_parameters * _weight_bytes(model_config),
         free_bytes=shutil.disk_usage(_existing_parent(out)).free,
         present_bytes=_folder_bytes(out),
         forward_s=2 * layer_parameters * n_tokens / (flops * FORWARD_EFFICIENCY),
@@ -267,8 +272,10 @@ def _extraction(
     }
 
 
-def _stored_bytes(raw_bytes: Mapping[str, int], fields: tuple[FieldSpec, ...]) -> int:
-    return int(sum(raw_bytes[spec.name] * STORED_FRACTION[spec.dtype] for spec in fields))
+def _stored_bytes(codec: StoreCodec, n_tokens: int) -> int:
+    """Expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
+    bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
+    return int(1.03 * bits / 8 * n_tokens)
 
 
 def _count_parameters(model_config: Any, target_layers: int) -> tuple[int, int]:

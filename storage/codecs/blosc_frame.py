@@ -52,12 +52,12 @@ def encode_frame(values: np.ndarray) -> list[Piece] | None:
     if planes is None:
         return None
     low, high = planes
-    repeated, padded = _sample(low, len(values))
+    repeated, is_noise = _sample(low, len(values))
     if repeated:
         return None
     if values.itemsize == 1:
         return _frame(values, _UNSPLIT_ZSTD, [_literals(low)])
-    return _frame(values, _SHUFFLED_ZSTD, [_literals(low) if padded else low, _literals(high)])
+    return _frame(values, _SHUFFLED_ZSTD, [low if is_noise else _literals(low), _literals(high)])
 
 
 def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -89,7 +89,7 @@ def _scratch(n_bytes: int) -> np.ndarray:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Say whether words repeat, as they do where equal tokens have equal values, and whether the last row is padding.
+    """Look at some words of a plane: whether they repeat, as where equal tokens have equal values, or are all noise.
 
     Args:
         plane: uint8 [n_rows * width], width at least 8.
@@ -97,13 +97,16 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     """
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES
-    rows = plane.reshape(n_rows, width)
+    rows = plane.reshape(n_rows, width)[:: -(-n_rows // _N_SAMPLE_ROWS)]
     if width % _WORD_BYTES:
-        rows = np.ascontiguousarray(rows[:_N_SAMPLE_ROWS, : n_words * _WORD_BYTES])
+        rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
-    words = np.sort(rows[:_N_SAMPLE_ROWS].view(np.uint64)[:, ::step], axis=None)
+    words = np.sort(rows.view(np.uint64)[:, ::step], axis=None)
     n_same = np.count_nonzero((words[1:] == words[:-1]) & (words[1:] != 0))
-    return bool(n_same > _REPEATED_SHARE * len(words)), not plane[-width:].any()
+    # Padding is zero; 256 bytes of noise have about 162 different values.
+    n_values = np.count_nonzero(np.bincount(words.view(np.uint8)[:: max(1, len(words) // 32)][:256], minlength=256))
+    is_noise = words[0] != 0 and plane[-_WORD_BYTES:].any() and n_values > 128
+    return bool(n_same > _REPEATED_SHARE * len(words)), bool(is_noise)
 
 
 def _literals(plane: np.ndarray) -> Piece:

@@ -96,7 +96,7 @@ class StoreCodec:
         """Return what ``store.json`` records about the codec; a change of any value changes the bytes."""
         settings = {name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity}
         document = {"name": self.name, "transform": settings or "identity", "bytes": list(BYTE_CHAIN)}
-        if self.learned:
+        if self.learned and all(codec.arrays for codec in self.learned.values()):
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 

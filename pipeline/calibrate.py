@@ -1,0 +1,86 @@
+"""What a learned codec learns from: a sample of the sequences, the target's rotation and its LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..storage.codecs.calibration import logit_metric
+from ..storage.codecs.registry import StoreCodec
+from ..storage.codecs.rope import Rope
+from ..storage.codecs.transform import TransformCodec
+from ..storage.errors import ManifestInvalid, ShardCorrupt, ShardMissing
+from ..storage.reader import read_manifest
+
+SAMPLE_TOKENS = 30_000
+"""Tokens that a codec learns from; in float32 they take 8 GB at the sizes of Llama-3-8B."""
+METRIC_TOKENS = 4_096
+"""Of these, the tokens over which the effect of an error on the next-token distribution is averaged."""
+
+ReadSequence = Callable[[int], Mapping[str, np.ndarray]]
+"""Row of the plan -> field -> float32 [n_tokens, *token_shape]."""
+
+
+def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
+    """Choose sequences that lie evenly spread over the plan.
+
+    Args:
+        lengths: tokens of each sequence.
+        n_tokens: tokens wanted, roughly.
+
+    Returns:
+        Ascending rows; all of them where there are fewer tokens.
+    """
+    n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
+    return np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist()
+
+
+def learned_before(codec: StoreCodec, store: Path) -> StoreCodec | None:
+    """Return the codec of a store that an earlier run began, with what it learned; None where there is none."""
+    if not codec.learned or not (store / "store.json").exists():
+        return None
+    try:
+        manifest = read_manifest(store)
+        return StoreCodec.open(manifest, store) if manifest.codec.get("name") == codec.name else None
+    except (ManifestInvalid, ShardCorrupt, ShardMissing):
+        return None  # what is wrong is said, or mended, when the store is opened for writing
+
+
+def calibrate(
+    codec: StoreCodec, lengths: np.ndarray, read: ReadSequence, model_config: Any, lm_head: torch.Tensor
+) -> None:
+    """Let a codec learn.
+
+    Args:
+        codec: with fields that learn.
+        lengths: tokens of each planned sequence.
+        read: gives the values of one of them.
+        model_config: the target's.
+        lm_head: [vocab_size, width], any dtype and device.
+
+    Raises:
+        StoreError: the values cannot be learned from.
+    """
+    sequences = [read(row) for row in sample_rows(lengths)]
+    for name, field in codec.learned.items():
+        sample = [values[name] for values in sequences]
+        if isinstance(field, TransformCodec):
+            if field.is_kv:
+                field.rope = target_rope(model_config)
+            elif name == "hidden/last":
+                rows = np.concatenate(sample)
+                rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), METRIC_TOKENS)).astype(int)]
+                field.metric = logit_metric(rows, lm_head.detach().float().cpu().numpy())
+        field.calibrate(sample)
+
+
+def target_rope(model_config: Any) -> Rope:
+    """Return the rotation that a target applies to its keys."""
+    with torch.device("cpu"):
+        embedding = LlamaRotaryEmbedding(model_config)
+    return Rope(embedding.inv_freq.float().numpy(), np.float32(embedding.attention_scaling))

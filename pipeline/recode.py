@@ -1,0 +1,174 @@
+"""Make a store with another codec from a lossless one, without the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..moa.bundle import FrozenTarget
+from ..moa.target import load_target_config
+from ..storage.codecs.registry import StoreCodec
+from ..storage.commit import commit_path, read_part_commit
+from ..storage.dtypes import to_float32
+from ..storage.errors import CodecUnknown
+from ..storage.reader import ActivationStore
+from ..storage.writer import StoreWriter
+from .calibrate import calibrate, learned_before
+from .chats import Progress
+from .errors import ConfigError, ExtractionInterrupted
+from .plan import format_bytes, format_hours
+
+
+@dataclass(frozen=True)
+class RecodeReport:
+    """What a recoding did.
+
+    Attributes:
+        source: the lossless store.
+        out: the new store.
+        codec: its codec.
+        n_parts: parts of the store.
+        n_parts_done: parts written by this run.
+        n_tokens: tokens of the whole store.
+        source_bytes: bytes of the source's parts.
+        stored_bytes: bytes of the new store's parts.
+        wall_s: seconds of this run.
+    """
+
+    source: Path
+    out: Path
+    codec: str
+    n_parts: int
+    n_parts_done: int
+    n_tokens: int
+    source_bytes: int
+    stored_bytes: int
+    wall_s: float
+
+    def describe(self) -> str:
+        """The report as text for people."""
+        return (
+            f"{self.out}: codec {self.codec}, {self.n_parts:,} parts ({self.n_parts_done:,} by this run in "
+            f"{format_hours(self.wall_s)}), {format_bytes(self.stored_bytes)}, "
+            f"{self.stored_bytes / self.n_tokens:,.0f} bytes per token; {self.stored_bytes / self.source_bytes:.3f} of "
+            f"{self.source}"
+        )
+
+
+def recode(
+    store: str | os.PathLike[str],
+    codec: str,
+    out: str | os.PathLike[str],
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> RecodeReport:
+    """Write the content of a lossless store with another codec, or go on where an earlier run stopped.
+
+    The new store has the bytes that extracting with that codec would have given.
+
+    Args:
+        store: a complete lossless store.
+        codec: name of the new codec.
+        out: folder of the new store.
+        progress: called with (tokens done, tokens in all, message).
+        provenance: command, versions and the like, recorded in the new store's runs/.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: unknown codec, the source is not lossless, or source and output are one folder.
+        ExtractionInterrupted: after Ctrl-C.
+        StoreError: a store cannot be used.
+    """
+    start = time.perf_counter()
+    target_store = Path(out).expanduser()
+    with ActivationStore(store, require_complete=True) as source:
+        if not source.codec.is_lossless:
+            raise ConfigError(
+                f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
+                "codec has lost another cannot bring back. Extract again, or give the lossless store."
+            )
+        if isinstance(source.path, Path) and target_store.exists() and target_store.samefile(source.path):
+            raise ConfigError(f"--out {target_store} is the store itself. Choose another folder.")
+        new = _codec(source, codec, target_store, progress)
+        manifest = dataclasses.replace(source.manifest, codec=new.describe())
+        with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
+            pending = writer.pending_parts()
+            try:
+                _copy_target(source, writer)
+                _write_parts(source, writer, progress)
+            except KeyboardInterrupt as error:
+                n_done = writer.n_parts - len(writer.pending_parts())
+                raise ExtractionInterrupted(
+                    f"Interrupted; {n_done} of {writer.n_parts} parts are committed in {writer.path}. Run the same "
+                    "command again to go on."
+                ) from error
+            report = RecodeReport(
+                source=Path(source.path),
+                out=target_store,
+                codec=new.name,
+                n_parts=writer.n_parts,
+                n_parts_done=len(pending),
+                n_tokens=manifest.n_tokens,
+                source_bytes=sum(commit.stored_bytes for commit in source.commits.values()),
+                stored_bytes=sum(
+                    read_part_commit(commit_path(writer.path, part)).stored_bytes for part in range(writer.n_parts)
+                ),
+                wall_s=time.perf_counter() - start,
+            )
+            writer.record_run(
+                {"recode": dataclasses.asdict(report) | {"source": str(source.path)}, "provenance": provenance or {}}
+            )
+    return report
+
+
+def _codec(source: ActivationStore, name: str, out: Path, progress: Progress | None) -> StoreCodec:
+    """Return the new codec, with what it learned from the source unless an earlier run stored that already."""
+    try:
+        codec = StoreCodec(name, source.manifest.fields)
+    except CodecUnknown as error:
+        raise ConfigError(f"{error} Mend --codec.") from error
+    if not codec.learned:
+        return codec
+    if (before := learned_before(codec, out)) is not None:
+        return before
+    if progress:
+        progress(0, source.manifest.n_tokens, "learn the codec's basis")
+
+    def read(row: int) -> dict[str, np.ndarray]:
+        return {field: to_float32(source.read(row, field), source.fields[field].dtype) for field in codec.learned}
+
+    frozen = FrozenTarget.load(source.target_path, 0)
+    calibrate(codec, source.lengths, read, load_target_config(source.target_path), frozen.lm_head_weight)
+    return codec
+
+
+def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
+    if not writer.has_target and (source.path / "target").exists():
+        with writer.target() as folder:
+            shutil.copytree(source.target_path, folder, dirs_exist_ok=True)
+
+
+def _write_parts(source: ActivationStore, writer: StoreWriter, progress: Progress | None) -> None:
+    parts = source.sequences["part"].to_numpy()
+    pending = writer.pending_parts()
+    n_done = int(source.lengths[~np.isin(parts, pending)].sum())
+    for part in pending:
+        with writer.part(part) as out:
+            for i in np.flatnonzero(parts == part).tolist():
+                first_token = int(source.sequences["first_token"][i].as_py())
+                for field in source.fields:
+                    out.write(field, first_token, source.read(i, field))
+                n_done += int(source.lengths[i])
+                if progress:
+                    progress(n_done, source.manifest.n_tokens, f"recode part {part + 1}/{writer.n_parts}")
+            out.commit()

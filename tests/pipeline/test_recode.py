@@ -1,0 +1,109 @@
+"""Recoding a lossless store gives what extracting with the codec would have given, and goes on after a stop."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_data.pipeline.calibrate import sample_rows
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.errors import ConfigError, ExtractionInterrupted
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.recode import recode
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.reader import ActivationStore
+from moa_data.storage.verify import verify_store
+
+
+def config(target_folder: Path, chats_file: Path, out: Path, **changes: object) -> ExtractConfig:
+    base = ExtractConfig(
+        model=str(target_folder), dataset=str(chats_file), out=str(out), device="cpu", part_tokens=512, target_layers=1,
+        batch_tokens=512,
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.fixture
+def lossless(target_folder: Path, chats_file: Path, tmp_path: Path) -> Path:
+    extract(config(target_folder, chats_file, tmp_path / "lossless"))
+    return tmp_path / "lossless"
+
+
+def data(store: Path) -> dict[str, bytes]:
+    names = ("parts", "commits", "codec")
+    files = {
+        path.relative_to(store).as_posix(): path.read_bytes()
+        for name in names
+        for path in sorted((store / name).rglob("*"))
+        if path.is_file()
+    }
+    return files | {"store.json": (store / "store.json").read_bytes()}
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+def test_recoding_gives_the_bytes_of_extracting(
+    lossless: Path, target_folder: Path, chats_file: Path, tmp_path: Path, codec: str
+):
+    report = recode(lossless, codec, tmp_path / "recoded")
+    assert report.n_parts_done == report.n_parts > 1
+    assert codec in report.describe()
+    extract(config(target_folder, chats_file, tmp_path / "extracted", codec=codec))
+    assert data(tmp_path / "recoded") == data(tmp_path / "extracted")
+    assert verify_store(tmp_path / "recoded").ok
+    with ActivationStore(tmp_path / "recoded") as store:
+        assert (store.target_path / "config.json").exists()
+    assert list((tmp_path / "recoded/runs").glob("*.json"))
+
+
+def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: Path):
+    report = recode(lossless, "transform:3", tmp_path / "small")
+    assert (tmp_path / "small/codec/basis.safetensors").exists()
+    assert verify_store(tmp_path / "small").ok
+    with ActivationStore(lossless) as exact, ActivationStore(tmp_path / "small") as small:
+        assert "basis_sha256" in small.manifest.codec
+        expected = np.concatenate([to_float32(exact.read(i, "kv"), "bfloat16") for i in range(len(exact))])
+        got = np.concatenate([to_float32(small.read(i, "kv"), "bfloat16") for i in range(len(small))])
+    assert np.linalg.norm(got - expected) < 0.3 * np.linalg.norm(expected)
+    again = recode(lossless, "transform:3", tmp_path / "small")
+    assert again.n_parts_done == 0
+    assert again.stored_bytes == report.stored_bytes
+
+
+def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    n_calls = 0
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if "part 2" in message:
+            raise KeyboardInterrupt
+
+    with pytest.raises(ExtractionInterrupted, match=r"1 of \d parts are committed"):
+        recode(lossless, "int6", tmp_path / "stopped", progress=interrupt)
+    assert n_calls > 1
+    report = recode(lossless, "int6", tmp_path / "stopped")
+    assert report.n_parts_done == report.n_parts - 1
+    recode(lossless, "int6", tmp_path / "whole")
+    assert data(tmp_path / "stopped") == data(tmp_path / "whole")
+
+
+def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="Unknown codec 'zip'"):
+        recode(lossless, "zip", tmp_path / "out")
+    with pytest.raises(ConfigError, match="is the store itself"):
+        recode(lossless, "int8", lossless)
+    recode(lossless, "int8", tmp_path / "int8")
+    with pytest.raises(ConfigError, match="only a lossless store can be recoded"):
+        recode(tmp_path / "int8", "int4", tmp_path / "int4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_sample_is_spread_over_the_plan():
+    lengths = np.full(1000, 100)
+    rows = sample_rows(lengths, 5_000)
+    assert len(rows) == 50
+    assert rows[0] == 0
+    assert rows[-1] == 999
+    assert max(np.diff(rows)) <= 21
+    assert sample_rows(np.array([5, 6]), 1000) == [0, 1]
