@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.storage import layout, read_batch
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.errors import ShardCorrupt, ShardMissing, SliceInvalid, StoreNotFound, UnknownField
 from moa_data.storage.files import LocalFile
 from moa_data.storage.reader import ActivationStore
@@ -104,6 +105,24 @@ def test_new_arrays_and_strided_buffers(store: Path, n_threads: int):
         assert reader.read_batch([], "kv")["kv"].shape == (0, 0, 4, 2, 2, 8)
         stored = reader.read_batch(rows, "kv", decoded=False)
         np.testing.assert_array_equal(stored["kv"], batch["kv"])
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe, codec: str):
+    lossy = recipe.with_manifest(codec=StoreCodec(codec, recipe.manifest.fields).describe())
+    with ActivationStore(lossy.write(tmp_path / "lossy")) as reader:
+        rows = [3, 0, 3, 8]
+        longest = max(reader.lengths[rows])
+        batch = reader.read_batch(rows, NAMES, layers=[2, 0], n_threads=2)
+        for name in NAMES:
+            chosen = [2, 0] if name == "kv" else None
+            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows, name, longest, chosen))
+        stored = reader.read_batch(rows, ["kv"], layers=[1], n_threads=2, decoded=False)
+        assert list(stored) == [array.name for array in reader.codec.fields["kv"].arrays]
+        for b, i in enumerate(rows):
+            for name, want in reader.read(i, "kv", [1], decoded=False).items():
+                np.testing.assert_array_equal(stored[name][b, : len(want)], want)
+                assert not stored[name][b, len(want) :].any()
 
 
 def test_one_chunk_is_decoded_once(store: Path, monkeypatch):
