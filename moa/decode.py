@@ -192,7 +192,7 @@ def generate_batch(
         session = open_session(cache, [row.generator for row in rows])
     while active := _drop_finished(active, cache, session):
         began = time.perf_counter()
-        drafts = _propose(target, session, tree, active)
+        drafts = _propose(target, session, tree, active, sampling)
         drafted_at = time.perf_counter()
         _verify(target, cache, active, drafts, sampling)
         for row in active:
@@ -226,11 +226,20 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, session: DraftSession
     return [rows[index] for index in going]
 
 
-def _propose(target: Target, session: DraftSession | None, tree: TreeShape | None, rows: list["_Row"]) -> DraftTree:
-    """Drafts no deeper than any row has use or positions for."""
+def _propose(
+    target: Target,
+    session: DraftSession | None,
+    tree: TreeShape | None,
+    rows: list["_Row"],
+    sampling: SamplingConfig,
+) -> DraftTree:
+    """Drafts no deeper than there are positions for, and in greedy decoding than any row has use for.
+
+    Sampling uses up random numbers at each level, and an answer must not depend on the rest of its batch.
+    """
     depth = 0
     if session is not None and tree is not None:
-        useful = max(row.n_remaining for row in rows) - 1
+        useful = max(row.n_remaining for row in rows) - 1 if sampling.is_argmax else tree.depth
         positions = target.max_positions - max(len(row.committed) for row in rows)
         depth = min(tree.depth, useful, positions)
     if session is None or tree is None or depth < 1:

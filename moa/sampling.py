@@ -69,7 +69,7 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
     Returns:
         [V] float64 on CPU, sums to 1.
     """
-    scores = logits.detach().double().cpu()
+    scores = logits.detach().double().cpu().clone()
     if config.repetition_penalty != 1 and previous:
         seen = torch.tensor(sorted(set(previous)))
         penalised = scores[seen]
