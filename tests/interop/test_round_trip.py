@@ -127,7 +127,8 @@ def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_
     with pytest.raises(KeyboardInterrupt):
         export_store(config, progress=stop_at(5))
     report = export_store(config)
-    assert (report.n_sequences, report.n_written) == (12, 7)
+    assert report.n_sequences == 12
+    assert report.n_written == 7  # files on their way when it was stopped are finished
     assert contents(tmp_path / "out") == whole
     assert export_store(config).n_written == 0
     assert not list((tmp_path / "out").rglob("*.partial*"))
