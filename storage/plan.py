@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .documents import MAX_WHOLE_NUMBER
 from .errors import ManifestInvalid, PlanInvalid
 
 SEQUENCE_SCHEMA = pa.schema(
@@ -83,8 +84,8 @@ def _check_sequences(table: pa.Table) -> None:
         raise PlanInvalid(f"The table of sequences lacks the columns {missing}; it has {table.column_names}.")
     if table.num_rows == 0:
         raise PlanInvalid("There are no sequences to plan. Check the dataset and the counts of rejected rows.")
-    if pc.any(pc.is_null(table["sequence_id"])).as_py() or pc.min(table["n_tokens"]).as_py() < 1:
-        raise PlanInvalid("Every sequence needs an id and at least one token.")
+    if any(table[name].null_count for name in table.column_names) or pc.min(table["n_tokens"]).as_py() < 1:
+        raise PlanInvalid("Every sequence needs an id, a row and counts, and at least one token.")
     if len(pc.unique(table["sequence_id"])) != table.num_rows:
         counts = pc.value_counts(table["sequence_id"].combine_chunks())
         repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
@@ -112,6 +113,8 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
         raise PlanInvalid(f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got {plan.schema.names}.")
     _check_sequences(plan)
     part, first = plan["part"].to_numpy().astype(np.int64), plan["first_token"].to_numpy()
+    if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
+        raise PlanInvalid(f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts.")
     ends = first + plan["n_tokens"].to_numpy()
     same = part[1:] == part[:-1]
     wrong = first % alignment_tokens != 0

@@ -28,9 +28,10 @@ from .commit import (
 from .errors import ManifestInvalid, PartUncommitted, SliceInvalid, StoreNotFound, UnknownField
 from .files import RemotePath, open_path
 from .part_arrays import PartArrays
-from .plan import read_plan
+from .plan import check_plan, read_plan
 from .read_batch import RowRange, read_ranges, run_in_threads
 from .schema import FieldSpec, StoreManifest
+from .seal import check_seal
 from .selection import batch_buffer, decode_tokens, empty_codes, layer_indices, row_shape, token_shape
 
 
@@ -57,6 +58,7 @@ class ActivationStore:
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
         ManifestInvalid: damaged manifest, plan or commit.
+        PlanInvalid: the plan breaks a rule.
         ShardMissing: a committed file is gone.
         ShardCorrupt: a committed file has another size.
         PartUncommitted: with ``require_complete``.
@@ -78,6 +80,7 @@ class ActivationStore:
         self.path = open_path(path)
         self._selected = parts
         self.manifest = read_manifest(self.path)
+        check_seal(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
         self._check_plan(plan)
@@ -104,12 +107,14 @@ class ActivationStore:
         self._download: tempfile.TemporaryDirectory[str] | None = None
 
     def _check_plan(self, plan: pa.Table) -> None:
-        manifest = self.manifest
-        if plan.num_rows != manifest.n_sequences:
-            raise ManifestInvalid(
-                f"{self.path / PLAN_NAME} has {plan.num_rows} sequences, {MANIFEST_NAME} says {manifest.n_sequences}. "
-                "Restore the two files from one copy."
-            )
+        check_plan(plan, self.manifest.alignment_tokens)
+        counts = {"n_sequences": plan.num_rows, "n_parts": int(plan["part"].to_numpy().max()) + 1}
+        for key, counted in counts.items():
+            if (expected := getattr(self.manifest, key)) != counted:
+                raise ManifestInvalid(
+                    f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
+                    "Restore the two files from one copy."
+                )
 
     def __reduce__(self) -> tuple[Callable[[Path], ActivationStore], tuple[Path]]:
         return (partial(ActivationStore, parts=self._selected), (self.path,))

@@ -50,6 +50,8 @@ class RepairPlan:
             lines.append(f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help")
         if self.seal:
             lines.append(f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged")
+        if self.manifest or self.seal:
+            lines.append("so the parts were not checked yet: afterwards run this command once more")
         lines += [f"{name} belongs to no part" for name in self.strays]
         lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
         return "\n".join(lines)

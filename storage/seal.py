@@ -47,7 +47,10 @@ def read_seal(store: Path) -> dict[str, FileRecord] | None:
     path = seal_path(store)
     if not path.exists():
         return None
-    records = read_file_records(path)
+    try:
+        records = read_file_records(path)
+    except ManifestInvalid as error:
+        raise ManifestInvalid(f"{path}, which guards {' and '.join(SEALED_NAMES)}, is damaged. {_RESTORE}") from error
     if sorted(records) != sorted(SEALED_NAMES):
         raise ManifestInvalid(f"{path} names the files {sorted(records)}, expected {sorted(SEALED_NAMES)}. {_RESTORE}")
     return records

@@ -13,8 +13,9 @@ import numpy as np
 
 from .codecs.registry import StoreCodec
 from .commit import PLAN_NAME, PartCommit
-from .plan import read_plan
+from .plan import check_plan, read_plan
 from .reader import read_commits, read_manifest
+from .seal import check_seal
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
     """
     store = Path(path)
     manifest = read_manifest(store)
+    check_seal(store)
     plan = read_plan(store / PLAN_NAME)
+    check_plan(plan, manifest.alignment_tokens)
     commits = read_commits(store, range(manifest.n_parts))
     committed = np.isin(plan["part"].to_numpy(), np.fromiter(commits, np.int32, len(commits)))
     lengths = plan["n_tokens"].to_numpy()[committed]

@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from .codecs.field import FieldCodec
+from .codecs.registry import StoreCodec
 from .commit import (
+    CODEC_NAME,
     COMMITS_NAME,
     MANIFEST_NAME,
     PLAN_NAME,
@@ -28,7 +30,7 @@ from .commit import (
 )
 from .dtypes import FLOAT_DTYPES, is_finite
 from .durable import file_crc32
-from .errors import ManifestInvalid, StoreError
+from .errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from .plan import check_plan, part_lengths, read_plan
 from .reader import ActivationStore, read_manifest
 from .schema import FieldSpec, StoreManifest
@@ -113,9 +115,14 @@ def verify_store(
     store = Path(path)
     sealed = find_seal_damage(store) if (store / MANIFEST_NAME).exists() else []
     report = VerifyReport([Damage(None, _below(store, damaged), str(error)) for damaged, error in sealed])
-    if any(damaged.parent == store for damaged, _ in sealed):
-        return report  # nothing can be held against a manifest or plan that was never written
+    if sealed:
+        return report  # nothing can be held against a manifest or plan that may never have been written
     manifest = read_manifest(store)
+    try:
+        StoreCodec.open(manifest, store)
+    except (ShardMissing, ShardCorrupt) as error:
+        report.damages.append(Damage(None, CODEC_NAME, str(error)))
+        return report  # no part can be decoded
     plan = read_plan(store / PLAN_NAME)
     check_plan(plan, manifest.alignment_tokens)
     report.damages += _check_plan(manifest, plan)

@@ -79,7 +79,13 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     expected = int.from_bytes(buffer[-CRC_BYTES:].tobytes(), "little")
     if (got := crc32c(frame)) != expected:
         raise ShardCorrupt(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
-    n_raw_bytes = _BLOSC_HEADER.unpack(frame[: _BLOSC_HEADER.size].tobytes())[4]
-    if n_raw_bytes != out.nbytes:
-        raise ShardCorrupt(f"chunk decodes to {n_raw_bytes} bytes, expected {out.nbytes}")
-    numcodecs.blosc.decompress(frame, out)
+    header = _BLOSC_HEADER.unpack(frame[: _BLOSC_HEADER.size].tobytes())
+    n_raw_bytes, n_frame_bytes = header[4], header[6]
+    if n_raw_bytes != out.nbytes or n_frame_bytes != len(frame):  # blosc believes its header
+        raise ShardCorrupt(
+            f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {len(frame)} bytes and {out.nbytes}"
+        )
+    try:
+        numcodecs.blosc.decompress(frame, out)
+    except (RuntimeError, ValueError) as error:
+        raise ShardCorrupt(f"chunk cannot be decompressed: {error}") from error

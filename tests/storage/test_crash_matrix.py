@@ -100,7 +100,7 @@ def write_all(recipe, path: Path) -> Path:
 
 
 def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
-    """Versions of a file: cut, with one bit flipped at evenly spread places, and for many places gone and longer too."""
+    """Versions of a file: cut, with one bit flipped at evenly spread places; for many places also gone and longer."""
     yield content[: len(content) // 2]
     if positions > 1:
         yield from (None, b"", content[:-1], content + b"\0")

@@ -227,5 +227,8 @@ def test_damaged_plan_and_commit_are_named(store: Path):
         ActivationStore(store)
     commit.write_bytes(good)
     (store / "plan.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(ManifestInvalid, match=r"plan\.parquet is not the file that was written"):
+        ActivationStore(store)
+    (store / "commits/store.json").unlink()
     with pytest.raises(ManifestInvalid, match="cannot be read as the plan"):
         ActivationStore(store)
