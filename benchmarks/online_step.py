@@ -37,7 +37,7 @@ class DrafterStep:
         self._module = module
         # Outside a fit Lightning has nowhere to log to.
         module.log_dict = module.log = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
-        self._optimizer = torch.optim.AdamW(module.drafter.parameters(), lr=1e-4, fused=True)
+        self._optimizer = module.build_optimizer("32-true")
 
     def __call__(self, batch: Batch) -> float:
         """Take one step; returns its seconds."""

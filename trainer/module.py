@@ -45,6 +45,10 @@ class DrafterModule(L.LightningModule):
         """Bring the target pieces to the device; bf16-true has made the drafter bfloat16, so they follow its dtype."""
         self._frozen[0] = self.frozen.to(self.device, self.drafter.kv_to_hidden.weight.dtype)
 
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Decode what the store holds encoded, on this device."""
+        return batch.decode()
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
         inputs = batch.inputs
@@ -103,29 +107,34 @@ class DrafterModule(L.LightningModule):
         self.log_dict({f"val/{name}": value for name, value in metrics.items()}, batch_size=1, sync_dist=True)
         self.log("val_AL", metrics["expected_acceptance_length"], prog_bar=True, logger=False, batch_size=1)
 
-    def configure_optimizers(self) -> Any:
-        """Optimizer with the zero-peak-constant schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
+    def build_optimizer(self, precision: str) -> torch.optim.Optimizer:
+        """The optimizer of the run, without a schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
         config = self.config
-        optimizer: torch.optim.Optimizer
         if config.optimizer == "muon":
             weights = list(self.drafter.parameters())
-            optimizer = Muon(
+            return Muon(
                 [weight for weight in weights if weight.ndim == 2],
                 [weight for weight in weights if weight.ndim != 2],
                 lr=config.matrix_learning_rate,
                 others_lr=config.learning_rate,
                 weight_decay=config.weight_decay,
+                # Five, as in the source, gain 3 % of acceptance length after 340 steps at twice the optimizer's cost.
+                n_iterations=3,
             )
-        else:
-            optimizer = torch.optim.AdamW(
-                self.drafter.parameters(),
-                lr=config.learning_rate,
-                betas=(0.9, 0.95),
-                eps=1e-8,
-                weight_decay=config.weight_decay,
-                # A fused step undoes the loss scaling of 16-mixed by itself, too late for clipping.
-                fused=self.trainer.precision_plugin.precision != "16-mixed",
-            )
+        return torch.optim.AdamW(
+            self.drafter.parameters(),
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=config.weight_decay,
+            # A fused step undoes the loss scaling of 16-mixed by itself, too late for clipping.
+            fused=precision != "16-mixed",
+        )
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer with the zero-peak-constant schedule."""
+        config = self.config
+        optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
             lambda step: zero_peak_constant(step, config.warmup_steps, config.peak_multiplier, self._decay_end_step),
