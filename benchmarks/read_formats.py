@@ -225,7 +225,7 @@ def open_tensorstore(folder: Path, data: Data) -> Read:
     import tensorstore as ts
 
     part, first, lengths = part_and_starts(folder)
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 8 << 20}})  # for indexes, not for whole batches
     arrays = {
         name: ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(part / name)}}, context=context)
         for name in ("kv", "hidden/last")

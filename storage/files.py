@@ -52,7 +52,7 @@ class LocalFile:
         FileNotFoundError: no such file.
     """
 
-    max_read_bytes = 1 << 20
+    max_read_bytes = 512 << 10
     """Longest useful read: what is read should still be in the core's cache when it is decoded."""
     is_remote = False
     # The kernel cuts one request for read-ahead at the device's largest transfer, and drops the rest.
