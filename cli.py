@@ -157,21 +157,23 @@ def recode(store: Path, codec: str, folder: Path) -> None:
 
 @main.command()
 @click.argument("store", type=click.Path(path_type=Path))
-def verify(store: Path) -> None:
+@click.option("--checksums-only", is_flag=True, help="Compare all bytes, decode no values: as fast as the disk reads.")
+def verify(store: Path, checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
     Exit code 1 if anything is damaged; each damage names its part. Parts that are still to be extracted are reported
     and are no damage.
 
     \b
-    Example:
+    Examples:
       moa-data verify store
+      moa-data verify store --checksums-only
     """
     from .cli_views import verify_view
     from .storage.verify import verify_store
 
     with ProgressLine("B", scaled=True) as progress:
-        report = verify_store(store, progress=progress)
+        report = verify_store(store, progress=progress, values=not checksums_only)
     out.print(verify_view(report))
     if not report.ok:
         raise Findings(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` mends it.")

@@ -1,4 +1,6 @@
-"""The seal: sizes and checksums of store.json and plan.parquet, so that no flipped byte in them goes unnoticed.
+"""Checks of what is read once and believed ever after: store.json, plan.parquet and the target bundle.
+
+The seal holds the sizes and checksums of store.json and plan.parquet, so that no flipped byte in them goes unnoticed.
 
 It is written to ``commits/store.json`` when a store is begun, or when an extraction goes on that found both files equal
 to what its inputs give. Stores without one (made before there were seals) are read as they are.
@@ -12,9 +14,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from .commit import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, read_file_records
-from .durable import write_atomic
-from .errors import ManifestInvalid
+from .commit import (
+    COMMITS_NAME,
+    MANIFEST_NAME,
+    PLAN_NAME,
+    find_size_damage,
+    read_file_records,
+    read_target_commit,
+    target_commit_path,
+)
+from .durable import file_crc32, write_atomic
+from .errors import ManifestInvalid, ShardCorrupt
 from .shard import FileRecord
 
 SEALED_NAMES = (MANIFEST_NAME, PLAN_NAME)
@@ -108,6 +118,30 @@ def restore_sealed_files(store: Path, contents: Mapping[str, bytes]) -> list[str
         write_atomic(path, contents[path.name])
         restored.append(path.name)
     return restored
+
+
+def check_target_bundle(store: Path, folder: Path) -> None:
+    """Compare the target bundle with its commit, byte for byte.
+
+    Args:
+        store: the store.
+        folder: its target bundle, or a local copy of it.
+
+    Raises:
+        ShardMissing: a file is gone.
+        ShardCorrupt: a file is not the one that was written.
+        ManifestInvalid: the commit is damaged.
+    """
+    commit = target_commit_path(store)
+    files = read_target_commit(commit) if commit.exists() else {}
+    for _, error in find_size_damage(folder, files):
+        raise error
+    for name, record in files.items():
+        if file_crc32(folder / name) != record.crc32:
+            raise ShardCorrupt(
+                f"{folder / name} is not the file that was written: its checksum differs from the one in {commit}. "
+                "Run `moa-data repair` with --model."
+            )
 
 
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."

@@ -96,6 +96,20 @@ def test_bundle_that_is_cut_short(room: Path, tmp_path: Path, command: str) -> N
     assert not (tmp_path / "run").exists()
 
 
+def test_bundle_with_a_flipped_bit(room: Path, tmp_path: Path) -> None:
+    store = copied(room, "store", tmp_path)
+    weights = store / "target" / "frozen.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
+    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), "frozen.safetensors is not the file that was")
+    assert not (tmp_path / "run").exists()
+    refused(run("repair", store), "is damaged. Repair it with --model MODEL", exit_code=1)
+    refused(run("repair", store, "--drop", "--model", "m"), "not both")
+    repaired = run("repair", store, "--model", room / "model")
+    assert repaired.exit_code == 0, repaired.output
+    assert weights.read_bytes() == (room / "store" / "target" / "frozen.safetensors").read_bytes()
+    assert "is whole" in run("repair", store).stdout
+
+
 def test_store_of_another_schema_version(room: Path, tmp_path: Path) -> None:
     store = copied(room, "store", tmp_path)
     manifest = json.loads((store / "store.json").read_text())

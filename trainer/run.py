@@ -23,6 +23,7 @@ from ..moa.config import DrafterConfig
 from ..moa.model import MoADrafter
 from ..storage.durable import PARTIAL_SUFFIX, write_atomic
 from ..storage.reader import ActivationStore
+from ..storage.seal import check_target_bundle
 from . import callbacks
 from .allocator import keep_freed_memory
 from .config import TrainConfig
@@ -140,6 +141,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
 def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
     """Frozen target pieces from the store's bundle, and a drafter with its initial weights."""
     frozen = FrozenTarget.load(store.target_path, config.target_layer_inference)
+    check_target_bundle(store.path, store.target_path)
     identity = {
         name.removeprefix("target."): str(value)
         for name, value in store.manifest.identities.items()

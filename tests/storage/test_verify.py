@@ -25,6 +25,20 @@ def test_a_whole_store_is_ok(store: Path, recipe):
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
 
 
+def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recipe):
+    def spoil(values: np.ndarray, row: dict) -> None:
+        values[0, 0, 0, 0, 0] = 0x7FC0
+
+    store = tmp_path / "store"
+    write_with(recipe, store, "kv", spoil)
+    report = verify_store(store, values=False)
+    assert report.ok
+    assert (report.n_sequences, report.n_tokens) == (12, 881)
+    assert not verify_store(store).ok
+    flip(store / "parts/part-00001.zarr/hidden/last/c/0/0", 20)
+    assert [damage.part for damage in verify_store(store, values=False).damages] == [1]
+
+
 def canonical(document: dict) -> str:
     """The one way in which commits are written."""
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
