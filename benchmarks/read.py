@@ -202,7 +202,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     label = "store" if options.source else options.shape
     stem = f"read-{label}-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}"
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = {key: value for key, value in vars(options).items() if key not in ("source", "folder", "out")}
     settings |= {"n_sequences": len(data.lengths), "n_tokens": int(data.lengths.sum()), "kv_shape": data.kv.shape[1:]}
     document = {"figures": figures, "turns": found, "stored": stored, "settings": settings, "provenance": provenance}
     (options.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -17,6 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
+from .errors import StoreNotFound
+
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
@@ -95,11 +97,18 @@ class _RemoteRoot:
         return (_RemoteRoot, (self.url,))
 
     def connect(self) -> tuple[AbstractFileSystem, str]:
-        """Return this process's file system and the path of the root on it."""
+        """Return this process's file system and the path of the root on it.
+
+        Raises:
+            StoreNotFound: fsspec does not know the protocol, or lacks the package for it.
+        """
         from fsspec.core import url_to_fs
 
         if self._per_process is None or self._per_process[0] != os.getpid():
-            filesystem, root = url_to_fs(self.url)
+            try:
+                filesystem, root = url_to_fs(self.url)
+            except (ImportError, ValueError) as error:
+                raise StoreNotFound(f"{self.url} cannot be opened as a store: {error}") from error
             self._per_process = (os.getpid(), filesystem, str(root).rstrip("/"))
         return self._per_process[1:]
 

@@ -240,6 +240,8 @@ def test_remote_damage_is_named(remote_store: str):
         ActivationStore(remote_store)
     with pytest.raises(StoreNotFound, match="memory://nowhere/store is not an activation store: there is no such"):
         ActivationStore("memory://nowhere/store")
+    with pytest.raises(StoreNotFound, match="unheard-of://bucket/store cannot be opened as a store"):
+        ActivationStore("unheard-of://bucket/store")
 
 
 def test_the_target_of_a_remote_store_is_copied(store: Path, remote_store: str):
