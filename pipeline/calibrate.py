@@ -83,4 +83,4 @@ def target_rope(model_config: Any) -> Rope:
     """Return the rotation that a target applies to its keys."""
     with torch.device("cpu"):
         embedding = LlamaRotaryEmbedding(model_config)
-    return Rope(embedding.inv_freq.float().numpy(), np.float32(embedding.attention_scaling))
+    return Rope(embedding.inv_freq.float().numpy(), np.asarray(embedding.attention_scaling, np.float32))

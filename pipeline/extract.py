@@ -178,7 +178,7 @@ def extract(
 
 
 def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractPlan, Target | None]:
-    """Let the codec learn from forwards over a sample of the plan, unless an earlier run did; return the target used."""
+    """Let the codec learn from forwards over a sample of the plan, unless an earlier run did; return the target."""
     if not plan.codec.learned:
         return plan, None
     target = None

@@ -1,15 +1,40 @@
-"""What a training step sees: named tensors, never a store.
+"""What a training step sees: named tensors, never a store. Encoded activations are decoded on the training device.
 
 Shapes: B sequences, T tokens (longest of the batch), L target layers, D packed KV width, E target width.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..moa.objective import Draws, TrainingInputs
+from ..storage.codecs.field import FieldCodec
+
+
+@dataclass
+class EncodedField:
+    """A field as the store holds it, for all sequences of a micro-batch."""
+
+    codec: FieldCodec
+    """Of the field."""
+    rows: dict[str, Tensor]
+    """Stored array -> [B, n_rows, *row_shape]."""
+    n_tokens: tuple[int, ...]
+    """Length of each sequence."""
+    dtype: torch.dtype
+    """Of the decoded values: the one in which the field would be stored without a codec."""
+
+    def decode(self) -> Tensor:
+        """Decode on the device of the rows: [B, T, *token_shape], zero behind each sequence."""
+        device = next(iter(self.rows.values())).device
+        shape = (len(self.n_tokens), max(self.n_tokens), *self.codec.spec.token_shape)
+        values = torch.zeros(shape, dtype=self.dtype, device=device)
+        for index, n_tokens in enumerate(self.n_tokens):
+            own = {name: rows[index] for name, rows in self.rows.items()}
+            values[index, :n_tokens] = self.codec.decode(own, 0, n_tokens)
+        return values
 
 
 @dataclass
@@ -26,10 +51,27 @@ class Batch:
     """Real tokens, without padding."""
     read_s: float = 0.0
     """Seconds that the reader threads spent on it."""
+    encoded: dict[str, EncodedField] = field(default_factory=dict)
+    """Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor."""
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
         """Move every tensor."""
-        return replace(self, inputs=_move(self.inputs, device, **kwargs), draws=_move(self.draws, device, **kwargs))
+        encoded = {
+            name: replace(item, rows={array: rows.to(device, **kwargs) for array, rows in item.rows.items()})
+            for name, item in self.encoded.items()
+        }
+        inputs, draws = _move(self.inputs, device, **kwargs), _move(self.draws, device, **kwargs)
+        return replace(self, inputs=inputs, draws=draws, encoded=encoded)
+
+    @torch.no_grad()
+    def decode(self) -> "Batch":
+        """Decode what is encoded, on the device where it is."""
+        if not self.encoded:
+            return self
+        decoded = {name: item.decode() for name, item in self.encoded.items()}
+        if "kv" in decoded:
+            decoded["kv"] = decoded["kv"].flatten(3)
+        return replace(self, inputs=replace(self.inputs, **decoded), encoded={})
 
 
 def _move(item: Any, device: torch.device, **kwargs: Any) -> Any:

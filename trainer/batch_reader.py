@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from ..moa.objective import TrainingInputs
+from ..storage.codecs.field import StoredArray
 from ..storage.reader import ActivationStore
+from .batch import EncodedField
 from .buffers import BufferPool
 from .config import TrainConfig
 from .errors import MissingField, TrainingError
@@ -14,6 +16,7 @@ MICRO_BATCH_BYTES = 1 << 30
 """Most bytes of activations that a micro-batch of the longest sequences holds, where its size is not given."""
 
 _HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
+_ATTRIBUTES = ("kv", "hidden", "entering_hidden")  # of TrainingInputs, in the order of needed_fields
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -53,22 +56,42 @@ class BatchReader:
         largest = max(sequence_bytes(store, config, store.lengths.max(initial=0)), MICRO_BATCH_BYTES)
         self._buffers = BufferPool((config.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory)
 
-    def read(self, sequences: np.ndarray, lengths: np.ndarray) -> TrainingInputs:
-        """Read sequences with the given token counts; padding is zero."""
+    def read(self, sequences: np.ndarray, lengths: np.ndarray) -> tuple[TrainingInputs, dict[str, EncodedField]]:
+        """Read sequences with the given token counts; padding is zero.
+
+        Returns:
+            The inputs, and what is still encoded, by attribute of the inputs (see ``Batch.encoded``).
+        """
         n_rows, n_tokens = len(sequences), int(lengths.max())
-        activations = {name: self._buffer(name, n_rows, n_tokens) for name in self._fields}
-        out = {name: _as_stored(buffer) for name, buffer in activations.items()}
+        buffers = {
+            array.name: self._buffer(array, codec.is_identity, n_rows, n_tokens)
+            for codec in (self.store.codec.fields[name] for name in self._fields)
+            for array in codec.arrays
+        }
+        out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
         text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in _TEXT_FIELDS}
         self.store.read_batch(
-            sequences, [*_TEXT_FIELDS, *self._fields], out=out | text, n_threads=self.config.reader_threads
+            sequences,
+            [*_TEXT_FIELDS, *self._fields],
+            out=out | text,
+            n_threads=self.config.reader_threads,
+            decoded=False,
         )
-        return TrainingInputs(
+        encoded = {}
+        for attribute, name in zip(_ATTRIBUTES, self._fields, strict=False):
+            codec = self.store.codec.fields[name]
+            if not codec.is_identity:
+                rows = {array.name: buffers.pop(array.name) for array in codec.arrays}
+                encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), _TORCH_DTYPES[codec.spec.dtype])
+                buffers[name] = torch.empty(0)
+        inputs = TrainingInputs(
             tokens=torch.from_numpy(text["tokens"]).long(),
             response_mask=torch.from_numpy(text["response_mask"]).bool(),
-            kv=activations["kv"].flatten(3),
-            hidden=activations["hidden/last"],
-            entering_hidden=activations[self._entering] if self._entering else None,
+            kv=buffers["kv"] if "kv" in encoded else buffers["kv"].flatten(3),
+            hidden=buffers["hidden/last"],
+            entering_hidden=buffers[self._entering] if self._entering else None,
         )
+        return inputs, encoded
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
         """Read the response masks of sequences, padded with False: bool [B, T]."""
@@ -78,9 +101,9 @@ class BatchReader:
         """Bytes of activations in a batch of sequences with these token counts."""
         return len(lengths) * sequence_bytes(self.store, self.config, int(lengths.max()))
 
-    def _buffer(self, name: str, n_rows: int, n_tokens: int) -> Tensor:
-        spec = self.store.fields[name]
-        return self._buffers.take((n_rows, n_tokens, *spec.token_shape), _TORCH_DTYPES[spec.dtype])
+    def _buffer(self, array: StoredArray, is_field: bool, n_sequences: int, n_tokens: int) -> Tensor:
+        dtype = _TORCH_DTYPES[array.logical_dtype] if is_field else getattr(torch, array.dtype)
+        return self._buffers.take((n_sequences, array.n_rows(n_tokens), *array.row_shape), dtype)
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:

@@ -136,10 +136,10 @@ class TrainingStream:
             n_positions = count_loss_positions(response, plan.draws, self._reader.config)
             plan.denominator = max(1, n_positions) / (len(plan.parts) * self._n_ranks)
         rows = plan.rows[part]
-        inputs = self._reader.read(self._sequences[rows], self._lengths[rows])
+        inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows])
         own = _rows_of(plan.draws, torch.from_numpy(part))
         n_tokens = int(self._lengths[rows].sum())
-        return Batch(inputs, own, plan.denominator, n_tokens, time.perf_counter() - began)
+        return Batch(inputs, own, plan.denominator, n_tokens, time.perf_counter() - began, encoded)
 
 
 def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
@@ -252,7 +252,8 @@ class ValidationBatches:
         lengths = self._lengths[start : start + self._batch_size]
         phase = torch.arange(start, start + len(part)) % n_steps
         draws = Draws(torch.full((len(part),), n_steps), torch.zeros(len(part), dtype=torch.bool), phase)
-        return Batch(self._reader.read(part, lengths), draws, 1.0, int(lengths.sum()))
+        inputs, encoded = self._reader.read(part, lengths)
+        return Batch(inputs, draws, 1.0, int(lengths.sum()), encoded=encoded)
 
 
 class StoreDataModule(L.LightningDataModule):
@@ -301,6 +302,10 @@ class StoreDataModule(L.LightningDataModule):
             self.config.batch_size, self.micro_batch_size(1) if self.config.micro_batch_size is None else 1 << 30
         )
         return ValidationBatches(reader, chosen, self._lengths[chosen], size)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Decode what the store holds encoded, on the training device."""
+        return batch.decode()
 
     def micro_batch_size(self, n_ranks: int) -> int:
         """Sequences per forward on one device."""

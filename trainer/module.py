@@ -45,10 +45,6 @@ class DrafterModule(L.LightningModule):
         """Bring the target pieces to the device; bf16-true has made the drafter bfloat16, so they follow its dtype."""
         self._frozen[0] = self.frozen.to(self.device, self.drafter.kv_to_hidden.weight.dtype)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Decode what the store holds encoded, on this device."""
-        return batch.decode()
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
         inputs = batch.inputs

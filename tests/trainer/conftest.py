@@ -36,7 +36,9 @@ def tiny_model():
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def build_store(path, activations=("kv", "hidden:last", "hidden:layer:1"), n_sequences=60, dtype="float32"):
+def build_store(
+    path, activations=("kv", "hidden:last", "hidden:layer:1"), n_sequences=60, dtype="float32", codec="lossless"
+):
     """Sequences of 12..40 tokens that follow a simple pattern, so that a drafter can learn something."""
     model, random = tiny_model(), np.random.default_rng(0)
     sequences = {}
@@ -54,10 +56,11 @@ def build_store(path, activations=("kv", "hidden:last", "hidden:layer:1"), n_seq
         }
     )
     plan, spec, sizes = plan_parts(table, 1024), parse_activations(activations, 1, N_LAYERS), target_sizes(model.config)
+    fields = field_specs(spec, sizes, dtype)
     manifest = StoreManifest(
-        fields=field_specs(spec, sizes, dtype), target=sizes, identities={"target.weights_sha256": "ab" * 32},
+        fields=fields, target=sizes, identities={"target.weights_sha256": "ab" * 32},
         extraction={}, n_sequences=len(sequences), n_parts=int(plan["part"].to_numpy().max()) + 1,
-        n_tokens=int(plan["n_tokens"].to_numpy().sum()), codec=StoreCodec("lossless", ()).describe(),
+        n_tokens=int(plan["n_tokens"].to_numpy().sum()), codec=StoreCodec(codec, fields).describe(),
     )  # fmt: skip
     with StoreWriter.create_or_resume(path, manifest, plan) as writer:
         with writer.target() as folder:

@@ -36,7 +36,8 @@ def test_batches_hold_what_the_store_holds(store_path):
     reader = BatchReader(store, config(target_layer_inference=1), False)
     lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
     rows = np.array([5, 0, 17])
-    inputs = reader.read(rows, lengths[rows])
+    inputs, encoded = reader.read(rows, lengths[rows])
+    assert not encoded
     for row, sequence in enumerate(rows.tolist()):
         n = lengths[sequence]
         assert torch.equal(inputs.tokens[row, :n], torch.from_numpy(store.read(sequence, "tokens").astype(np.int64)))
@@ -55,7 +56,7 @@ def test_batches_hold_what_the_store_holds(store_path):
 def test_bfloat16_bits_arrive_unchanged(tmp_path):
     store = ActivationStore(build_store(tmp_path / "store", n_sequences=6, dtype="bfloat16"))
     n = store.sequences["n_tokens"].to_numpy().astype(np.int64)
-    inputs = BatchReader(store, config(), False).read(np.array([2]), n[[2]])
+    inputs, _ = BatchReader(store, config(), False).read(np.array([2]), n[[2]])
     assert inputs.kv.dtype == torch.bfloat16
     assert np.array_equal(inputs.kv[0].view(torch.uint16).numpy(), store.read(2, "kv").reshape(n[2], 3, -1))
 

@@ -1,0 +1,67 @@
+"""Training from encoded activations: codes travel, and are decoded on the training device to what the store reads."""
+
+import numpy as np
+import pytest
+import torch
+
+from moa_data.storage.reader import ActivationStore
+from moa_data.trainer.batch import Batch
+from moa_data.trainer.batch_reader import BatchReader
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.data import draw
+from moa_data.trainer.run import train
+
+from .conftest import build_store
+
+
+@pytest.fixture(scope="module")
+def int8_path(tmp_path_factory):
+    return build_store(tmp_path_factory.mktemp("int8") / "store", n_sequences=30, dtype="bfloat16", codec="int8")
+
+
+def read_batch(path, rows, **changes) -> tuple[ActivationStore, Batch]:
+    store = ActivationStore(path)
+    config = TrainConfig(store="", out="", batch_size=len(rows), target_layer_inference=1, reader_threads=1, **changes)
+    inputs, encoded = BatchReader(store, config, False).read(rows, store.lengths[rows].astype(np.int64))
+    return store, Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded)
+
+
+def test_codes_decode_to_what_the_store_reads(int8_path):
+    rows = np.array([4, 0, 11])
+    store, batch = read_batch(int8_path, rows)
+    assert batch.inputs.kv.numel() == 0
+    assert batch.encoded["kv"].rows["kv/key_codes"].dtype == torch.int8
+    inputs = batch.to(torch.device("cpu")).decode().inputs
+    longest = int(store.lengths[rows].max())
+    for values, field in (
+        (inputs.kv, "kv"),
+        (inputs.hidden, "hidden/last"),
+        (inputs.entering_hidden, "hidden/layer_1"),
+    ):
+        assert values.dtype == torch.bfloat16
+        assert values.shape[:2] == (3, longest)
+        for row, sequence in enumerate(rows.tolist()):
+            n = int(store.lengths[sequence])
+            expected = store.read(sequence, field).reshape(n, *values.shape[2:])
+            np.testing.assert_array_equal(values[row, :n].contiguous().view(torch.uint16).numpy(), expected)
+            assert not values[row, n:].any()
+
+
+def test_codes_are_smaller_than_values(int8_path):
+    _, batch = read_batch(int8_path, np.arange(4))
+    n_codes = sum(rows.nbytes for item in batch.encoded.values() for rows in item.rows.values())
+    inputs = batch.decode().inputs
+    assert n_codes < 0.75 * (inputs.kv.nbytes + inputs.hidden.nbytes + inputs.entering_hidden.nbytes)
+
+
+@pytest.mark.parametrize("codec", ["int4", "fp8"])
+def test_a_drafter_trains_from_codes(tmp_path, codec):
+    store = build_store(tmp_path / "store", n_sequences=40, codec=codec)
+    config = TrainConfig(
+        store=str(store), out=str(tmp_path / "run"), batch_size=8, max_steps=3, validate_every=3, warmup_steps=1,
+        checkpoint_every=3, log_every=1, draft_length=3, step_bound_min=3, step_bound_max=6, accelerator="cpu",
+        precision="32-true", validation_fraction=0.2, peak_multiplier=3.0, decay_steps=-1,
+    )  # fmt: skip
+    report = train(config, {}, False)
+    assert report.n_steps == 3
+    assert np.isfinite(report.best_expected_acceptance_length)
