@@ -21,10 +21,14 @@ MAX_BASIS_WIDTH = 16_384
 MAX_COMPONENTS = 4_096
 """Components kept of one part of one group."""
 
+MAX_FEATURES = 512
+"""Numbers that a token's keys and values are predicted from."""
+
 _EXACT_WIDTH = 2_048
 _OVERSAMPLING = 32
 _POWER_ITERATIONS = 4
 _METRIC_RIDGE = 0.2
+_FEATURE_RIDGE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,47 @@ def learn_basis(sequences: Sequence[np.ndarray], metric: np.ndarray | None = Non
     axes = principal_axes(rows @ root.astype(np.float32)).astype(np.float64)
     synthesis = (axes.T @ inverse).astype(np.float16).astype(np.float32)
     return Basis(means, synthesis, (root @ axes).astype(np.float16).astype(np.float32))
+
+
+def token_features(embeddings: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return what of a token's identity its keys and values are predicted from.
+
+    The first layer's keys and values are a function of the normalised embedding of the token, and those of the other
+    layers lean on it.
+
+    Args:
+        embeddings: float32 [vocab_size, width], the target's input embeddings.
+        tokens: int [n], tokens of the sample; the features are those that differ most among them.
+
+    Returns:
+        float32 [vocab_size, min(width, MAX_FEATURES)], rounded to half precision.
+    """
+    scale = np.sqrt(np.square(embeddings).mean(1, keepdims=True))
+    features = embeddings / np.maximum(scale, 1e-12)
+    if features.shape[1] > MAX_FEATURES:
+        features = features @ principal_axes(features[tokens])[:, :MAX_FEATURES]
+    return features.astype(np.float16).astype(np.float32)
+
+
+def learn_regression(features: Sequence[np.ndarray], sequences: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the linear prediction of a part from token features, by ridge regression.
+
+    Args:
+        features: float32 [n_tokens, n_features] of each sequence.
+        sequences: float32 [n_tokens, width] each.
+
+    Returns:
+        float32 [n_features, width], rounded to half precision.
+    """
+    n_features, n_tokens = features[0].shape[1], sum(len(values) for values in sequences)
+    gram = np.zeros((n_features, n_features))
+    product = np.zeros((n_features, sequences[0].shape[1]))
+    mean = np.concatenate(sequences).mean(0)
+    for x, values in zip(features, sequences, strict=True):
+        gram += x.T @ x
+        product += x.T @ (values - mean)
+    gram += _FEATURE_RIDGE * np.trace(gram) / n_features * np.eye(n_features) + 1e-9 * n_tokens * np.eye(n_features)
+    return np.linalg.solve(gram, product).astype(np.float16).astype(np.float32)
 
 
 def principal_axes(rows: np.ndarray) -> np.ndarray:

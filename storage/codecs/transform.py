@@ -36,7 +36,7 @@ from array_api_compat import array_namespace, device
 
 from ..errors import WriteInvalid
 from ..schema import FieldSpec
-from .calibration import EARLY_POSITIONS, Basis
+from .calibration import EARLY_POSITIONS, Basis, token_features
 from .field import Array, StoredArray
 from .packing import CODES_PER_BYTE
 from .rope import Rope
@@ -102,6 +102,9 @@ class TransformCodec:
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
         metric: what errors of a hidden state count, [width, width], e.g. ``calibration.logit_metric`` for
             ``hidden/last``; None for relative error.
+        embeddings: the target's input embeddings [vocab_size, width]. With them, what a token's identity says of its
+            keys and values is predicted instead of stored; ``calibrate``, ``encode`` and ``decode`` then need the
+            tokens.
 
     Attributes:
         spec: the field.
@@ -120,6 +123,7 @@ class TransformCodec:
         settings: TransformSettings,
         rope: Rope | None = None,
         metric: np.ndarray | None = None,
+        embeddings: np.ndarray | None = None,
     ) -> None:
         self.spec = spec
         self.settings = settings
@@ -128,6 +132,9 @@ class TransformCodec:
             raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
         self.rope = rope if self.is_kv else None
         self.metric = metric
+        self.embeddings = embeddings
+        self._features: np.ndarray | None = None
+        self._feature_tables: dict[str, Array] = {}
         self.arrays: tuple[StoredArray, ...] = ()
         self._groups: list[GroupTransform] = []
         n_layers = spec.token_shape[0] if self.is_kv else 1
@@ -139,6 +146,11 @@ class TransformCodec:
         """Stored bits per value."""
         return self.settings.kv_bits if self.is_kv else self.settings.hidden_bits
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether ``encode`` and ``decode`` need the tokens of what they are given."""
+        return self._features is not None
+
     def describe(self) -> dict[str, Any]:
         """Return the settings for ``store.json``."""
         in_metric = any(not _is_transposed(basis) for group in self._groups for basis in group.fit.bases)
@@ -149,23 +161,29 @@ class TransformCodec:
             "unrotated_keys": self.rope is not None,
             "error_metric": "given" if in_metric else "plain",
             "early_positions": EARLY_POSITIONS,
+            "token_features": 0 if self._features is None else self._features.shape[1],
         }
 
     def expected_bits(self) -> float:
         """Return the bits per value of the stored arrays."""
         return self.bits
 
-    def calibrate(self, sample: list[np.ndarray]) -> None:
+    def calibrate(self, sample: list[np.ndarray], tokens: list[np.ndarray] | None = None) -> None:
         """Learn means, bases and quantisers.
 
         Args:
             sample: float32 [n_tokens, *token_shape], whole sequences; 20,000 tokens and more make a good basis, and at
                 least as many as a group's keys are wide are needed for one.
+            tokens: int [n_tokens] of each sequence; given if and only if the codec has embeddings.
 
         Raises:
             WriteInvalid: no sequences, or a value that is NaN or infinite.
-            ValueError: a group is wider than ``calibration.MAX_BASIS_WIDTH``.
+            ValueError: a group is wider than ``calibration.MAX_BASIS_WIDTH``, or tokens without embeddings or the
+                other way round.
         """
+        if (tokens is None) != (self.embeddings is None):
+            raise ValueError("Calibrate a transform codec with both embeddings and tokens, or with neither.")
+        tokens = None if tokens is None else [ids for ids, values in zip(tokens, sample, strict=True) if len(values)]
         sample = [np.asarray(values, np.float32) for values in sample if len(values)]
         if not sample or not all(np.isfinite(values).all() for values in sample):
             raise WriteInvalid(
@@ -178,15 +196,23 @@ class TransformCodec:
             for group in range(len(self.groups))
         ]
         n_values = math.prod(self.spec.token_shape)
-        self._set(fit_groups(groups, self.bits * n_values, self.metric))
+        features = by_token = None
+        if tokens is not None and self.embeddings is not None:
+            features = token_features(np.asarray(self.embeddings, np.float32), np.concatenate(tokens))
+            by_token = [features[ids] for ids in tokens]
+        self._set(fit_groups(groups, self.bits * n_values, self.metric, by_token), features)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what was learned; see ``docs/format.md`` for the names."""
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
             state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
+        if self._features is not None:
+            state["tokens/features"] = self._features.astype(np.float16)
         for group, transform in enumerate(self._groups):
             fit = transform.fit
+            for part, regression in enumerate(fit.regressions):
+                state[f"{group}/{part}/regression"] = regression.astype(np.float16)
             state[f"{group}/columns"] = fit.columns.table()
             for part, basis in enumerate(fit.bases):
                 state[f"{group}/{part}/mean"] = basis.mean
@@ -205,37 +231,56 @@ class TransformCodec:
             if self.is_kv and "rope/inv_freq" in state:
                 scaling = np.asarray(state["rope/scaling"])
                 self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
-            fits = [self._load_group(state, group, layers) for group, layers in enumerate(self.groups)]
+            features = np.asarray(state["tokens/features"], np.float32) if "tokens/features" in state else None
+            n_features = 0 if features is None else features.shape[1]
+            fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore the store's codec/ "
                 "folder from a copy."
             ) from error
-        self._set(fits)
+        self._set(fits, features)
 
-    def encode(self, values: Array) -> dict[str, Array]:
-        """Encode one whole sequence; see ``FieldCodec.encode``."""
+    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
+        """Encode one whole sequence; see ``FieldCodec.encode``.
+
+        Args:
+            values: as there.
+            tokens: int [n_tokens], where the codec ``needs_tokens``.
+        """
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
             raise WriteInvalid(
                 f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
                 "whole token. Extract with codec lossless, or drop the sequence."
             )
+        features = self._features_of(tokens, values)
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), self.parts(xp.astype(values, xp.float32)), strict=True):
-            codes |= transform.encode(parts)
+            codes |= transform.encode(parts, features)
         return codes
 
     def decode(
-        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, layers: list[int] | None = None
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        layers: list[int] | None = None,
+        tokens: Array | None = None,
     ) -> Array:
         """Decode consecutive tokens of one sequence; see ``FieldCodec.decode``.
 
-        Only the arrays of :meth:`arrays_of` need be in ``codes``.
+        Args:
+            codes: as there; only the arrays of :meth:`arrays_of` need be in it.
+            first_position: as there.
+            n_tokens: as there.
+            layers: as there.
+            tokens: int [n_tokens], the tokens wanted, where the codec ``needs_tokens``.
         """
         groups = self._learned()
+        features = self._features_of(tokens, next(iter(codes.values()), tokens))
         if not self.is_kv:
-            return groups[0].decode(codes, first_position, n_tokens, 1, None)[0]
+            return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         chosen = list(range(self._n_layers)) if layers is None else layers
         decoded, order = [], []
         for transform, members in zip(groups, self.groups, strict=True):
@@ -244,7 +289,7 @@ class TransformCodec:
                 continue
             local = [chosen[i] - members[0] for i in at]
             selection = None if local == list(range(len(members))) else local
-            parts = transform.decode(codes, first_position, n_tokens, len(members), selection)
+            parts = transform.decode(codes, first_position, n_tokens, len(members), selection, features)
             decoded.append(self._assemble(parts, first_position, [chosen[i] for i in at]))
             order += at
         xp = array_namespace(decoded[0])
@@ -268,7 +313,25 @@ class TransformCodec:
             raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
         return self._groups
 
-    def _set(self, fits: Sequence[GroupFit]) -> None:
+    def _features_of(self, tokens: Array | None, like: Array) -> Array | None:
+        """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
+        if self._features is None:
+            return None
+        if tokens is None:
+            raise ValueError(
+                f"The codec of field {self.spec.name!r} predicts from tokens; give it those of the values."
+            )
+        xp = array_namespace(like)
+        key = f"{xp.__name__} {device(like)}"
+        if key not in self._feature_tables:
+            self._feature_tables[key] = xp.asarray(self._features, device=device(like))
+        ids = xp.asarray(tokens, device=device(like))
+        # An id outside the vocabulary would stop a whole CUDA device.
+        ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
+        return xp.take(self._feature_tables[key], ids, axis=0)
+
+    def _set(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
+        self._features, self._feature_tables = features, {}
         prefix = f"{self.spec.name}/codes_"
         names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
         self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
@@ -294,7 +357,7 @@ class TransformCodec:
         keys = keys if self.rope is None else self.rope.rotate(keys, first_position, layers)
         return xp.stack([keys, others], axis=3)
 
-    def _load_group(self, state: Mapping[str, np.ndarray], group: int, layers: list[int]) -> GroupFit:
+    def _load_group(self, state: Mapping[str, np.ndarray], group: int, layers: list[int], n_features: int) -> GroupFit:
         n_parts = len(KV_PARTS) if self.is_kv else 1
         width = math.prod(self.spec.token_shape) // n_parts // self._n_layers * len(layers)
         bases = tuple(_load_basis(state, f"{group}/{part}", width) for part in range(n_parts))
@@ -305,7 +368,12 @@ class TransformCodec:
             components = columns.component[columns.part == part]
             if len(components) and not 0 <= components.min() <= components.max() < len(basis.synthesis):
                 raise ValueError(f"{group}/columns names a component that {group}/{part}/synthesis does not have")
-        return GroupFit(bases, columns)
+        regressions: tuple[np.ndarray, ...] = ()
+        if n_features:
+            regressions = tuple(np.asarray(state[f"{group}/{p}/regression"], np.float32) for p in range(n_parts))
+            if any(matrix.shape != (n_features, width) for matrix in regressions):
+                raise ValueError(f"{group}/regression is not [{n_features}, {width}]")
+        return GroupFit(bases, columns, regressions)
 
     @property
     def _n_layers(self) -> int:

@@ -7,11 +7,12 @@ budget of the allocation is corrected until the two agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .allocation import (
+    DROPPED,
     Options,
     Quantisers,
     allocate,
@@ -19,7 +20,7 @@ from .allocation import (
     split_by_statistics,
     water_level,
 )
-from .calibration import Basis, learn_basis, mean_rows
+from .calibration import Basis, learn_basis, learn_regression, mean_rows
 from .chunk import encode_chunk
 from .packing import CODES_PER_BYTE, HIGH_LEVELS, LOW_LEVELS, WIDE_LEVELS, pack, split_wide
 
@@ -84,14 +85,25 @@ class Columns:
 
 @dataclass(frozen=True)
 class GroupFit:
-    """What is learned for one group of layers: a basis per part, and the columns of its codes."""
+    """What is learned for one group of layers.
+
+    Attributes:
+        bases: one per part.
+        columns: the codes of all parts.
+        regressions: for each part, float32 [n_features, width]: what token features times this say of the values is
+            taken off before the basis. Empty where tokens are not used.
+    """
 
     bases: tuple[Basis, ...]
     columns: Columns
+    regressions: tuple[np.ndarray, ...] = ()
 
 
 def fit_groups(
-    groups: Sequence[Sequence[Sequence[np.ndarray]]], bits_per_token: float, metric: np.ndarray | None = None
+    groups: Sequence[Sequence[Sequence[np.ndarray]]],
+    bits_per_token: float,
+    metric: np.ndarray | None = None,
+    features: Sequence[np.ndarray] | None = None,
 ) -> list[GroupFit]:
     """Fit all groups of a field together, so that each bit goes where it buys the least relative error.
 
@@ -101,11 +113,19 @@ def fit_groups(
         groups: for each group, for each part, the sequences: float32 [n_tokens, width] each, from position 0 on.
         bits_per_token: bytes of the stored arrays times 8, of all groups together.
         metric: see ``learn_basis``; for fields of one part.
+        features: float32 [n_tokens, n_features] of each sequence, to predict the values from; None to do without.
 
     Returns:
         One fit per group; unused components are gone from its bases.
     """
-    fitted = [[_part_components(part, metric) for part in parts] for parts in groups]
+    regressions = [tuple(_regression(features, part) for part in parts) if features else () for parts in groups]
+    fitted = [
+        [
+            _part_components(_residuals(part, features, regression), metric)
+            for part, regression in zip(parts, of_group or [None] * len(parts), strict=True)
+        ]
+        for parts, of_group in zip(groups, regressions, strict=True)
+    ]
     energies = [
         max(sum(_energy(parts[i]) for parts in groups), 1e-30) if metric is None else 1.0 for i in range(len(groups[0]))
     ]
@@ -116,7 +136,7 @@ def fit_groups(
     components = [np.concatenate([c for _, c in parts], axis=1) for parts in fitted]
     variances = [(c.astype(np.float64) ** 2).mean(0) * w for c, w in zip(components, weights, strict=True)]
     level = water_level(np.concatenate(variances), bits_per_token)
-    hopeful = [np.flatnonzero(v > _HOPELESS * level) for v in variances]
+    hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
     kept = [c[:, h] for c, h in zip(components, hopeful, strict=True)]
     measured = [
         measure_options(c, w[h], float(np.sqrt(12 * level))) for c, w, h in zip(kept, weights, hopeful, strict=True)
@@ -135,21 +155,40 @@ def fit_groups(
             break
         budget *= bits_per_token / stored
     return [
-        _compact([basis for basis, _ in parts], columns) for parts, (columns, _) in zip(fitted, layouts, strict=True)
+        _compact([basis for basis, _ in parts], columns, of_group)
+        for parts, (columns, _), of_group in zip(fitted, layouts, regressions, strict=True)
     ]
+
+
+def _for_basis(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [s for i, s in enumerate(sequences) if i % _STATISTICS_EVERY] or list(sequences)
+
+
+def _for_statistics(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return list(sequences[::_STATISTICS_EVERY])
+
+
+def _regression(features: Sequence[np.ndarray], sequences: Sequence[np.ndarray]) -> np.ndarray:
+    return learn_regression(_for_basis(features), _for_basis(sequences))
+
+
+def _residuals(
+    sequences: Sequence[np.ndarray], features: Sequence[np.ndarray] | None, regression: np.ndarray | None
+) -> Sequence[np.ndarray]:
+    if features is None or regression is None:
+        return sequences
+    return [values - x @ regression for values, x in zip(sequences, features, strict=True)]
 
 
 def _part_components(sequences: Sequence[np.ndarray], metric: np.ndarray | None) -> tuple[Basis, np.ndarray]:
     """Basis from most sequences, and the components of the others: float32 [n, n_components]."""
-    for_statistics = [s for i, s in enumerate(sequences) if i % _STATISTICS_EVERY == 0]
-    for_basis = [s for i, s in enumerate(sequences) if i % _STATISTICS_EVERY] or for_statistics
-    basis = learn_basis(for_basis, metric)
-    rows = np.concatenate([s - basis.mean[mean_rows(0, len(s))] for s in for_statistics])
+    basis = learn_basis(_for_basis(sequences), metric)
+    rows = np.concatenate([s - basis.mean[mean_rows(0, len(s))] for s in _for_statistics(sequences)])
     return basis, rows @ basis.analysis
 
 
 def _energy(sequences: Sequence[np.ndarray]) -> float:
-    used = [s for i, s in enumerate(sequences) if i % _STATISTICS_EVERY == 0]
+    used = _for_statistics(sequences)
     return float(sum(np.square(s, dtype=np.float64).sum() for s in used) / sum(len(s) for s in used))
 
 
@@ -179,6 +218,8 @@ def _layout(
         component: [n_components], index among all components of the group, part after part.
         part_sizes: components of each part.
     """
+    if (quantisers.levels == DROPPED).all():  # every group stores something, or readers could not tell its device
+        quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))
     limits = (quantisers.levels - 1) // 2
     codes = quantise(sample / quantisers.step, quantisers.rounding, limits)
     low, high = split_wide(codes)
@@ -231,7 +272,7 @@ def _stored_bits(rows: np.ndarray) -> float:
     return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
 
 
-def _compact(bases: Sequence[Basis], columns: Columns) -> GroupFit:
+def _compact(bases: Sequence[Basis], columns: Columns, regressions: tuple[np.ndarray, ...]) -> GroupFit:
     """Keep the components that some column uses."""
     component = columns.component.copy()
     compacted = []
@@ -240,4 +281,4 @@ def _compact(bases: Sequence[Basis], columns: Columns) -> GroupFit:
         used, renumbered = np.unique(columns.component[own], return_inverse=True)
         component[own] = renumbered
         compacted.append(Basis(basis.mean, basis.synthesis[used], basis.analysis[:, used]))
-    return GroupFit(tuple(compacted), Columns(**{**columns.__dict__, "component": component}))
+    return GroupFit(tuple(compacted), Columns(**{**columns.__dict__, "component": component}), regressions)

@@ -42,11 +42,12 @@ class GroupTransform:
         self.arrays = tuple(run.array for run in self._runs)
         self._constants: dict[str, dict[str, Any]] = {}
 
-    def encode(self, parts: Sequence[Array]) -> dict[str, Array]:
+    def encode(self, parts: Sequence[Array], features: Array | None = None) -> dict[str, Array]:
         """Encode whole sequences' parts.
 
         Args:
             parts: float32 [n_tokens, width] each, from position 0 on.
+            features: float32 [n_tokens, n_features] of the tokens; needed where the fit has regressions.
 
         Returns:
             Array name -> uint8 [n_tokens, n_bytes].
@@ -55,6 +56,8 @@ class GroupTransform:
         constants = self._on(parts[0])
         n_tokens = parts[0].shape[0]
         rows = xp.asarray(mean_rows(0, n_tokens), device=device(parts[0]))
+        if constants["regression"]:
+            parts = [values - features @ matrix for values, matrix in zip(parts, constants["regression"], strict=True)]
         scaled = [
             (values - xp.take(mean, rows, axis=0)) @ analysis
             for values, mean, analysis in zip(parts, constants["mean"], constants["analysis"], strict=True)
@@ -67,7 +70,13 @@ class GroupTransform:
         return {run.array.name: pack(digits[:, run.first : run.last], run.levels) for run in self._runs}
 
     def decode(
-        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, n_layers: int, layers: list[int] | None
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        n_layers: int,
+        layers: list[int] | None,
+        features: Array | None = None,
     ) -> list[Array]:
         """Decode consecutive tokens.
 
@@ -77,6 +86,7 @@ class GroupTransform:
             n_tokens: tokens wanted.
             n_layers: layers of the group; the width of each part is divided by it.
             layers: the group's layers wanted, counted from its first; None for all.
+            features: as given to :meth:`encode`, for these tokens.
 
         Returns:
             Each part's values, float32 [n_tokens, width, or its share for the chosen layers].
@@ -95,10 +105,15 @@ class GroupTransform:
         columns = xp.concat(looked_up, axis=1)
         early = xp.asarray(mean_rows(first_position, n_tokens), device=device(first))
         decoded = []
-        for mean, synthesis, own in zip(constants["mean"], constants["synthesis"], constants["own"], strict=True):
+        names = ("mean", "synthesis", "regression") if constants["regression"] else ("mean", "synthesis")
+        for part, own in enumerate(constants["own"]):
+            matrices = [constants[name][part] for name in names]
             if layers is not None:
-                mean, synthesis = (_of_layers(xp, matrix, n_layers, layers) for matrix in (mean, synthesis))
-            product = xp.take(columns, own, axis=1) @ synthesis
+                matrices = [_of_layers(xp, matrix, n_layers, layers) for matrix in matrices]
+            mean = matrices[0]
+            product = xp.take(columns, own, axis=1) @ matrices[1]
+            if constants["regression"]:
+                product = product + features @ matrices[2]
             late = mean[EARLY_POSITIONS, :] if first_position >= EARLY_POSITIONS else xp.take(mean, early, axis=0)
             decoded.append(product + late)
         return decoded
@@ -130,6 +145,7 @@ class GroupTransform:
                 for basis, c, ids in zip(bases, component, own, strict=True)
             ],
             "synthesis": [np.ascontiguousarray(b.synthesis[c]) for b, c in zip(bases, component, strict=True)],
+            "regression": list(self.fit.regressions),
             "own": own,
             "to_stored": to_stored,
             "rounding": columns.rounding,

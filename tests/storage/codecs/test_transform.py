@@ -165,6 +165,47 @@ def test_the_metric_of_a_hidden_state_lowers_the_error_that_counts() -> None:
     assert errors["given"] < 0.7 * errors["plain"]
 
 
+def test_what_tokens_say_is_not_stored() -> None:
+    rng = np.random.default_rng(6)
+    embeddings = rng.standard_normal((30, 12)).astype(np.float32)
+    said = rng.standard_normal((12, math.prod(SPEC.token_shape)))
+    unit = embeddings / np.sqrt((embeddings**2).mean(1, keepdims=True))
+    tokens = [rng.integers(0, 30, len(values)).astype(np.int32) for values in CALIBRATION]
+    sample = []
+    for values, ids in zip(CALIBRATION, tokens, strict=True):
+        by_token = (3 * unit[ids] @ said).reshape(len(ids), *SPEC.token_shape).astype(np.float32)
+        by_token[:, :, :, 0] = ROPE.rotate(by_token[:, :, :, 0])
+        sample.append(values + by_token)
+    errors = []
+    for given in (None, embeddings):
+        codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"), ROPE, embeddings=given)
+        codec.calibrate(sample, None if given is None else tokens)
+        assert codec.needs_tokens == (given is not None)
+        restored = TransformCodec(SPEC, codec.settings)
+        restored.load_state(codec.state())
+        codes = codec.encode(sample[0], tokens[0])
+        whole = restored.decode(codes, 0, 100, tokens=tokens[0][:100])
+        later = restored.decode({k: v[64:] for k, v in codes.items()}, 64, 30, [3, 1], tokens[0][64:94])
+        np.testing.assert_allclose(later, whole[64:94, [3, 1]], atol=1e-3)
+        tensors = {name: torch.from_numpy(rows) for name, rows in codes.items()}
+        on_torch = restored.decode(tensors, 0, 100, tokens=torch.from_numpy(tokens[0][:100]))
+        np.testing.assert_allclose(on_torch.numpy(), whole, atol=1e-3)
+        errors.append(np.square(whole - sample[0][:100]).sum())
+    assert errors[1] < errors[0] / 4
+    with pytest.raises(ValueError, match="tokens"):
+        codec.decode(codes, 0, 10)
+    with pytest.raises(ValueError, match="both"):
+        codec.calibrate(sample)
+
+
+def test_a_constant_field_costs_next_to_nothing() -> None:
+    codec = TransformCodec(hidden_field("last", 6), TransformSettings(1.0, 1.0))
+    values = np.full((40, 6), 2.5, np.float32)
+    codec.calibrate([values] * 4)
+    assert len(codec.arrays) == 1
+    np.testing.assert_allclose(codec.decode(codec.encode(values), 0, 40), values)
+
+
 def test_values_that_are_not_finite_are_refused() -> None:
     codec = make_codec("transform:1@all")
     values = TEST[0].copy()
