@@ -7,7 +7,8 @@ along the first half's axes: the bits that Gaussian components of these variance
 
     python benchmarks/transform_rate.py STORE [--sequences 240] [--scopes all layer] [--bits 0.3 0.6 1.0] [--out FOLDER]
 
-STORE is a lossless store. Writes a JSON file and a Markdown table.
+With --predict-from-tokens, what the target's embedding of a token says of its keys and values is predicted; the bound
+stays the one without. STORE is a lossless store. Writes a JSON file and a Markdown table.
 """
 
 import argparse
@@ -39,9 +40,11 @@ Sequences = list[np.ndarray]
 
 
 def read_halves(store: ActivationStore, field: str, n_sequences: int) -> tuple[Sequences, Sequences]:
-    """Reads random sequences of a field as float32, in two halves."""
+    """Reads random sequences of a field in two halves, activations as float32."""
     chosen = np.random.default_rng(0).permutation(len(store))[:n_sequences]
-    sequences = [to_float32(store.read(int(i), field), store.fields[field].dtype) for i in chosen]
+    raw = [store.read(int(i), field) for i in chosen]
+    dtype = store.fields[field].dtype
+    sequences = raw if dtype == "int32" else [to_float32(values, dtype) for values in raw]
     return sequences[: n_sequences // 2], sequences[n_sequences // 2 :]
 
 
@@ -53,10 +56,10 @@ def target_rope(store: ActivationStore) -> Rope:
     return Rope(rotary.inv_freq.numpy(), np.float32(rotary.scaling))
 
 
-def lm_head(store: ActivationStore) -> np.ndarray:
-    """The target's LM head, float32 [vocab_size, width]."""
+def target_weight(store: ActivationStore, name: str) -> np.ndarray:
+    """A matrix of the target, e.g. ``lm_head.weight``: float32 [vocab_size, width]."""
     with safe_open(store.target_path / FROZEN_FILE, "pt") as file:
-        return file.get_tensor("lm_head.weight").float().numpy()
+        return file.get_tensor(name).float().numpy()
 
 
 def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], alignment_tokens: int) -> float:
@@ -113,21 +116,29 @@ def _bound(variances: np.ndarray, error: float) -> float:
     return float(np.log2(np.maximum(variances / max(low, 1e-30), 1)).sum() / 2 / len(variances))
 
 
-def measure_kv(store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None) -> list[dict]:
+def measure_kv(
+    store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None, from_tokens: bool
+) -> list[dict]:
     """Rates and errors of keys and values."""
     calibration, test = read_halves(store, "kv", n_sequences)
     rope = target_rope(store)
+    embeddings, calibration_tokens, test_tokens = None, None, [None] * len(test)
+    if from_tokens:
+        embeddings = target_weight(store, "embed_tokens.weight")
+        calibration_tokens, test_tokens = read_halves(store, "tokens", n_sequences)
     rows: list[dict[str, Any]] = []
     for scope in scopes:
         bound = None
         for target_bits in bits or BITS.get(scope, BITS["all"]):
-            codec = TransformCodec(
-                store.fields["kv"], TransformSettings.parse(f"transform:{target_bits:g}@{scope}"), rope
-            )
+            settings = TransformSettings.parse(f"transform:{target_bits:g}@{scope}")
+            codec = TransformCodec(store.fields["kv"], settings, rope, embeddings=embeddings)
             bound = bound or Bound(codec, calibration, test)
-            codec.calibrate(calibration)
-            encoded = [codec.encode(values) for values in test]
-            decoded = [codec.decode(codes, 0, len(values)) for codes, values in zip(encoded, test, strict=True)]
+            codec.calibrate(calibration, calibration_tokens)
+            encoded = [codec.encode(values, ids) for values, ids in zip(test, test_tokens, strict=True)]
+            decoded = [
+                codec.decode(codes, 0, len(values), tokens=ids)
+                for codes, values, ids in zip(encoded, test, test_tokens, strict=True)
+            ]
             errors = relative_errors(test, decoded, 3)
             row = {
                 "scope": scope,
@@ -149,7 +160,7 @@ def measure_kv(store: ActivationStore, n_sequences: int, scopes: list[str], bits
 def measure_hidden(store: ActivationStore, n_sequences: int, bits: list[float]) -> list[dict]:
     """Rates of ``hidden/last`` and what its errors do to the next-token distribution, plain and in its metric."""
     calibration, test = read_halves(store, "hidden/last", n_sequences)
-    head = lm_head(store)
+    head = target_weight(store, "lm_head.weight")
     metric = logit_metric(np.concatenate(calibration)[::4], head)
     rows: list[dict[str, Any]] = []
     for target_bits in bits:
@@ -212,10 +223,11 @@ def main() -> None:
     parser.add_argument("--scopes", nargs="+", default=["all", "layer"], help="all, layer or group<g>")
     parser.add_argument("--bits", nargs="+", type=float, default=None, help="bits per value of keys and values")
     parser.add_argument("--hidden-bits", nargs="*", type=float, default=[0.8, 1.2, 1.6, 2.0, 3.0])
+    parser.add_argument("--predict-from-tokens", action="store_true", help="of keys and values, what tokens say")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     with ActivationStore(options.store) as store:
-        kv = measure_kv(store, options.sequences, options.scopes, options.bits)
+        kv = measure_kv(store, options.sequences, options.scopes, options.bits, options.predict_from_tokens)
         hidden = measure_hidden(store, options.sequences, options.hidden_bits)
     table = markdown(kv, hidden)
     print(table)

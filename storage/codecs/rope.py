@@ -19,7 +19,7 @@ Array = Any
 """A NumPy array or a torch tensor."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rope:
     """A target's rotation, as arrays.
 

@@ -1,5 +1,6 @@
 """The transform codec of a field, on small keys and values of low rank."""
 
+import functools
 import math
 
 import numpy as np
@@ -14,6 +15,7 @@ from moa_data.storage.errors import WriteInvalid
 from moa_data.storage.schema import hidden_field, kv_field, tokens_field
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
+# One object: Rope holds arrays, so that the cache below goes by its identity.
 ROPE = Rope(100.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM), np.float32(1.2))
 SPEC = kv_field(N_LAYERS, N_HEADS, HEAD_DIM)
 
@@ -34,9 +36,10 @@ def make_sequences(n_sequences: int, seed: int) -> list[np.ndarray]:
     return sequences
 
 
-CALIBRATION, TEST = make_sequences(20, 0), make_sequences(6, 1)
+CALIBRATION, TEST = make_sequences(14, 0), make_sequences(6, 1)
 
 
+@functools.cache
 def make_codec(name: str, rope: Rope | None = ROPE) -> TransformCodec:
     codec = TransformCodec(SPEC, TransformSettings.parse(name), rope)
     codec.calibrate(CALIBRATION)
