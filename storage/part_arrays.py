@@ -106,11 +106,8 @@ class _Cache(Generic[K, V]):
         value = self._entries.get(key)  # without the lock: a lookup in a dict is atomic
         if value is not None:
             return value
-        if self._pid != os.getpid():
-            # Another thread of the parent may have held the lock at the moment of the fork.
-            self._lock, self._pid = threading.Lock(), os.getpid()
         value = make()
-        with self._lock:
+        with self._own_lock():
             while len(self._entries) >= self._size:
                 # A reader in use by another thread stays open until that thread lets go of it.
                 del self._entries[next(iter(self._entries))]
@@ -118,5 +115,11 @@ class _Cache(Generic[K, V]):
 
     def clear(self) -> None:
         """Drop every entry."""
-        with self._lock:
+        with self._own_lock():
             self._entries.clear()
+
+    def _own_lock(self) -> threading.Lock:
+        if self._pid != os.getpid():
+            # Another thread of the parent may have held the lock at the moment of the fork.
+            self._lock, self._pid = threading.Lock(), os.getpid()
+        return self._lock
