@@ -114,8 +114,8 @@ class DrafterModule(L.LightningModule):
                 lr=config.matrix_learning_rate,
                 others_lr=config.learning_rate,
                 weight_decay=config.weight_decay,
-                # Five, as in the source, gain 3 % of acceptance length after 340 steps at twice the optimizer's cost.
-                n_iterations=3,
+                # Whole matrices gain 3 % of acceptance length after 340 steps at 2.4 times the optimizer's cost.
+                block_rows=128,
             )
         return torch.optim.AdamW(
             self.drafter.parameters(),

@@ -35,7 +35,7 @@ def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(n_iterations):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
@@ -51,6 +51,7 @@ class Muon(torch.optim.Optimizer):
         betas: of AdamW.
         weight_decay: of both, decoupled.
         n_iterations: Newton-Schulz iterations.
+        block_rows: orthogonalise a matrix in blocks of so many rows, which costs a fraction; None for whole matrices.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         n_iterations: int = 5,
+        block_rows: int | None = None,
     ) -> None:
         """Set up the two groups."""
         shared = {"weight_decay": weight_decay}
@@ -72,6 +74,7 @@ class Muon(torch.optim.Optimizer):
         if others := list(others):
             groups.append(shared | {"params": others, "lr": others_lr, "betas": betas})
         super().__init__(groups, {})
+        self._block_rows = block_rows
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -93,9 +96,12 @@ class Muon(torch.optim.Optimizer):
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
         for shape, parameters in by_shape.items():
-            directions = [self._direction(p, group["momentum"]) for p in parameters]
-            updates = orthogonalize(torch.stack(directions).float(), group["n_iterations"])
-            scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+            directions = torch.stack([self._direction(p, group["momentum"]) for p in parameters]).float()
+            n_rows = min(self._block_rows or shape[0], shape[0])
+            updates = torch.cat(
+                [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)], dim=1
+            )
+            scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
 

@@ -48,3 +48,13 @@ def test_other_parameters_follow_adamw():
             optimizer.step()
         optimizers[0].load_state_dict(optimizers[0].state_dict())
     torch.testing.assert_close(ours, theirs)
+
+
+def test_blocks_of_rows_are_orthogonalised_each():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(20, 12))
+    weight.grad = torch.randn(20, 12)
+    Muon([weight], lr=1.0, block_rows=8).step()
+    # The first Nesterov direction is a multiple of the gradient, and orthogonalising ignores the scale.
+    for block, grad in zip(weight.detach().split(8), weight.grad.split(8), strict=True):
+        torch.testing.assert_close(-block, orthogonalize(grad[None])[0], rtol=1e-4, atol=1e-4)
