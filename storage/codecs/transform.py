@@ -203,7 +203,11 @@ class TransformCodec:
         self._set(fit_groups(groups, self.bits * n_values, self.metric, by_token), features)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what was learned; see ``docs/format.md`` for the names."""
+        """Return what was learned.
+
+        ``rope/*``, ``tokens/features``, and for group g and part p ``g/columns`` (the fields of ``Columns``) and
+        ``g/p/mean``, ``synthesis``, ``analysis`` (where it is not synthesis transposed), ``regression``.
+        """
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
             state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
