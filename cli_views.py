@@ -99,7 +99,7 @@ def fields_table(summary: "StoreSummary") -> Table:
     )
     for name in ("field", "dtype", "per token"):
         table.add_column(name, no_wrap=True)
-    for name in ("raw", "stored", "ratio", "B/token"):
+    for name in ("raw", "stored", "ratio", "bits/value", "B/token"):
         table.add_column(name, justify="right", no_wrap=True)
     for item in summary.fields:
         table.add_row(
@@ -109,8 +109,22 @@ def fields_table(summary: "StoreSummary") -> Table:
             format_bytes(item.raw_bytes),
             format_bytes(item.stored_bytes),
             f"{item.ratio:.3f}",
+            f"{item.bits_per_value:.2f}",
             f"{item.stored_bytes / max(summary.n_tokens, 1):,.1f}",
         )
+        for array in item.arrays if len(item.arrays) > 1 else ():
+            bits = 8 * array.stored_bytes / max(item.n_values, 1)
+            table.add_row(
+                f"  {array.name}",
+                array.dtype,
+                "",
+                "",
+                format_bytes(array.stored_bytes),
+                "",
+                f"{bits:.2f}",
+                f"{array.stored_bytes / max(summary.n_tokens, 1):,.1f}",
+                style="dim",
+            )
     return table
 
 

@@ -28,6 +28,9 @@ LOGIT_CHUNK_TOKENS = 512
 
 TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 """Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored."""
+CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "fp8": 0.06, "int6": 0.07, "int4": 0.25, "transform": 0.6}
+"""What a codec may add to it, about twice what it measures in a store's worst layer; a transform codec's error depends
+on the bits that it was given, so that only something else than the codec's error is caught."""
 LOW_PRECISION_FACTOR = 5.0
 """The tolerance grows by this where the forward itself computes in 16 bits: batches then differ in many last bits."""
 
@@ -247,7 +250,8 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
 
 def _tolerance(stored: ActivationStore, dtype: str) -> float:
     computed = stored.manifest.extraction.get("compute_dtype", "float32")
-    return TOLERANCES[dtype] * (1.0 if computed == "float32" else LOW_PRECISION_FACTOR)
+    of_forward = TOLERANCES[dtype] * (1.0 if computed == "float32" else LOW_PRECISION_FACTOR)
+    return of_forward + CODEC_TOLERANCES[stored.codec.name.split(":")[0]]
 
 
 def _compare(values: Tensor, live: Tensor, name: str) -> tuple[float, float, str]:

@@ -6,6 +6,7 @@
       store.json                       manifest: schema version, fields, conventions, codec, identities, counts
       plan.parquet                     one row per sequence, in the order in which sequences lie in the parts
       target/                          config, tokenizer and frozen weights that training needs
+      codec/basis.safetensors          what the codec has learned (transform codecs only)
       parts/part-00000.zarr/           one Zarr v3 group per part; every array has one flat token axis
         tokens                         int32    [token]
         response_mask                  uint8    [token]                                    1 = written by the assistant
@@ -14,7 +15,7 @@
         hidden/layer_6                 bfloat16 [token, width]                             output of decoder layer 6
       commits/part-00000.json          written last, atomically: counts, and bytes and crc32 of every file of the part
       commits/target.json              the same for target/
-      commits/store.json               the same for store.json and plan.parquet
+      commits/store.json               the same for store.json and plan.parquet (absent in stores made by early releases)
       README.md                        dataset card: what, how made, conventions, licences, how to load it
       runs/20250131T120000.000000Z.json   one per run: command, versions, timings (nothing that shapes the data)
       store.lock                       locked (flock) by the process that writes

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_data.pipeline.audit import audit
 from moa_data.pipeline.calibrate import sample_rows
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import ConfigError, ExtractionInterrupted
@@ -107,3 +108,12 @@ def test_the_sample_is_spread_over_the_plan():
     assert rows[-1] == 999
     assert max(np.diff(rows)) <= 21
     assert sample_rows(np.array([5, 6]), 1000) == [0, 1]
+
+
+def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folder: Path, tmp_path: Path):
+    recode(lossless, "int4", tmp_path / "int4")
+    report = audit(tmp_path / "int4", str(target_folder), samples=2, device="cpu")
+    assert report.ok, report.describe()
+    kv = report.worst()["kv"]
+    assert 0.03 < kv.relative_error < kv.tolerance < 0.3
+    assert audit(lossless, str(target_folder), samples=1, device="cpu").worst()["kv"].tolerance < 0.1

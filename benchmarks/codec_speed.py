@@ -1,0 +1,190 @@
+"""Measures each codec on one core: bits per value, error, and the speed of encoding and decoding.
+
+The byte chain alone (chunks of real activations through blosc and through hand-made frames) and whole codecs (values to
+chunk bytes and back to float32). Everything that is compared runs in turn, again and again; figures are medians.
+
+    python benchmarks/codec_speed.py STORE [--sequences 12] [--repeats 5] [--device cuda] [--out FILE.json]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numcodecs.blosc
+import numpy as np
+import torch
+
+from moa_data.provenance import collect_provenance
+from moa_data.storage.codecs.chunk import BLOSC_BLOCK_BYTES, decode_chunk, encode_chunk
+from moa_data.storage.codecs.quantised import SCHEMES
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.layout import array_layout
+from moa_data.storage.reader import ActivationStore
+
+FIELDS = ("kv", "hidden/last")
+CHUNK_BYTES = 256 << 10
+
+
+def order0_bits(plane: np.ndarray) -> float:
+    """Entropy of the bytes of a plane, each on its own, in bits."""
+    counts = np.bincount(plane.reshape(-1), minlength=256)
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log2(share)).sum())
+
+
+def floor_bits(values: np.ndarray) -> float:
+    """Order-0 entropy of 16-bit values, high and low bytes apart, in bits per value."""
+    planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, 2)
+    return order0_bits(planes[:, 0]) + order0_bits(planes[:, 1])
+
+
+def in_turn(works: dict[str, Callable[[], object]], repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Median seconds of each piece of work, run one after the other ``repeats`` times.
+
+    Seconds of one core, not of the clock on the wall, where the work is on the CPU: others may use the machine too.
+    """
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(repeats):
+        for name, work in works.items():
+            started = clock()
+            work()
+            taken[name].append(clock() - started)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def blosc_chunk(values: np.ndarray) -> bytes:
+    """What blosc itself makes of a chunk, with the settings of the metadata."""
+    return bytes(numcodecs.blosc.compress(values, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=2))
+
+
+def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float]]:
+    """The byte chain at about 256 KiB per chunk."""
+    rows = max(1, CHUNK_BYTES // values[0].nbytes)
+    chunks = [np.ascontiguousarray(values[at : at + rows]) for at in range(0, len(values) - rows + 1, rows)]
+    encoders = {"blosc": blosc_chunk, "hand-made": encode_chunk}
+    encoded = {name: [encode(chunk) for chunk in chunks] for name, encode in encoders.items()}
+    buffers = {name: [np.frombuffer(chunk, np.uint8) for chunk in encoded[name]] for name in encoders}
+    out = np.empty_like(chunks[0])
+    works: dict[str, Callable[[], object]] = {}
+    for name, encode in encoders.items():
+        works[f"{name} encode"] = lambda encode=encode: [encode(chunk) for chunk in chunks]
+    works["blosc decode"] = lambda: [numcodecs.blosc.decompress(chunk, out) for chunk in buffers["blosc"]]
+    works["hand-made decode"] = lambda: [decode_chunk(chunk, out) for chunk in buffers["hand-made"]]
+    seconds = in_turn(works, repeats)
+    raw = sum(chunk.nbytes for chunk in chunks)
+    return {
+        name: {
+            "ratio": sum(map(len, encoded[name])) / raw,
+            "encode_gb_per_s": raw / seconds[f"{name} encode"] / 1e9,
+            "decode_gb_per_s": raw / seconds[f"{name} decode"] / 1e9,
+        }
+        for name in encoders
+    }
+
+
+def stored_bytes(codec: StoreCodec, field: str, sequences: list[dict[str, np.ndarray]]) -> int:
+    """Bytes of all chunks of the stored arrays of some sequences, each sequence in its own chunks without padding."""
+    total = 0
+    for array in codec.fields[field].arrays:
+        rows = np.concatenate([codes[array.name] for codes in sequences])
+        step = array_layout(array, 1 << 20).chunk_tokens
+        total += sum(len(encode_chunk(rows[at : at + step])) for at in range(0, len(rows), step))
+    return total
+
+
+def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats: int, device: str) -> list[dict]:
+    """Bits, error and speed of one codec, a row for each field."""
+    codec = StoreCodec(name, store.manifest.fields)
+    rows = []
+    for field in FIELDS:
+        own = codec.fields[field]
+        values = [to_float32(store.read(i, field), "bfloat16") for i in chosen]
+        tensors = [torch.from_numpy(array).to(device) for array in values]
+        codes = [own.encode(array) for array in values]
+        on_device = [{key: torch.from_numpy(part).to(device) for key, part in item.items()} for item in codes]
+        decoded = [own.decode(item, 0, len(array)) for item, array in zip(codes, values, strict=True)]
+
+        def synchronised(work: Callable[[], object]) -> Callable[[], object]:
+            def run() -> None:
+                work()
+                if device != "cpu":
+                    torch.cuda.synchronize()
+
+            return run
+
+        seconds = in_turn(
+            {
+                "encode": synchronised(lambda own=own, tensors=tensors: [own.encode(tensor) for tensor in tensors]),
+                "decode": synchronised(
+                    lambda own=own, on_device=on_device, tensors=tensors: [
+                        own.decode(item, 0, len(tensor)) for item, tensor in zip(on_device, tensors, strict=True)
+                    ]
+                ),
+            },
+            repeats,
+            device,
+        )
+        n_values = sum(array.size for array in values)
+        row = {
+            "codec": name,
+            "field": field,
+            "bits_per_value": 8 * stored_bytes(codec, field, codes) / n_values,
+            "encode_gb_per_s": 2 * n_values / seconds["encode"] / 1e9,
+            "decode_gb_per_s": 2 * n_values / seconds["decode"] / 1e9,
+        }
+        for part, pick in (("key", 0), ("value", 1)) if field == "kv" else ((field, None),):
+            cut = [
+                (a, b) if pick is None else (a[..., pick, :], b[..., pick, :])
+                for a, b in zip(values, decoded, strict=True)
+            ]
+            error = sum(float(np.square(a - b).sum()) for a, b in cut)
+            row[f"relative_l2_{part}"] = (error / sum(float(np.square(a).sum()) for a, _ in cut)) ** 0.5
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Runs the benchmark, prints the figures and writes them."""
+    parser = argparse.ArgumentParser(description="Measure the codecs on a lossless store.")
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--sequences", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="where whole codecs encode and decode")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    report: dict = {"settings": {key: str(value) for key, value in vars(options).items()}, "bytes": {}, "codecs": []}
+    with ActivationStore(options.store) as store:
+        chosen = np.linspace(0, len(store) - 1, options.sequences).astype(int).tolist()
+        for field in FIELDS:
+            values = np.concatenate([store.read(i, field) for i in chosen])
+            floor = floor_bits(values) / 16
+            report["bytes"][field] = {"floor": floor} | measure_bytes(values, options.repeats)
+            print(f"{field}: order-0 floor {floor:.4f} of raw")
+            for name in ("blosc", "hand-made"):
+                figures = report["bytes"][field][name]
+                print(
+                    f"  {name:10} {figures['ratio']:.4f} ({figures['ratio'] / floor - 1:+.2%}), encode "
+                    f"{figures['encode_gb_per_s']:.2f} GB/s, decode {figures['decode_gb_per_s']:.2f} GB/s"
+                )
+        for name in SCHEMES:
+            for row in measure_codec(name, store, chosen, options.repeats, options.device):
+                report["codecs"].append(row)
+                print(
+                    "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else value for key, value in row.items())
+                )
+    report["provenance"] = collect_provenance()
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
