@@ -66,7 +66,7 @@ class Capture:
                     for index, n_tokens in enumerate(self.n_tokens)
                 ]
                 for array in field_codec.arrays:
-                    fields[array.name] = torch.cat([codes[array.name] for codes in encoded])
+                    fields[array.name] = _concatenate([codes[array.name] for codes in encoded])
         return Capture(self.n_tokens, fields, self.finite, codecs)
 
     def to_host(self) -> HostCapture:
@@ -142,6 +142,13 @@ class HostCapture:
         _check_finite(
             {key[len(prefix) :]: flags for key, flags in self.tensors.items() if key.startswith(prefix)}, names
         )
+
+
+def _concatenate(rows: Sequence[Tensor]) -> Tensor:
+    """Join along axis 0; of 16-bit unsigned numbers, for which few kernels exist, the bits."""
+    if rows[0].dtype == torch.uint16:
+        return torch.cat([part.view(torch.int16) for part in rows]).view(torch.uint16)
+    return torch.cat(list(rows))
 
 
 def _check_finite(finite: Mapping[str, Tensor], names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@
         hidden/layer_6                 bfloat16 [token, width]                             output of decoder layer 6
       commits/part-00000.json          written last, atomically: counts, and bytes and crc32 of every file of the part
       commits/target.json              the same for target/
-      commits/store.json               the same for store.json and plan.parquet (absent in stores made by early releases)
+      commits/store.json               the same for store.json and plan.parquet (absent in early stores)
       README.md                        dataset card: what, how made, conventions, licences, how to load it
       runs/20250131T120000.000000Z.json   one per run: command, versions, timings (nothing that shapes the data)
       store.lock                       locked (flock) by the process that writes

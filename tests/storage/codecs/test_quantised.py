@@ -40,6 +40,16 @@ def test_numpy_and_torch_give_the_same_bits(scheme, spec: FieldSpec, n_tokens: i
     np.testing.assert_array_equal(codec.decode(by_torch, 0, n_tokens).numpy(), decoded)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [KV, HIDDEN], ids=["kv", "hidden"])
+def test_a_gpu_gives_the_same_bits(scheme, spec: FieldSpec):
+    codec, values = QuantisedCodec(spec, scheme), activations(spec, 150, spread=4.0)
+    expected, got = codec.encode(values), codec.encode(torch.from_numpy(values).cuda())
+    for name, rows in expected.items():
+        np.testing.assert_array_equal(got[name].cpu().numpy(), rows)
+    np.testing.assert_array_equal(codec.decode(got, 0, 150).cpu().numpy(), codec.decode(expected, 0, 150))
+
+
 def test_bfloat16_tensors_encode_as_their_values(scheme):
     codec = QuantisedCodec(KV, scheme)
     tensor = torch.from_numpy(activations(KV, 70)).bfloat16()
