@@ -70,7 +70,7 @@ print(n_struck, "kills,", n_done, "stores")
 def random_kills(folder: Path, n_kills: int) -> None:
     conftest = Path(__file__).with_name("conftest.py")
     command = [sys.executable, "-c", RANDOM_KILLS, str(conftest), str(folder), str(n_kills)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) >= n_kills
 

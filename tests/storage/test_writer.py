@@ -355,12 +355,14 @@ for n in range(1, 10_000, int(sys.argv[3])):
 """
 
 
-def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe, tree):
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe, tree, every: int):
     whole = tree(recipe.write(tmp_path / "whole"))
     killed = tmp_path / "killed"
     killed.mkdir()
     conftest = Path(__file__).with_name("conftest.py")
-    subprocess.run([sys.executable, "-c", KILLED_RUNS, str(conftest), str(killed), "17"], check=True, timeout=300)
+    command = [sys.executable, "-c", KILLED_RUNS, str(conftest), str(killed), str(every)]
+    subprocess.run(command, check=True, timeout=1800)
     folders = [folder for folder in killed.iterdir() if any(folder.iterdir())]
     assert len(folders) > 5
     n_partly_committed = 0
