@@ -243,7 +243,7 @@ def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
     def full_after_some(fd: int, data: bytes) -> int:
         nonlocal n_writes
         n_writes += 1
-        if n_writes > 60:
+        if n_writes > 25:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_all(fd, data)
 
