@@ -1,0 +1,287 @@
+"""What each codec costs and keeps: bytes, errors, teacher distributions, and drafters trained from it.
+
+Extracts one lossless store, recodes it with each codec, and measures on the same sequences: bytes per token, ratio to
+raw and to the order-0 entropy floor of lossless coding, relative L2 error of keys, values and hidden states, the KL of
+the teacher's next-token distribution from decoded hidden states, the KL of the target's own next-token distribution
+when it goes on from decoded KV, and the acceptance length of drafters trained from the store at equal steps and seeds.
+
+    python benchmarks/codecs.py MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 int4 transform:1]
+        [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
+
+Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md and OUT/codecs.png
+show all results that are there.
+"""
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from train_step import add_size_options, chosen_sizes
+
+from moa_data.evaluation.prompts import load_prompts
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.moa.decode import generate_batch, moa_session
+from moa_data.moa.kv_layout import unpack_kv
+from moa_data.moa.target import Target
+from moa_data.moa.tree import TreeShape
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.prompts import prompt_tokens
+from moa_data.pipeline.recode import recode
+from moa_data.provenance import collect_provenance
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.reader import ActivationStore
+from moa_data.storage.summary import summarize_store
+from moa_data.trainer.config import PRESETS, TrainConfig
+from moa_data.trainer.run import train
+
+CODECS = ("lossless", "int8", "fp8", "int6", "int4", "transform:2", "transform:1", "transform:0.5")
+COLUMNS = {
+    "bytes_per_token": ("bytes per token", "{:,.0f}"),
+    "times_smaller": ("times smaller than raw", "{:.1f}"),
+    "of_floor": ("of the lossless floor", "{:.3f}"),
+    "key_error": ("K error", "{:.2%}"),
+    "value_error": ("V error", "{:.2%}"),
+    "hidden_error": ("hidden error", "{:.2%}"),
+    "teacher_kl": ("teacher KL", "{:.4f}"),
+    "continuation_kl": ("KL from decoded KV", "{:.4f}"),
+    "acceptance_length": ("acceptance length", "{:.3f}"),
+    "of_lossless": ("of lossless", "{:.1%}"),
+}
+
+
+def entropy_bits(symbols: np.ndarray) -> float:
+    """Order-0 entropy of bytes."""
+    counts = np.bincount(symbols.reshape(-1), minlength=256).astype(float)
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log2(share)).sum())
+
+
+def floor_bytes_per_token(store: ActivationStore, sample: np.ndarray) -> float:
+    """Bytes per token that coding each byte plane of each field at its order-0 entropy would take."""
+    total = 0.0
+    for name, spec in store.fields.items():
+        values = np.concatenate([np.asarray(store.read(int(i), name)).reshape(-1) for i in sample])
+        planes = values.view(np.uint8).reshape(len(values), -1)
+        bits_per_value = sum(entropy_bits(planes[:, k]) for k in range(planes.shape[1]))
+        total += bits_per_value / 8 * spec.token_bytes / spec.storage_dtype.itemsize
+    return total
+
+
+def errors(exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> dict[str, float]:
+    """Relative L2 errors over the sampled sequences."""
+    sums = {name: np.zeros(2) for name in ("key", "value", "hidden")}
+    for i in sample.tolist():
+        for field in ("kv", "hidden/last"):
+            a, b = (to_float32(store.read(i, field), exact.fields[field].dtype) for store in (exact, coded))
+            pairs = {"hidden": (a, b)}
+            if field == "kv":
+                pairs = {"key": (a[:, :, :, 0], b[:, :, :, 0]), "value": (a[:, :, :, 1], b[:, :, :, 1])}
+            for name, (x, y) in pairs.items():
+                sums[name] += np.square(x - y, dtype=np.float64).sum(), np.square(x, dtype=np.float64).sum()
+    return {f"{name}_error": float(np.sqrt(error / total)) for name, (error, total) in sums.items()}
+
+
+def kl(logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(softmax(logits) || softmax(other)) per row, in nats."""
+    p = logits.double().log_softmax(-1)
+    return (p.exp() * (p - other.double().log_softmax(-1))).sum(-1)
+
+
+@torch.inference_mode()
+def divergences(target: Target, exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> dict[str, float]:
+    """KL of the teacher from decoded hidden states, and of the target that goes on from decoded KV of half a chat."""
+    frozen = FrozenTarget.from_model(target.model)
+    teacher, continuation = [], []
+    for i in sample.tolist():
+        tokens = torch.from_numpy(exact.read(i, "tokens").astype(np.int64))[None]
+        hidden = [
+            torch.from_numpy(to_float32(store.read(i, "hidden/last"), exact.fields["hidden/last"].dtype))
+            for store in (exact, coded)
+        ]
+        teacher.append(kl(*(frozen.logits(state) for state in hidden)))
+        half = tokens.shape[1] // 2
+        logits = []
+        for store in (exact, coded):
+            kv = torch.from_numpy(to_float32(store.read(i, "kv", tokens=slice(0, half)), exact.fields["kv"].dtype))
+            cache = target.new_cache()
+            cache.begin_call(half, target.device)
+            for layer in range(kv.shape[1]):
+                cache.write(layer, *unpack_kv(kv[None, :, layer].flatten(2), kv.shape[2]))
+            cache.commit([range(half)])
+            logits.append(target.logits(target.forward(tokens[:, half:], cache))[0])
+        continuation.append(kl(*logits))
+    return {"teacher_kl": float(torch.cat(teacher).mean()), "continuation_kl": float(torch.cat(continuation).mean())}
+
+
+def measure_store(options: argparse.Namespace, codec: str, target: Target) -> dict[str, float]:
+    """Sizes, errors and divergences of one codec; the recoded store stays for training."""
+    folder = store_folder(options, codec)
+    if codec != "lossless":
+        recode(store_folder(options, "lossless"), codec, folder)
+    summary = summarize_store(folder)
+    with ActivationStore(store_folder(options, "lossless")) as exact, ActivationStore(folder) as coded:
+        sample = np.random.default_rng(0).choice(len(exact), options.sample, replace=False)
+        stored = sum(field.stored_bytes for field in summary.fields) / summary.n_tokens
+        raw = summary.raw_bytes / summary.n_tokens
+        figures = {
+            "bytes_per_token": stored,
+            "raw_bytes_per_token": raw,
+            "times_smaller": raw / stored,
+            "of_floor": stored / floor_bytes_per_token(exact, sample),
+        }
+        return figures | errors(exact, coded, sample) | divergences(target, exact, coded, sample)
+
+
+def acceptance_length(options: argparse.Namespace, target: Target, run: Path) -> float:
+    """Mean over the test prompts of tokens committed per target call, chains of 5 drafts."""
+    drafter = load_drafter(run, torch.float32, target.device)
+    prompts = [
+        prompt_tokens(target.tokenizer, list(prompt.turns[0]))
+        for prompt in load_prompts(options.test_chats, options.n_prompts).prompts
+    ]
+    lengths = []
+    for start in range(0, len(prompts), 20):
+        generations = generate_batch(
+            target,
+            prompts[start : start + 20],
+            max_new_tokens=128,
+            open_session=moa_session(target, drafter),
+            tree=TreeShape(5),
+        )
+        lengths += [generation.stats.acceptance_length for generation in generations]
+    return float(np.nanmean(lengths))
+
+
+def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: Target) -> dict[str, float]:
+    """Train from the store and decode the test prompts."""
+    run = options.out / f"run-{slug(codec)}-{seed}"
+    shutil.rmtree(run, ignore_errors=True)
+    values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed} | chosen_sizes(options)
+    trained = train(
+        TrainConfig(store=str(store_folder(options, codec)), out=str(run), max_steps=options.steps, **values),
+        progress_bar=False,
+    )
+    return {
+        "acceptance_length": acceptance_length(options, target, run),
+        "expected_acceptance_length": trained.best_expected_acceptance_length,
+        "data_wait_share": trained.data_wait_share,
+        "tokens_per_s": trained.tokens_per_s,
+    }
+
+
+def slug(codec: str) -> str:
+    """A codec's name as part of a file name."""
+    return re.sub(r"[^a-z0-9.]+", "-", codec)
+
+
+def store_folder(options: argparse.Namespace, codec: str) -> Path:
+    """Where a codec's store lies."""
+    return options.out / f"store-{slug(codec)}"
+
+
+def kept(file: Path, make: Any) -> dict[str, Any]:
+    """The result in a file, made first if it is not there."""
+    if not file.exists():
+        file.write_text(json.dumps(make() | {"provenance": collect_provenance()}, indent=1) + "\n")
+    return json.loads(file.read_text())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All results as Markdown."""
+    lines = [
+        "| codec | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
+        "|---" * (1 + len(COLUMNS)) + "|",
+    ]
+    for row in rows:
+        cells = [form.format(row[key]) if row.get(key) is not None else "" for key, (_, form) in COLUMNS.items()]
+        lines.append(f"| {row['codec']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Rate against distortion, and rate against acceptance length."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name, style in (("key_error", "o-"), ("value_error", "s-"), ("hidden_error", "^-")):
+        points = sorted((row["bytes_per_token"], 100 * row[name]) for row in rows if row[name] > 0)
+        if points:
+            axes[0].plot(*zip(*points, strict=True), style, label=COLUMNS[name][0])
+    axes[0].set(xscale="log", yscale="log", xlabel="bytes per token, all fields", ylabel="relative L2 error (%)")
+    axes[0].legend()
+    trained = [row for row in rows if row.get("acceptance_length") is not None]
+    for row in trained:
+        axes[1].plot(row["bytes_per_token"], row["acceptance_length"], "o", color="tab:blue")
+        axes[1].annotate(row["codec"], (row["bytes_per_token"], row["acceptance_length"]), fontsize=8, xytext=(4, 4),
+                         textcoords="offset points")  # fmt: skip
+        spread = row["acceptance_lengths"]
+        axes[1].plot([row["bytes_per_token"]] * len(spread), spread, ".", color="tab:gray", markersize=4)
+    axes[1].set(xscale="log", xlabel="bytes per token, all fields", ylabel="acceptance length of the drafter")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measure every codec and write table and picture."""
+    parser = argparse.ArgumentParser(description="What each codec costs and keeps.")
+    parser.add_argument("model")
+    parser.add_argument("train_chats")
+    parser.add_argument("test_chats")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS))
+    parser.add_argument("--max-sequences", type=int, default=2800)
+    parser.add_argument("--sample", type=int, default=40, help="sequences for errors and divergences")
+    parser.add_argument("--steps", type=int, default=340, help="0 trains nothing")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--n-prompts", type=int, default=80)
+    parser.add_argument("--threads", type=int, default=1)
+    add_size_options(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    extract(
+        ExtractConfig(
+            model=options.model,
+            dataset=options.train_chats,
+            out=str(store_folder(options, "lossless")),
+            max_sequences=options.max_sequences,
+        )
+    )
+    target = Target.load(options.model, torch.float32, "cpu")
+    rows: list[dict[str, Any]] = []
+    for codec in options.codecs:
+        name = slug(codec)
+        row = kept(options.out / f"store-{name}.json", lambda codec=codec: measure_store(options, codec, target))
+        row["codec"] = codec
+        rows.append(row)
+        print(table([row]).splitlines()[-1], flush=True)
+    for seed in options.seeds if options.steps else ():
+        for row in rows:
+            codec = row["codec"]
+            file = options.out / f"drafter-{slug(codec)}-{seed}.json"
+            result = kept(file, lambda codec=codec, seed=seed: measure_drafter(options, codec, seed, target))
+            row.setdefault("acceptance_lengths", []).append(result["acceptance_length"])
+            row["acceptance_length"] = float(np.mean(row["acceptance_lengths"]))
+            row["data_wait_share"] = max(row.get("data_wait_share", 0.0), result["data_wait_share"])
+            if "acceptance_length" in rows[0]:
+                # Seed by seed, so that a seed's own luck cancels.
+                pairs = zip(row["acceptance_lengths"], rows[0]["acceptance_lengths"], strict=False)
+                row["of_lossless"] = float(np.mean([ours / reference for ours, reference in pairs]))
+            print(table([row]).splitlines()[-1], flush=True)
+    (options.out / "codecs.md").write_text(table(rows))
+    plot(rows, options.out / "codecs.png")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
