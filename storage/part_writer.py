@@ -303,7 +303,8 @@ class PartWriter:
                 row = int(np.flatnonzero(~covered)[0])
                 n_missing = int((~covered).sum())
                 raise PartIncomplete(
-                    f"Part {self.part}: {n_missing} of {len(first)} sequences were not written to {name!r}, the first at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
+                    f"Part {self.part}: {n_missing} of {len(first)} sequences were not written to {name!r}, the first "
+                    f"at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
                 )
 
     def discard(self) -> None:

@@ -61,7 +61,7 @@ def test_every_option_has_a_help_text() -> None:
 
 def test_main_help_documents_the_exit_codes() -> None:
     page = run("--help").output
-    for text in ("Exit codes:", "130", "verify or audit", "A whole job:"):
+    for text in ("Exit codes:", "130", "verify, repair or audit", "A whole job:"):
         assert text in page
 
 

@@ -28,7 +28,7 @@ def test_another_schema_version_names_both(recipe):
     ("text", "message"),
     [
         ("{", "store.json is not valid JSON"),
-        ("[]", "must hold a JSON object, got list"),
+        ("[]", "a JSON list, expected an object"),
         ('{"format": "x"}', "not the manifest of an activation store"),
     ],
 )
