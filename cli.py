@@ -4,26 +4,21 @@ Stages are imported inside their commands, so that ``--help`` answers at once.
 """
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
-from . import __version__
-from .cli_support import Findings, ProgressLine, StageFailure, StageGroup, TokenStream, quiet_libraries
+from . import __version__, cli_store
+from .cli_support import ProgressLine, StageFailure, StageGroup, TokenStream, out, quiet_libraries
 from .configuration import config_options
 from .demo.config import DemoConfig
 from .evaluation.config import EvalConfig
-from .interop.config import ExportConfig, ImportConfig
 from .pipeline.config import ExtractConfig
 from .provenance import collect_provenance
 from .trainer.config import PRESETS, TrainConfig
 
 if TYPE_CHECKING:
     from .moa.decode import OnTokens
-
-out = Console(soft_wrap=True, highlight=False)
 
 EPILOG = """\b
 A whole job:
@@ -53,6 +48,18 @@ def main(debug: bool) -> None:
     and decode with them (generate, eval). `moa-data demo` shows all of it on a small machine.
     """
     quiet_libraries()
+
+
+for _command in (
+    cli_store.inspect,
+    cli_store.verify,
+    cli_store.audit,
+    cli_store.repair,
+    cli_store.recode,
+    cli_store.export_command,
+    cli_store.import_command,
+):
+    main.add_command(_command)
 
 
 @main.command()
@@ -103,144 +110,6 @@ def _print_plan(config: ExtractConfig) -> None:
         extraction_plan = build_plan(config, progress=progress)
     out.print(extraction_plan.describe(), markup=False)
     extraction_plan.check_disk()
-
-
-@main.command()
-@click.argument("store", type=click.Path(path_type=Path))
-@click.option("--sample", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
-def inspect(store: Path, sample: int | None) -> None:
-    """Show what a store holds: identities, conventions, activations, sizes, lengths.
-
-    \b
-    Examples:
-      moa-data inspect store
-      moa-data inspect store --sample 3
-    """
-    from .cli_views import sample_view, summary_view
-    from .storage.summary import summarize_store
-
-    if sample is None:
-        out.print(summary_view(summarize_store(store)))
-        return
-    from .moa.target import load_target_tokenizer
-    from .storage.reader import ActivationStore
-
-    with ActivationStore(store) as reader:
-        if not 0 <= sample < len(reader):
-            raise StageFailure(f"--sample is {sample}, the store has {len(reader)} sequences, counted from 0.")
-        tokenizer = load_target_tokenizer(reader.target_path)
-        tokens, mask = reader.read(sample, "tokens").tolist(), reader.read(sample, "response_mask").tolist()
-        row = {name: reader.sequences[name][sample].as_py() for name in reader.sequences.column_names}
-        out.print(sample_view(row, tokens, mask, lambda ids: str(tokenizer.decode(ids))))
-
-
-@main.command()
-@click.argument("store", type=click.Path(path_type=Path))
-@click.option("--codec", required=True, help="lossless, int8, fp8, int6, int4 or transform:<bits per value>.")
-@click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the new store.")
-def recode(store: Path, codec: str, folder: Path) -> None:
-    """Write a lossless store again with another codec, without the target.
-
-    Gives what `extract --codec` would have given. Run the same command again to go on after an interruption.
-
-    \b
-    Examples:
-      moa-data recode store --codec int8 --out store-int8
-      moa-data recode store --codec transform:1.0 --out store-small
-    """
-    from .pipeline.recode import recode as run_recode
-
-    with ProgressLine("tok") as progress:
-        report = run_recode(store, codec, folder, progress=progress, provenance=collect_provenance())
-    out.print(report.describe(), markup=False)
-
-
-@main.command()
-@click.argument("store", type=click.Path(path_type=Path))
-@click.option("--checksums-only", is_flag=True, help="Compare all bytes, decode no values: as fast as the disk reads.")
-def verify(store: Path, checksums_only: bool) -> None:
-    """Check every byte of a store: sizes, checksums, counts, finite values.
-
-    Exit code 1 if anything is damaged; each damage names its part. Parts that are still to be extracted are reported
-    and are no damage.
-
-    \b
-    Examples:
-      moa-data verify store
-      moa-data verify store --checksums-only
-    """
-    from .cli_views import verify_view
-    from .storage.verify import verify_store
-
-    with ProgressLine("B", scaled=True) as progress:
-        report = verify_store(store, progress=progress, values=not checksums_only)
-    out.print(verify_view(report))
-    if not report.ok:
-        raise Findings(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` mends it.")
-
-
-@main.command()
-@click.argument("store", type=click.Path(path_type=Path))
-@click.option("--model", help="Extract what is damaged again with this target, the one the store was made with.")
-@click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
-@click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
-@click.option("--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them.")
-def repair(store: Path, model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
-    """Mend a damaged store: extract the damaged parts again, or drop them.
-
-    Without --model and --drop it verifies the store, lists the damage and changes nothing; exit code 1 if there is any.
-
-    \b
-    Examples:
-      moa-data repair store
-      moa-data repair store --model ./llama3-8b
-      moa-data repair store --drop
-    """
-    if model and drop:
-        raise StageFailure("give --model to extract the damaged parts again, or --drop to delete them, not both.")
-    from .storage.repair import drop_damage, plan_repair
-
-    with ProgressLine("B", scaled=True) as progress:
-        damage = plan_repair(store, progress=progress)
-    out.print(damage.describe() or f"{store} is whole, there is nothing to repair", markup=False)
-    if not damage.damages:
-        return
-    if drop:
-        drop_damage(damage)
-        out.print(f"dropped: {len(damage.parts)} parts{' and the target bundle' * damage.target}", markup=False)
-        return
-    if model is None:
-        raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
-    from .pipeline.repair import repair as run_repair
-
-    with ProgressLine("tok") as progress:
-        report = run_repair(damage, model, dataset, device, progress, collect_provenance())
-    out.print(report.describe(), markup=False)
-
-
-@main.command()
-@click.argument("store", type=click.Path(path_type=Path))
-@click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
-@click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
-@click.option("--seed", default=0, show_default=True, metavar="N", help="Picks the sequences.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None:
-    """Run random sequences on the live target and compare with the store.
-
-    Compares tokens, masks, keys and values, hidden states and the teacher's logits. Exit code 1 if anything is out of
-    tolerance.
-
-    \b
-    Example:
-      moa-data audit store --model ./llama3-8b --samples 20
-    """
-    from .pipeline.audit import audit as run_audit
-
-    with ProgressLine("seq") as progress:
-        report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
-    out.print(report.describe(), markup=False)
-    if not report.ok:
-        raise Findings(f"{store} differs from {model} beyond the tolerance.")
 
 
 @main.command()
@@ -355,43 +224,6 @@ def _print_tokens(stream: TokenStream) -> "OnTokens":
             out.print(text, end="", markup=False, style="green" if is_drafted else None)
 
     return on_tokens
-
-
-@main.command("export")
-@config_options(ExportConfig, arguments=("store",))
-def export_command(config: ExportConfig) -> None:
-    """Write a store in the layout of speculators, SpecForge or EAGLE.
-
-    Numbers of layers and norms are converted; files that are there already are kept. If the store lacks a field that
-    the layout needs, the command names the `extract --activations` that stores it.
-
-    \b
-    Example:
-      moa-data export store --format specforge --out hidden_states
-    """
-    from .interop.exporting import export_store
-
-    with ProgressLine("seq") as progress:
-        report = export_store(config, progress=progress)
-    out.print(report.describe(), markup=False)
-
-
-@main.command("import")
-@config_options(ImportConfig, arguments=("folder",))
-def import_command(config: ImportConfig) -> None:
-    """Make a store from files of speculators, SpecForge or EAGLE.
-
-    The target gives the store its norm, embeddings and LM head; its layers are not run.
-
-    \b
-    Example:
-      moa-data import hidden_states --format specforge --model ./llama3-8b --out store
-    """
-    from .interop.importing import import_folder
-
-    with ProgressLine("seq") as progress:
-        report = import_folder(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe(), markup=False)
 
 
 @main.command()

@@ -8,9 +8,13 @@ from importlib import import_module
 from typing import Any
 
 import click
+from rich.console import Console
 from tqdm import tqdm
 
 # Imported only when something went wrong: an error's class decides between one line and a traceback.
+out = Console(soft_wrap=True, highlight=False)
+"""Standard output; errors and progress go to standard error."""
+
 _STAGE_ERRORS = (
     ("storage.errors", "StoreError"),
     ("pipeline.errors", "PipelineError"),
