@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,11 +24,15 @@ class BackgroundWriter:
 
     Args:
         depth: tasks that may wait; each holds the activations of a batch.
+
+    Attributes:
+        busy_s: seconds of CPU that the thread has spent.
     """
 
     def __init__(self, depth: int = 2) -> None:
         self._queue: queue.Queue[Task | None] = queue.Queue(maxsize=depth)
         self._error: BaseException | None = None
+        self.busy_s = 0.0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="activation-writer", daemon=True)
         self._thread.start()
@@ -73,6 +78,7 @@ class BackgroundWriter:
                 task()
             except BaseException as error:  # noqa: BLE001  (raised again in the main thread)
                 self._error = error
+            self.busy_s = time.thread_time()
 
 
 class PartTasks:

@@ -34,6 +34,7 @@ class Timings:
     Attributes:
         forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
         wait_s: seconds in which the next forward waited for the writer.
+        writer_s: seconds of CPU that the writer thread spent on copying, encoding and writing.
         extract_s: seconds from the first forward to the last commit.
         wall_s: seconds of the whole run.
         n_tokens: tokens of this run.
@@ -43,6 +44,7 @@ class Timings:
 
     forward_s: float = 0.0
     wait_s: float = 0.0
+    writer_s: float = 0.0
     extract_s: float = 0.0
     wall_s: float = 0.0
     n_tokens: int = 0
@@ -232,6 +234,7 @@ def _extract_pending(
             tasks.discard()
         raise
     finally:
+        timings.writer_s = writer.busy_s
         timings.extract_s = time.perf_counter() - start
 
 

@@ -3,7 +3,7 @@
 The bare forward fills a key/value cache and throws it away; extraction gathers, compresses, checksums and writes all of
 it. Appends one JSON file to benchmarks/results.
 
-    python benchmarks/extract_overhead.py --model MODEL --dataset CHATS [--max-sequences 400] [--repeats 3]
+    python benchmarks/extract.py --model MODEL --dataset CHATS [--max-sequences 400] [--repeats 3] [--codec int8]
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 from moa_data.moa.kv_layout import new_cache
 from moa_data.moa.target import Target
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.extract import batches, extract
+from moa_data.pipeline.extract import Timings, batches, extract
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.provenance import collect_provenance
 
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--max-sequences", type=int, default=400)
     parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--codec", default="lossless")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None, help="torch threads; default: torch's own choice")
@@ -68,8 +69,10 @@ def main() -> None:
         max_sequences=options.max_sequences,
         max_length=options.max_length,
         device=options.device,
+        codec=options.codec,
     )
-    forward_s, extract_s, wait_s = [], [], []
+    forward_s: list[float] = []
+    timings: list[Timings] = []
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as folder:
         plan = build_plan(replace(config, out=f"{folder}/plan"))
         target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
@@ -78,20 +81,29 @@ def main() -> None:
         for repeat in range(options.repeats):
             forward_s.append(forward_seconds(target, padded))
             report = extract(replace(config, out=f"{folder}/store-{repeat}"))
-            extract_s.append(report.timings.extract_s)
-            wait_s.append(report.timings.wait_s)
-            print(f"forward {forward_s[-1]:.2f} s, extract {extract_s[-1]:.2f} s")
+            timings.append(report.timings)
+            print(f"forward {forward_s[-1]:.2f} s, extract {timings[-1].extract_s:.2f} s")
+    extract_s = [run.extract_s for run in timings]
+    ratios = [whole / bare for whole, bare in zip(extract_s, forward_s, strict=True)]
     figures = {
-        "overhead": statistics.median(extract_s) / statistics.median(forward_s) - 1,
+        "extract_over_forward": statistics.median(ratios),
+        "extract_over_forward_range": [min(ratios), max(ratios)],
         "forward_s": forward_s,
         "extract_s": extract_s,
-        "waiting_for_writer_s": wait_s,
+        # Where a run's time goes; the writer thread runs beside the forwards.
+        "forwards_and_gathering_s": [run.forward_s for run in timings],
+        "waiting_for_writer_s": [run.wait_s for run in timings],
+        "first_and_last_s": [run.extract_s - run.forward_s - run.wait_s for run in timings],
+        "writer_thread_cpu_s": [run.writer_s for run in timings],
+        "padding_share": timings[-1].padding_fraction,
         "n_tokens": plan.n_tokens,
         "extract_tokens_per_s": plan.n_tokens / statistics.median(extract_s),
         "stored_over_raw": report.stored_bytes / report.raw_bytes,
         "n_threads": torch.get_num_threads(),
     }
-    print(f"overhead {figures['overhead']:.1%} of the bare forward, {figures['extract_tokens_per_s']:,.0f} tokens/s")
+    for name, value in figures.items():
+        shown = ", ".join(f"{item:,.3f}" for item in (value if isinstance(value, list) else [value]))
+        print(f"{name:28} {shown}")
     provenance = collect_provenance()
     settings = {key: str(value) for key, value in vars(options).items() if key != "out"}
     options.out.mkdir(parents=True, exist_ok=True)
