@@ -41,17 +41,23 @@ def inspect(store: Path, sample: int | None) -> None:
 
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path))
-@click.option("--codec", required=True, help="lossless, int8, fp8, int6, int4 or transform:<bits per value>.")
+@click.option(
+    "--codec",
+    required=True,
+    help="lossless, int8, fp8, int6, int4 or transform:<bits per value>[,hidden=<bits>][,tokens][@<scope>].",
+)
 @click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the new store.")
 def recode(store: Path, codec: str, folder: Path) -> None:
     """Write a lossless store again with another codec, without the target.
 
-    Gives what `extract --codec` would have given. Run the same command again to go on after an interruption.
+    Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
+    go on after an interruption.
 
     \b
     Examples:
       moa-data recode store --codec int8 --out store-int8
       moa-data recode store --codec transform:1.0 --out store-small
+      moa-data recode store --codec transform:0.88,hidden=1.55,tokens@all --out store-smaller
     """
     from .pipeline.recode import recode as run_recode
 

@@ -27,7 +27,8 @@ from moa_data.provenance import collect_provenance
 from moa_data.storage.codecs.calibration import logit_metric
 from moa_data.storage.codecs.chunk import encode_chunk
 from moa_data.storage.codecs.rope import Rope
-from moa_data.storage.codecs.transform import TransformCodec, TransformSettings
+from moa_data.storage.codecs.transform import TransformCodec
+from moa_data.storage.codecs.transform_settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.layout import array_layout
 from moa_data.storage.reader import ActivationStore
@@ -130,13 +131,13 @@ def measure_kv(
     for scope in scopes:
         bound = None
         for target_bits in bits or BITS.get(scope, BITS["all"]):
-            settings = TransformSettings.parse(f"transform:{target_bits:g}@{scope}")
+            settings = TransformSettings.parse(f"transform:{target_bits:g}{',tokens' * from_tokens}@{scope}")
             codec = TransformCodec(store.fields["kv"], settings, rope, embeddings=embeddings)
             bound = bound or Bound(codec, calibration, test)
             codec.calibrate(calibration, calibration_tokens)
             encoded = [codec.encode(values, ids) for values, ids in zip(test, test_tokens, strict=True)]
             decoded = [
-                codec.decode(codes, 0, len(values), tokens=ids)
+                codec.decode(codes if ids is None else codes | {"tokens": ids}, 0, len(values))
                 for codes, values, ids in zip(encoded, test, test_tokens, strict=True)
             ]
             errors = relative_errors(test, decoded, 3)

@@ -1,4 +1,4 @@
-"""What a learned codec learns from: a sample of the sequences, the target's rotation and its LM head."""
+"""What a learned codec learns from: a sample of the sequences, the target's rotation, embeddings and LM head."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..storage.codecs.calibration import logit_metric
+from ..storage.codecs.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.rope import Rope
 from ..storage.codecs.transform import TransformCodec
@@ -23,7 +24,7 @@ METRIC_TOKENS = 4_096
 """Of these, the tokens over which the effect of an error on the next-token distribution is averaged."""
 
 ReadSequence = Callable[[int], Mapping[str, np.ndarray]]
-"""Row of the plan -> field -> float32 [n_tokens, *token_shape]."""
+"""Row of the plan -> field -> float32 [n_tokens, *token_shape]; and the tokens, int [n_tokens]."""
 
 
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
@@ -52,7 +53,12 @@ def learned_before(codec: StoreCodec, store: Path) -> StoreCodec | None:
 
 
 def calibrate(
-    codec: StoreCodec, lengths: np.ndarray, read: ReadSequence, model_config: Any, lm_head: torch.Tensor
+    codec: StoreCodec,
+    lengths: np.ndarray,
+    read: ReadSequence,
+    model_config: Any,
+    lm_head: torch.Tensor,
+    embeddings: torch.Tensor,
 ) -> None:
     """Let a codec learn.
 
@@ -62,6 +68,7 @@ def calibrate(
         read: gives the values of one of them.
         model_config: the target's.
         lm_head: [vocab_size, width], any dtype and device.
+        embeddings: of the tokens, likewise.
 
     Raises:
         StoreError: the values cannot be learned from.
@@ -72,11 +79,13 @@ def calibrate(
         if isinstance(field, TransformCodec):
             if field.is_kv:
                 field.rope = target_rope(model_config)
+                if field.needs_tokens:
+                    field.embeddings = embeddings.detach().float().cpu().numpy()
             elif name == "hidden/last":
                 rows = np.concatenate(sample)
                 rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), METRIC_TOKENS)).astype(int)]
                 field.metric = logit_metric(rows, lm_head.detach().float().cpu().numpy())
-        field.calibrate(sample)
+        field.calibrate(sample, [values[TOKENS] for values in sequences] if field.needs_tokens else None)
 
 
 def target_rope(model_config: Any) -> Rope:

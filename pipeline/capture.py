@@ -32,12 +32,14 @@ class Capture:
         fields: store field -> [B, T, *token_shape] in the storage dtype: kv [B, T, L, H_kv, 2, d] with keys after
             RoPE, hidden/last and hidden/layer_k [B, T, E].
         finite: store field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
+        tokens: int64 [B, T], what the target saw; beyond a sequence's length arbitrary.
         codecs: the fields that have been encoded, and with what.
     """
 
     n_tokens: tuple[int, ...]
     fields: dict[str, Tensor]
     finite: dict[str, Tensor]
+    tokens: Tensor
     codecs: Mapping[str, FieldCodec] = field(default_factory=dict)
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
@@ -62,12 +64,12 @@ class Capture:
         with torch.inference_mode():
             for name, field_codec in codecs.items():
                 encoded = [
-                    field_codec.encode(self.fields[name][index, :n_tokens])
+                    field_codec.encode(self.fields[name][index, :n_tokens], self.tokens[index, :n_tokens])
                     for index, n_tokens in enumerate(self.n_tokens)
                 ]
                 for array in field_codec.arrays:
                     fields[array.name] = _concatenate([codes[array.name] for codes in encoded])
-        return Capture(self.n_tokens, fields, self.finite, codecs)
+        return Capture(self.n_tokens, fields, self.finite, self.tokens, codecs)
 
     def to_host(self) -> HostCapture:
         """Start copying to the host; on a GPU into pinned memory on a stream of its own, without waiting."""
@@ -199,7 +201,7 @@ def capture(model: Any, sequences: Sequence[np.ndarray], spec: ActivationSpec, d
         for layer in spec.layers:
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
         finite = {name: _finite_rows(values, valid) for name, values in fields.items()}
-    return Capture(n_tokens, fields, finite)
+    return Capture(n_tokens, fields, finite, input_ids)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from ..moa.bundle import save_target_bundle
 from ..moa.target import Target, load_target_config, load_target_model
 from ..storage.card import CardOrigin, public_name, write_card
+from ..storage.codecs.field import TOKENS
 from ..storage.commit import commit_path, read_part_commit
 from ..storage.writer import StoreWriter
 from .background import BackgroundWriter, PartTasks
@@ -193,11 +194,13 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractP
             progress(0, plan.n_tokens, "learn the codec's basis")
 
         def read(row: int) -> dict[str, np.ndarray]:
-            fields = capture(target.model, [plan.sequences.tokens(ids[row])], plan.spec, dtype).fields
-            return {name: values[0].float().cpu().numpy() for name, values in fields.items()}
+            tokens = plan.sequences.tokens(ids[row])
+            fields = capture(target.model, [tokens], plan.spec, dtype).fields
+            return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
 
-        lengths = plan.table["n_tokens"].to_numpy()
-        calibrate(codec, lengths, read, target.model.config, target.model.get_output_embeddings().weight)
+        model, lengths = target.model, plan.table["n_tokens"].to_numpy()
+        lm_head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().get_parameter("weight")
+        calibrate(codec, lengths, read, model.config, lm_head, embeddings)
     manifest = dataclasses.replace(plan.manifest, codec=codec.describe())
     return dataclasses.replace(plan, codec=codec, manifest=manifest), target
 

@@ -17,6 +17,7 @@ import torch
 
 from ..moa.bundle import target_sizes
 from ..moa.target import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
+from ..storage.codecs.calibration import MAX_FEATURES
 from ..storage.codecs.registry import StoreCodec
 from ..storage.errors import CodecUnknown
 from ..storage.plan import plan_parts
@@ -203,7 +204,9 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         compute_dtype=compute_dtype,
         batch_tokens=batch_tokens,
         raw_bytes=raw_bytes,
-        stored_bytes=_stored_bytes(codec, n_tokens) + kept_parameters * _weight_bytes(model_config),
+        stored_bytes=_stored_bytes(codec, n_tokens)
+        + _feature_bytes(codec, sizes)
+        + kept_parameters * _weight_bytes(model_config),
         free_bytes=shutil.disk_usage(_existing_parent(out)).free,
         present_bytes=_folder_bytes(out),
         forward_s=2 * layer_parameters * n_tokens / (flops * FORWARD_EFFICIENCY),
@@ -276,6 +279,13 @@ def _stored_bytes(codec: StoreCodec, n_tokens: int) -> int:
     """Expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
     bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
     return int(1.03 * bits / 8 * n_tokens)
+
+
+def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
+    """Bytes of the token features in half precision, where keys and values are predicted from them."""
+    if not any(field.needs_tokens for field in codec.fields.values()):
+        return 0
+    return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
 
 
 def _count_parameters(model_config: Any, target_layers: int) -> tuple[int, int]:

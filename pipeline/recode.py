@@ -15,6 +15,7 @@ import numpy as np
 
 from ..moa.bundle import FrozenTarget
 from ..moa.target import load_target_config
+from ..storage.codecs.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import commit_path, read_part_commit
 from ..storage.dtypes import to_float32
@@ -145,10 +146,12 @@ def _codec(source: ActivationStore, name: str, out: Path, progress: Progress | N
         progress(0, source.manifest.n_tokens, "learn the codec's basis")
 
     def read(row: int) -> dict[str, np.ndarray]:
-        return {field: to_float32(source.read(row, field), source.fields[field].dtype) for field in codec.learned}
+        values = {field: to_float32(source.read(row, field), source.fields[field].dtype) for field in codec.learned}
+        return values | {TOKENS: source.read(row, TOKENS)}
 
     frozen = FrozenTarget.load(source.target_path, 0)
-    calibrate(codec, source.lengths, read, load_target_config(source.target_path), frozen.lm_head_weight)
+    config, embeddings = load_target_config(source.target_path), frozen.embed_tokens.weight
+    calibrate(codec, source.lengths, read, config, frozen.lm_head_weight, embeddings)
     return codec
 
 
@@ -166,8 +169,9 @@ def _write_parts(source: ActivationStore, writer: StoreWriter, progress: Progres
         with writer.part(part) as out:
             for i in np.flatnonzero(parts == part).tolist():
                 first_token = int(source.sequences["first_token"][i].as_py())
+                tokens = source.read(i, TOKENS)
                 for field in source.fields:
-                    out.write(field, first_token, source.read(i, field))
+                    out.write(field, first_token, source.read(i, field), tokens)
                 n_done += int(source.lengths[i])
                 if progress:
                     progress(n_done, source.manifest.n_tokens, f"recode part {part + 1}/{writer.n_parts}")

@@ -191,7 +191,7 @@ class PartWriter:
             files[name] = FileRecord(len(content), zlib.crc32(content))
         return files
 
-    def write(self, field: str, first_token: int, array: np.ndarray) -> None:
+    def write(self, field: str, first_token: int, array: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Write consecutive tokens of a field; with a lossy codec they are encoded and must be one whole sequence.
 
         Args:
@@ -199,10 +199,11 @@ class PartWriter:
             first_token: position of ``array[0]`` on the part's token axis (``first_token`` of the plan); within a
                 field it only grows. Tokens that are skipped become zero.
             array: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16).
+            tokens: int32 [n], the sequence's token ids; only for fields whose codec ``needs_tokens``.
 
         Raises:
             WriteInvalid: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
-                finite, or something else than one planned sequence.
+                finite, something else than one planned sequence, or no tokens where they are needed.
             DiskFull: no room; leave the block, which discards the part.
         """
         codec = self._field_codec(field)
@@ -216,7 +217,12 @@ class PartWriter:
                 f"{field!r} takes {spec.storage_dtype.name} arrays of shape [n, {shape}] ({spec.dtype}), "
                 f"got {array.dtype} {list(array.shape)}."
             )
-        self.write_codes(field, first_token, len(array), codec.encode(to_float32(array, spec.dtype)))
+        if codec.needs_tokens and (tokens is None or tokens.shape != (len(array),)):
+            raise WriteInvalid(
+                f"{field!r} is predicted from tokens: give `write` the {len(array)} token ids of the sequence, "
+                f"got {'none' if tokens is None else list(tokens.shape)}."
+            )
+        self.write_codes(field, first_token, len(array), codec.encode(to_float32(array, spec.dtype), tokens))
 
     def write_codes(self, field: str, first_token: int, n_tokens: int, codes: Mapping[str, np.ndarray]) -> None:
         """Write a whole sequence of a field that is encoded already.

@@ -32,7 +32,7 @@ from .plan import check_plan, read_plan
 from .read_batch import RowRange, read_ranges, run_in_threads
 from .schema import FieldSpec, StoreManifest
 from .seal import check_seal
-from .selection import batch_buffer, decode_tokens, empty_codes, layer_indices, row_shape, token_shape
+from .selection import batch_buffer, decode_tokens, decoding_arrays, empty_codes, layer_indices, row_shape, token_shape
 
 
 class ActivationStore:
@@ -192,7 +192,8 @@ class ActivationStore:
         Returns:
             [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``). With
             ``decoded=False`` the rows of each stored array that cover the tokens, from the last multiple of 64 tokens
-            at or before the first one; arrays with a layer axis have the chosen layers only.
+            at or before the first one; arrays with a layer axis have the chosen layers only. Where the field is
+            predicted from tokens, they are there too.
 
         Raises:
             UnknownField: no such field, or it has no layers.
@@ -347,9 +348,9 @@ class ActivationStore:
         out: Mapping[str, np.ndarray],
         layers: list[int] | None,
     ) -> Iterator[RowRange]:
-        """Yield what fills the rows of a field's stored arrays that cover the tokens [start, stop) of a sequence."""
+        """Yield what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
         part, first_token = int(self._parts[i]), int(self._first_tokens[i])
-        for array in codec.arrays:
+        for array in (array for array in decoding_arrays(codec) if array.name in out):
             chosen = None if layers is None or array.layer_axis is None else tuple(layers)
             first_row = first_token // array.block_tokens
             rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .codecs.field import FieldCodec, StoredArray
+from .codecs.lossless import LosslessCodec
 from .dtypes import from_float32
 from .errors import SliceInvalid, UnknownField
-from .schema import FieldSpec
+from .schema import FieldSpec, tokens_field
+
+_TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
 
 def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list[int] | None:
@@ -47,13 +50,18 @@ def row_shape(array: StoredArray, layers: list[int] | None) -> tuple[int, ...]:
     return (len(layers), *array.row_shape[1:])
 
 
+def decoding_arrays(codec: FieldCodec) -> tuple[StoredArray, ...]:
+    """Return the arrays that decoding a field reads: its own, and the tokens where the codec predicts from them."""
+    return (*codec.arrays, _TOKENS_ARRAY) if codec.needs_tokens else codec.arrays
+
+
 def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | None) -> dict[str, np.ndarray]:
-    """Return buffers for the rows of a field's stored arrays that cover the tokens [start, stop) of a sequence."""
+    """Return buffers for the rows of ``decoding_arrays`` that cover the tokens [start, stop) of a sequence."""
     return {
         array.name: np.empty(
             (array.n_rows(stop) - start // array.block_tokens, *row_shape(array, layers)), array.storage_dtype
         )
-        for array in codec.arrays
+        for array in decoding_arrays(codec)
     }
 
 

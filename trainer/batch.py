@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..moa.objective import Draws, TrainingInputs
-from ..storage.codecs.field import FieldCodec
+from ..storage.codecs.field import TOKENS, FieldCodec
 
 
 @dataclass
@@ -26,13 +26,17 @@ class EncodedField:
     dtype: torch.dtype
     """Of the decoded values: the one in which the field would be stored without a codec."""
 
-    def decode(self) -> Tensor:
-        """Decode on the device of the rows: [B, T, *token_shape], zero behind each sequence."""
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Decode on the device of the rows: [B, T, *token_shape], zero behind each sequence.
+
+        Args:
+            tokens: int [B, T], the token ids, for codecs that predict from them.
+        """
         device = next(iter(self.rows.values())).device
         shape = (len(self.n_tokens), max(self.n_tokens), *self.codec.spec.token_shape)
         values = torch.zeros(shape, dtype=self.dtype, device=device)
         for index, n_tokens in enumerate(self.n_tokens):
-            own = {name: rows[index] for name, rows in self.rows.items()}
+            own = {name: rows[index] for name, rows in self.rows.items()} | {TOKENS: tokens[index]}
             values[index, :n_tokens] = self.codec.decode(own, 0, n_tokens)
         return values
 
@@ -68,7 +72,7 @@ class Batch:
         """Decode what is encoded, on the device where it is."""
         if not self.encoded:
             return self
-        decoded = {name: item.decode() for name, item in self.encoded.items()}
+        decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
         if "kv" in decoded:
             decoded["kv"] = decoded["kv"].flatten(3)
         return replace(self, inputs=replace(self.inputs, **decoded), encoded={})

@@ -16,6 +16,9 @@ Array = Any
 BLOCK_AXIS = "block"
 """Name of axis 0 of a stored array that has one row for several tokens."""
 
+TOKENS = "tokens"
+"""The field of the token ids, of which some codecs need rows to decode another field."""
+
 
 @dataclass(frozen=True)
 class StoredArray:
@@ -75,11 +78,15 @@ class FieldCodec(Protocol):
         arrays: what is stored for it, in the order in which it is written.
         is_identity: whether the one stored array is the field itself, bit for bit; such a field is read and written in
             its storage dtype without ``encode`` and ``decode``, in any pieces.
+        needs_tokens: whether ``encode`` and ``decode`` need the token ids of the values.
     """
 
     spec: FieldSpec
     arrays: tuple[StoredArray, ...]
     is_identity: bool
+
+    @property
+    def needs_tokens(self) -> bool: ...  # noqa: D102  (above)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that ``store.json`` records for this field; a change of any changes the bytes."""
@@ -87,11 +94,12 @@ class FieldCodec(Protocol):
     def expected_bits(self) -> float:
         """Return the bits per value that the stored arrays take after the byte chain, roughly and rather too many."""
 
-    def encode(self, values: Array) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence, position 0 first.
 
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
+            tokens: int [n_tokens], its token ids; needed where the codec ``needs_tokens``.
 
         Returns:
             Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
@@ -107,7 +115,8 @@ class FieldCodec(Protocol):
 
         Args:
             codes: array name -> the rows that cover the tokens, from ``first_position`` on. Arrays with a layer axis
-                hold the chosen layers only, in the order of ``layers``; the others hold whole rows.
+                hold the chosen layers only, in the order of ``layers``; the others hold whole rows. Where the codec
+                ``needs_tokens``, ``"tokens"`` holds the tokens' ids, int [at least n_tokens].
             first_position: position of the first token in its sequence, a multiple of 64.
             n_tokens: tokens wanted; the last block's row may cover more.
             layers: the chosen layers, None for all in order.
@@ -121,11 +130,12 @@ class FieldCodec(Protocol):
 class LearnedCodec(FieldCodec, Protocol):
     """A field codec that learns from a sample of the field before the first sequence is encoded."""
 
-    def calibrate(self, sample: list[np.ndarray]) -> None:
+    def calibrate(self, sample: list[np.ndarray], tokens: list[np.ndarray] | None = None) -> None:
         """Learn from whole sequences; the same sample gives the same state.
 
         Args:
             sample: float32 arrays [n_tokens, *token_shape], each a sequence from position 0 on.
+            tokens: int [n_tokens] of each sequence; needed where the codec ``needs_tokens``.
         """
 
     def state(self) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ class LosslessCodec:
     """
 
     is_identity = True
+    needs_tokens = False
 
     def __init__(self, spec: FieldSpec) -> None:
         self.spec = spec
@@ -45,7 +46,7 @@ class LosslessCodec:
         """Return the bits per value that a store takes, roughly and rather too many."""
         return 8.0 * self.spec.storage_dtype.itemsize * _STORED_FRACTION[self.spec.dtype]
 
-    def encode(self, values: Array) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
         """Return the values themselves, which must be in the storage dtype already."""
         return {self.spec.name: values}
 

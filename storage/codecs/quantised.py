@@ -102,6 +102,7 @@ class QuantisedCodec:
     """
 
     is_identity = False
+    needs_tokens = False
 
     def __init__(self, spec: FieldSpec, scheme: Scheme) -> None:
         self.spec = spec
@@ -152,7 +153,7 @@ class QuantisedCodec:
         """Return the bits per value that a store takes, roughly and rather too many."""
         return self.scheme.bits
 
-    def encode(self, values: Array) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):

@@ -14,12 +14,13 @@ import safetensors.numpy
 from ..commit import CODEC_NAME
 from ..dtypes import FLOAT_DTYPES
 from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
-from ..schema import FieldSpec, StoreManifest
+from ..schema import FieldSpec, StoreManifest, tokens_field
 from .chunk import BYTE_CHAIN
-from .field import FieldCodec, LearnedCodec, StoredArray
+from .field import TOKENS, FieldCodec, LearnedCodec, StoredArray
 from .lossless import LosslessCodec
 from .quantised import SCHEMES, QuantisedCodec
-from .transform import TransformCodec, TransformSettings
+from .transform import TransformCodec
+from .transform_settings import TRANSFORM_GRAMMAR, TransformSettings
 
 LOSSLESS = "lossless"
 TRANSFORM = "transform"
@@ -32,7 +33,7 @@ Files = Mapping[str, bytes]
 
 def codec_names() -> tuple[str, ...]:
     """Return the names that ``StoreCodec`` takes, for messages and help."""
-    return (LOSSLESS, *SCHEMES, f"{TRANSFORM}:<bits per value>")
+    return (LOSSLESS, *SCHEMES, TRANSFORM_GRAMMAR)
 
 
 class StoreCodec:
@@ -47,13 +48,19 @@ class StoreCodec:
         fields: field name -> its codec.
 
     Raises:
-        CodecUnknown: no codec of that name, or none for a field.
+        CodecUnknown: no codec of that name, or none for a field, or it needs tokens that the store does not have.
     """
 
     def __init__(self, name: str, specs: Iterable[FieldSpec]) -> None:
         self.name = name
         _check_name(name)
         self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec) for spec in specs}
+        for field, codec in self.fields.items():
+            if codec.needs_tokens and not self._has_tokens():
+                raise CodecUnknown(
+                    f"Codec {name!r} predicts {field!r} from tokens, but the store has no field {TOKENS!r} of int32 "
+                    f"[token]. Leave out `,tokens`."
+                )
 
     @classmethod
     def open(cls, manifest: StoreManifest, store: Path) -> StoreCodec:
@@ -124,6 +131,11 @@ class StoreCodec:
         for name, codec in self.learned.items():
             prefix = f"{name}:"
             codec.load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
+
+    def _has_tokens(self) -> bool:
+        expected = tokens_field()
+        spec = self.fields[TOKENS].spec if TOKENS in self.fields else None
+        return spec is not None and (spec.dtype, spec.token_shape) == (expected.dtype, expected.token_shape)
 
     def _load(self, path: Path, expected_sha256: str) -> None:
         try:

@@ -7,28 +7,14 @@
     hidden  --------------------------+                                                  -> arrays of similar statistics
 
 Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
-rotation of the keys at the positions that are read.
-
-Which layers share a basis, the *scope*, trades bytes for what a reader of one layer pays. Layers say much the same
-thing about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but a reader
-of one layer then reads the codes of all layers of the group, and multiplies by its own layer's share of the basis.
-
-============  ==========================================================================================
-scope         a reader of one layer of L reads
-============  ==========================================================================================
-``@all``      all codes
-``@group<g>`` the codes of its group: g / L of them
-``@layer``    the codes of its layer: 1 / L of them, but there are two to three times as many at equal error
-(none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
-============  ==========================================================================================
+rotation of the keys at the positions that are read. Where keys and values are predicted from tokens, the prediction is
+taken off before the mean and put back after it: one more matrix product.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,60 +23,14 @@ from array_api_compat import array_namespace, device
 from ..errors import WriteInvalid
 from ..schema import FieldSpec
 from .calibration import EARLY_POSITIONS, Basis, token_features
-from .field import Array, StoredArray
+from .field import TOKENS, Array, StoredArray
 from .packing import CODES_PER_BYTE
 from .rope import Rope
 from .transform_fit import Columns, GroupFit, fit_groups
 from .transform_group import GroupTransform
-
-AUTO_GROUP_WIDTH = 4_096
-HIDDEN_BITS_RATIO = 1.7
-"""Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
+from .transform_settings import TransformSettings
 
 KV_PARTS = ("key", "value")
-_NAME = re.compile(r"transform:(\d+(?:\.\d+)?)(?:,hidden=(\d+(?:\.\d+)?))?(?:@(all|layer|group([1-9]\d*)))?")
-
-
-@dataclass(frozen=True)
-class TransformSettings:
-    """What the name of a transform codec says.
-
-    Attributes:
-        kv_bits: stored bits per value of keys and values.
-        hidden_bits: stored bits per value of hidden states.
-        group_layers: layers that share a basis; 0 for all, None to choose by width.
-    """
-
-    kv_bits: float
-    hidden_bits: float
-    group_layers: int | None = None
-
-    @classmethod
-    def parse(cls, name: str) -> TransformSettings:
-        """Read ``transform:<bits>[,hidden=<bits>][@all|@layer|@group<layers>]``.
-
-        Raises:
-            ValueError: not such a name, or bits outside 0.05 to 10.
-        """
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise ValueError(
-                f"Codec {name!r} is not transform:<bits>[,hidden=<bits>][@all|@layer|@group<layers>]; for example "
-                "transform:1.0 or transform:0.5,hidden=0.9@group4."
-            )
-        kv_bits = float(match[1])
-        hidden_bits = float(match[2]) if match[2] else kv_bits * HIDDEN_BITS_RATIO
-        for bits in (kv_bits, hidden_bits):
-            if not 0.05 <= bits <= 10:
-                raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
-        group_layers = {None: None, "all": 0, "layer": 1}.get(match[3], int(match[4] or 0))
-        return cls(kv_bits, hidden_bits, group_layers)
-
-    def group_size(self, n_layers: int, layer_width: int) -> int:
-        """Return the layers that share a basis, given the width of one layer's keys."""
-        if self.group_layers is None:
-            return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
-        return min(self.group_layers, n_layers) or n_layers
 
 
 class TransformCodec:
@@ -102,9 +42,8 @@ class TransformCodec:
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
         metric: what errors of a hidden state count, [width, width], e.g. ``calibration.logit_metric`` for
             ``hidden/last``; None for relative error.
-        embeddings: the target's input embeddings [vocab_size, width]. With them, what a token's identity says of its
-            keys and values is predicted instead of stored; ``calibrate``, ``encode`` and ``decode`` then need the
-            tokens.
+        embeddings: the target's input embeddings [vocab_size, width]; :meth:`calibrate` needs them where the settings
+            say ``from_tokens``.
 
     Attributes:
         spec: the field.
@@ -148,8 +87,8 @@ class TransformCodec:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether ``encode`` and ``decode`` need the tokens of what they are given."""
-        return self._features is not None
+        """Whether keys and values are predicted from the tokens."""
+        return self.is_kv and self.settings.from_tokens
 
     def describe(self) -> dict[str, Any]:
         """Return the settings for ``store.json``."""
@@ -174,15 +113,15 @@ class TransformCodec:
         Args:
             sample: float32 [n_tokens, *token_shape], whole sequences; 20,000 tokens and more make a good basis, and at
                 least as many as a group's keys are wide are needed for one.
-            tokens: int [n_tokens] of each sequence; given if and only if the codec has embeddings.
+            tokens: int [n_tokens] of each sequence; given if and only if the codec ``needs_tokens``.
 
         Raises:
             WriteInvalid: no sequences, or a value that is NaN or infinite.
-            ValueError: a group is wider than ``calibration.MAX_BASIS_WIDTH``, or tokens without embeddings or the
-                other way round.
+            ValueError: a group is wider than ``calibration.MAX_BASIS_WIDTH``, or tokens or embeddings are missing.
         """
-        if (tokens is None) != (self.embeddings is None):
-            raise ValueError("Calibrate a transform codec with both embeddings and tokens, or with neither.")
+        if self.needs_tokens and (tokens is None or self.embeddings is None):
+            raise ValueError(f"Codec {self.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens.")
+        tokens = tokens if self.needs_tokens else None
         tokens = None if tokens is None else [ids for ids, values in zip(tokens, sample, strict=True) if len(values)]
         sample = [np.asarray(values, np.float32) for values in sample if len(values)]
         if not sample or not all(np.isfinite(values).all() for values in sample):
@@ -200,6 +139,7 @@ class TransformCodec:
         if tokens is not None and self.embeddings is not None:
             features = token_features(np.asarray(self.embeddings, np.float32), np.concatenate(tokens))
             by_token = [features[ids] for ids in tokens]
+            features = features.astype(np.float16)
         self._set(fit_groups(groups, self.bits * n_values, self.metric, by_token), features)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -212,7 +152,7 @@ class TransformCodec:
         if self.rope is not None:
             state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
         if self._features is not None:
-            state["tokens/features"] = self._features.astype(np.float16)
+            state["tokens/features"] = self._features
         for group, transform in enumerate(self._groups):
             fit = transform.fit
             for part, regression in enumerate(fit.regressions):
@@ -235,7 +175,7 @@ class TransformCodec:
             if self.is_kv and "rope/inv_freq" in state:
                 scaling = np.asarray(state["rope/scaling"])
                 self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
-            features = np.asarray(state["tokens/features"], np.float32) if "tokens/features" in state else None
+            features = np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
             n_features = 0 if features is None else features.shape[1]
             fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
         except (KeyError, IndexError, ValueError) as error:
@@ -250,7 +190,7 @@ class TransformCodec:
 
         Args:
             values: as there.
-            tokens: int [n_tokens], where the codec ``needs_tokens``.
+            tokens: as there.
         """
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
@@ -258,7 +198,7 @@ class TransformCodec:
                 f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
                 "whole token. Extract with codec lossless, or drop the sequence."
             )
-        features = self._features_of(tokens, values)
+        features = self._features_of(tokens, len(values), values)
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), self.parts(xp.astype(values, xp.float32)), strict=True):
             codes |= transform.encode(parts, features)
@@ -270,19 +210,17 @@ class TransformCodec:
         first_position: int,
         n_tokens: int,
         layers: list[int] | None = None,
-        tokens: Array | None = None,
     ) -> Array:
         """Decode consecutive tokens of one sequence; see ``FieldCodec.decode``.
 
         Args:
-            codes: as there; only the arrays of :meth:`arrays_of` need be in it.
+            codes: as there; of the stored arrays only those of :meth:`arrays_of` need be in it.
             first_position: as there.
             n_tokens: as there.
             layers: as there.
-            tokens: int [n_tokens], the tokens wanted, where the codec ``needs_tokens``.
         """
         groups = self._learned()
-        features = self._features_of(tokens, next(iter(codes.values()), tokens))
+        features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         if not self.is_kv:
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         chosen = list(range(self._n_layers)) if layers is None else layers
@@ -317,22 +255,23 @@ class TransformCodec:
             raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
         return self._groups
 
-    def _features_of(self, tokens: Array | None, like: Array) -> Array | None:
+    def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
         """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
         if self._features is None:
             return None
-        if tokens is None:
+        if tokens is None or len(tokens) < n_tokens:
             raise ValueError(
-                f"The codec of field {self.spec.name!r} predicts from tokens; give it those of the values."
+                f"The codec of field {self.spec.name!r} predicts from tokens: it needs those of the {n_tokens} tokens "
+                f"of the values, got {'none' if tokens is None else len(tokens)}."
             )
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
             self._feature_tables[key] = xp.asarray(self._features, device=device(like))
-        ids = xp.asarray(tokens, device=device(like))
+        ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would stop a whole CUDA device.
         ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
-        return xp.take(self._feature_tables[key], ids, axis=0)
+        return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _set(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
         self._features, self._feature_tables = features, {}

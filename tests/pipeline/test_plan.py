@@ -167,5 +167,13 @@ def test_a_disk_that_is_too_small_is_refused(target_folder: Path, chats_file: Pa
     dataclasses.replace(plan, free_bytes=10, present_bytes=plan.stored_bytes).check_disk()
 
 
+def test_features_of_tokens_count_as_stored(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+    plain, predicted = (
+        build_plan(make_config(target_folder, chats_file, tmp_path, codec=codec))
+        for codec in ("transform:1", "transform:1,tokens")
+    )
+    assert predicted.stored_bytes - plain.stored_bytes == 2 * 400 * 32  # float16 [vocab_size, width]
+
+
 def test_bytes_are_shown_in_decimal_units() -> None:
     assert [format_bytes(n) for n in (999, 1500, 31.5e12, 4e15)] == ["999 B", "1.5 kB", "31.5 TB", "4,000.0 TB"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.calibrate import sample_rows
@@ -117,3 +118,31 @@ def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folde
     kv = report.worst()["kv"]
     assert 0.03 < kv.relative_error < kv.tolerance < 0.3
     assert audit(lossless, str(target_folder), samples=1, device="cpu").worst()["kv"].tolerance < 0.1
+
+
+def test_keys_and_values_are_predicted_from_tokens(
+    lossless: Path, target_folder: Path, chats_file: Path, tmp_path: Path
+):
+    codec = "transform:3,tokens@all"
+    recode(lossless, codec, tmp_path / "recoded")
+    recode(lossless, codec, tmp_path / "again")
+    assert data(tmp_path / "recoded") == data(tmp_path / "again")
+    extract(config(target_folder, chats_file, tmp_path / "extracted", codec=codec))
+    assert audit(tmp_path / "extracted", str(target_folder), samples=1, device="cpu").ok
+    values = {}
+    for name in ("lossless", "recoded", "extracted"):
+        with ActivationStore(tmp_path / name) as store:
+            values[name] = np.concatenate([to_float32(store.read(i, "kv"), "bfloat16") for i in range(len(store))])
+            if name != "lossless":
+                assert verify_store(tmp_path / name).ok
+                assert store.manifest.codec["name"] == codec
+                assert store.manifest.codec["transform"]["kv"]["token_features"] == 32
+    # Both paths see the same embeddings; their values differ in last bits, so that their codes may.
+    tables = [
+        safetensors.numpy.load_file(tmp_path / name / "codec/basis.safetensors")["kv:tokens/features"]
+        for name in ("recoded", "extracted")
+    ]
+    np.testing.assert_array_equal(*tables)
+    for name in ("recoded", "extracted"):
+        error = np.linalg.norm(values[name] - values["lossless"]) / np.linalg.norm(values["lossless"])
+        assert 0.01 < error < 0.03, f"{name}: {error}"  # without tokens 0.077

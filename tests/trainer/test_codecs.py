@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.pipeline.recode import recode
 from moa_data.storage.reader import ActivationStore
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader
@@ -45,6 +46,19 @@ def test_codes_decode_to_what_the_store_reads(int8_path):
             expected = store.read(sequence, field).reshape(n, *values.shape[2:])
             np.testing.assert_array_equal(values[row, :n].contiguous().view(torch.uint16).numpy(), expected)
             assert not values[row, n:].any()
+
+
+def test_values_predicted_from_tokens_decode_on_the_training_device(store_path, tmp_path):
+    recode(store_path, "transform:2,tokens@all", tmp_path / "store")
+    rows = np.array([4, 0, 11])
+    store, batch = read_batch(tmp_path / "store", rows)
+    assert batch.encoded["kv"].codec.needs_tokens
+    kv = batch.to(torch.device("cpu")).decode().inputs.kv
+    for row, sequence in enumerate(rows.tolist()):
+        n = int(store.lengths[sequence])
+        expected = store.read(sequence, "kv").reshape(n, *kv.shape[2:])
+        np.testing.assert_allclose(kv[row, :n].numpy(), expected, atol=1e-4)
+        assert not kv[row, n:].any()
 
 
 def test_codes_are_smaller_than_values(int8_path):

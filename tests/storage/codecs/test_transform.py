@@ -10,7 +10,8 @@ import torch
 from moa_data.storage.codecs.chunk import encode_chunk
 from moa_data.storage.codecs.field import LearnedCodec
 from moa_data.storage.codecs.rope import Rope
-from moa_data.storage.codecs.transform import TransformCodec, TransformSettings
+from moa_data.storage.codecs.transform import TransformCodec
+from moa_data.storage.codecs.transform_settings import TransformSettings
 from moa_data.storage.errors import WriteInvalid
 from moa_data.storage.schema import hidden_field, kv_field, tokens_field
 
@@ -181,24 +182,32 @@ def test_what_tokens_say_is_not_stored() -> None:
         sample.append(values + by_token)
     errors = []
     for given in (None, embeddings):
-        codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"), ROPE, embeddings=given)
-        codec.calibrate(sample, None if given is None else tokens)
+        name = "transform:1@group2" if given is None else "transform:1,tokens@group2"
+        codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE, embeddings=given)
+        codec.calibrate(sample, tokens)
         assert codec.needs_tokens == (given is not None)
         restored = TransformCodec(SPEC, codec.settings)
         restored.load_state(codec.state())
-        codes = codec.encode(sample[0], tokens[0])
-        whole = restored.decode(codes, 0, 100, tokens=tokens[0][:100])
-        later = restored.decode({k: v[64:] for k, v in codes.items()}, 64, 30, [3, 1], tokens[0][64:94])
+        codes = codec.encode(sample[0], tokens[0]) | {"tokens": tokens[0]}
+        whole = restored.decode(codes, 0, 100)
+        later = restored.decode({k: v[64:] for k, v in codes.items()}, 64, 30, [3, 1])
         np.testing.assert_allclose(later, whole[64:94, [3, 1]], atol=1e-3)
         tensors = {name: torch.from_numpy(rows) for name, rows in codes.items()}
-        on_torch = restored.decode(tensors, 0, 100, tokens=torch.from_numpy(tokens[0][:100]))
+        on_torch = restored.decode(tensors, 0, 100)
         np.testing.assert_allclose(on_torch.numpy(), whole, atol=1e-3)
         errors.append(np.square(whole - sample[0][:100]).sum())
     assert errors[1] < errors[0] / 4
+    assert codec.describe()["token_features"] == 12
     with pytest.raises(ValueError, match="tokens"):
+        codec.encode(sample[0])
+    del codes["tokens"]
+    with pytest.raises(ValueError, match="got none"):
         codec.decode(codes, 0, 10)
-    with pytest.raises(ValueError, match="both"):
+    with pytest.raises(ValueError, match="embeddings and tokens"):
         codec.calibrate(sample)
+    without = {name: array for name, array in codec.state().items() if name != "tokens/features"}
+    with pytest.raises(ValueError, match="tokens/features"):
+        TransformCodec(SPEC, codec.settings).load_state(without)
 
 
 def test_a_constant_field_costs_next_to_nothing() -> None:
@@ -232,15 +241,25 @@ def test_a_codec_that_has_learned_nothing_says_so() -> None:
         ("transform:0.5@all", TransformSettings(0.5, 0.85, 0)),
         ("transform:1,hidden=2@layer", TransformSettings(1.0, 2.0, 1)),
         ("transform:2@group4", TransformSettings(2.0, 3.4, 4)),
+        ("transform:1,tokens", TransformSettings(1.0, 1.7, None, True)),
+        ("transform:0.88,hidden=1.55,tokens@all", TransformSettings(0.88, 1.55, 0, True)),
     ],
 )
 def test_names_say_bits_and_scope(name: str, expected: TransformSettings) -> None:
     got = TransformSettings.parse(name)
     assert (got.kv_bits, got.group_layers) == (expected.kv_bits, expected.group_layers)
+    assert got.from_tokens == expected.from_tokens
     assert got.hidden_bits == pytest.approx(expected.hidden_bits)
 
 
-@pytest.mark.parametrize("name", ["transform", "transform:", "transform:0", "transform:99", "transform:1@group0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transform", "transform:", "transform:0", "transform:99", "transform:1@group0", "transform:1,token",
+        "transform:1,tokens=1", "transform:1,tokens,hidden=2", "transform:1@all,tokens", "transform:tokens",
+        "transform:1,tokens,tokens", "transform:1,",
+    ],
+)  # fmt: skip
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="transform:"):
         TransformSettings.parse(name)

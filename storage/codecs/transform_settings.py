@@ -1,0 +1,75 @@
+"""The name of a transform codec: bits, scope, and whether keys and values are predicted from tokens.
+
+Which layers share a basis, the *scope*, trades bytes for what a reader of one layer pays. Layers say much the same
+thing about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but a reader
+of one layer then reads the codes of all layers of the group, and multiplies by its own layer's share of the basis.
+
+============  ==========================================================================================
+scope         a reader of one layer of L reads
+============  ==========================================================================================
+``@all``      all codes
+``@group<g>`` the codes of its group: g / L of them
+``@layer``    the codes of its layer: 1 / L of them, but there are two to three times as many at equal error
+(none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
+============  ==========================================================================================
+
+With ``,tokens`` what a token's identity says of its keys and values is predicted instead of stored: less error at equal
+bits. Decoding then needs the tokens, which every store has, and costs one more matrix product; the basis holds up to
+``2 * 512`` bytes for each token of the vocabulary more (131 MB at the 128,256 tokens of Llama 3).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+AUTO_GROUP_WIDTH = 4_096
+HIDDEN_BITS_RATIO = 1.7
+"""Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
+
+TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][@all|@layer|@group<layers>]"
+_NAME = re.compile(r"transform:(\d+(?:\.\d+)?)(?:,hidden=(\d+(?:\.\d+)?))?(,tokens)?(?:@(all|layer|group([1-9]\d*)))?")
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """What the name of a transform codec says.
+
+    Attributes:
+        kv_bits: stored bits per value of keys and values.
+        hidden_bits: stored bits per value of hidden states.
+        group_layers: layers that share a basis; 0 for all, None to choose by width.
+        from_tokens: whether keys and values are predicted from the target's embeddings of the tokens.
+    """
+
+    kv_bits: float
+    hidden_bits: float
+    group_layers: int | None = None
+    from_tokens: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> TransformSettings:
+        """Read ``transform:<bits>[,hidden=<bits>][,tokens][@all|@layer|@group<layers>]``.
+
+        Raises:
+            ValueError: not such a name, or bits outside 0.05 to 10.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                f"Codec {name!r} is not {TRANSFORM_GRAMMAR}, in this order; for example transform:1.0, "
+                "transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
+            )
+        kv_bits = float(match[1])
+        hidden_bits = float(match[2]) if match[2] else kv_bits * HIDDEN_BITS_RATIO
+        for bits in (kv_bits, hidden_bits):
+            if not 0.05 <= bits <= 10:
+                raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
+        group_layers = {None: None, "all": 0, "layer": 1}.get(match[4], int(match[5] or 0))
+        return cls(kv_bits, hidden_bits, group_layers, match[3] is not None)
+
+    def group_size(self, n_layers: int, layer_width: int) -> int:
+        """Return the layers that share a basis, given the width of one layer's keys."""
+        if self.group_layers is None:
+            return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
+        return min(self.group_layers, n_layers) or n_layers
