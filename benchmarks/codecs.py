@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--max-sequences", type=int, default=2800)
     parser.add_argument("--sample", type=int, default=40, help="sequences for errors and divergences")
     parser.add_argument("--steps", type=int, default=340, help="0 trains nothing")
+    parser.add_argument("--train", nargs="+", help="codecs to train a drafter from; default: all of --codecs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--n-prompts", type=int, default=80)
     parser.add_argument("--threads", type=int, default=1)
@@ -268,6 +269,8 @@ def main() -> None:
     for seed in options.seeds if options.steps else ():
         for row in rows:
             codec = row["codec"]
+            if codec not in (options.train or options.codecs):
+                continue
             file = options.out / f"drafter-{slug(codec)}-{seed}.json"
             result = kept(file, lambda codec=codec, seed=seed: measure_drafter(options, codec, seed, target))
             row.setdefault("acceptance_lengths", []).append(result["acceptance_length"])

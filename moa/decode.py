@@ -182,6 +182,8 @@ def generate_batch(
         raise DrafterError("on_tokens serves a single prompt.")
     if open_session is not None and tree is None:
         raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
+    if not prompts:
+        return []
     started = time.perf_counter()
     rows = [_Row(target, prompt, max_new_tokens, seed + index, on_tokens) for index, prompt in enumerate(prompts)]
     active = list(rows)
@@ -233,15 +235,18 @@ def _propose(
     rows: list["_Row"],
     sampling: SamplingConfig,
 ) -> DraftTree:
-    """Drafts no deeper than there are positions for, and in greedy decoding than any row has use for.
+    """Drafts; in greedy decoding no deeper than there are positions for and than any row has use for.
 
-    Sampling uses up random numbers at each level, and an answer must not depend on the rest of its batch.
+    Sampling uses up random numbers at each level, and an answer must not depend on the rest of its batch: what lies
+    beyond the last position is cut when it is committed.
     """
     depth = 0
     if session is not None and tree is not None:
-        useful = max(row.n_remaining for row in rows) - 1 if sampling.is_argmax else tree.depth
-        positions = target.max_positions - max(len(row.committed) for row in rows)
-        depth = min(tree.depth, useful, positions)
+        depth = tree.depth
+        if sampling.is_argmax:
+            useful = max(row.n_remaining for row in rows) - 1
+            positions = target.max_positions - max(len(row.committed) for row in rows)
+            depth = min(depth, useful, positions)
     if session is None or tree is None or depth < 1:
         return DraftTree.empty(len(rows), target.device)
     return session.propose([row.committed for row in rows], tree.cut(depth))

@@ -76,7 +76,7 @@ class MoASession:
         self._catch_up(committed)
         features = self._root(committed)
         if shape.is_chain:
-            return self._chain(features, committed, shape.depth)
+            return self._chain(features, committed, min(shape.depth, shape.n_nodes))
         tree = self._tree(features, shape)
         # Behind the root lie nodes in the order of feeding, not those of one path: they are encoded anew if accepted.
         self.state.self_attention.crop([len(tokens) for tokens in committed])
@@ -132,7 +132,7 @@ class MoASession:
         return DraftTree.chain(torch.cat(tokens, dim=1), torch.stack(probabilities, dim=1) if probabilities else None)
 
     def _tree(self, features: Tensor, shape: TreeShape) -> DraftTree:
-        n_rows, b = features.shape[0], shape.breadth
+        n_rows, b = features.shape[0], min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
         # Candidates of all levels, and of the last one the b nodes that are extended: their place among the candidates,
         # cumulative score, and which fed tokens they see.

@@ -344,8 +344,9 @@ def _write_behind(
     n_new = keys.shape[2]
     for row, length in enumerate(before):
         stop = length + n_fed
-        view[0][row, :, stop - n_new : stop] = keys[row]
-        view[1][row, :, stop - n_new : stop] = values[row]
+        # A row's leftovers are masked slots of longer rows' calls, where a NaN would still spread.
+        view[0][row, :, stop - n_new : stop] = keys[row].nan_to_num()
+        view[1][row, :, stop - n_new : stop] = values[row].nan_to_num()
     return view
 
 

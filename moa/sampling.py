@@ -69,7 +69,7 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
     Returns:
         [V] float64 on CPU, sums to 1.
     """
-    scores = logits.detach().double().cpu().clone()
+    scores = logits.detach().cpu().double().clone()
     if config.repetition_penalty != 1 and previous:
         seen = torch.tensor(sorted(set(previous)))
         penalised = scores[seen]
@@ -144,7 +144,7 @@ def accept_sampled(
         probability = distribution(logits[at + 1], path, config)
         node = None
         for child in (index for index, parent in enumerate(parents) if parent == at):
-            proposal = None if tree.probabilities is None else tree.probabilities[row, child].double().cpu()
+            proposal = None if tree.probabilities is None else tree.probabilities[row, child].cpu().double()
             if _accepts(probability, tokens[child], proposal, generator):
                 node = child
                 break

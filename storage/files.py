@@ -130,7 +130,10 @@ class _RemoteRoot:
     def preload(self, keys: Iterable[str]) -> None:
         """Fetch small files at once, so that reading them one by one needs no further round trip."""
         filesystem, root = self.connect()
-        found = filesystem.cat([f"{root}/{key}" for key in keys if key in self.sizes()], on_error="omit")
+        wanted = [f"{root}/{key}" for key in keys if key in self.sizes()]
+        if not wanted:
+            return
+        found = filesystem.cat(wanted, on_error="omit")
         for name, content in found.items() if isinstance(found, dict) else ():
             self._contents[name[len(root) :].strip("/")] = bytes(content)
 

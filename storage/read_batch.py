@@ -26,6 +26,9 @@ from .shard_reader import ShardReader
 REMOTE_WINDOW_BYTES = 64 << 20
 """Stored bytes that are fetched from a remote file system before they are decoded."""
 
+MAX_SHARDS_AT_ONCE = 128
+"""Files that one call opens at the same time; a process may have 1,024 of them by default, on some systems 256."""
+
 _MAX_HELPERS = 32
 
 
@@ -64,7 +67,9 @@ class _Piece:
 class _ShardPlan:
     """What is wanted of one shard: row of inner chunks -> pieces that it holds rows of."""
 
-    reader: ShardReader
+    part: int
+    array: StoredArray
+    number: int
     layers: tuple[int, ...] | None
     wanted: dict[int, list[_Piece]] = field(default_factory=dict)
 
@@ -112,10 +117,12 @@ def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int =
         ShardMissing: a file is gone.
         ShardCorrupt: a checksum or a size is wrong.
     """
-    reads = [read for plan in _plan_shards(arrays, ranges) for read in _plan_reads(plan)]
-    for window in _windows(reads):
-        _fetch_ahead(window)
-        run_in_threads([_Decode(read) for read in window], n_threads)
+    plans = list(_plan_shards(arrays, ranges))
+    for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
+        reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(arrays, plan)]
+        for window in _windows(reads):
+            _fetch_ahead(window)
+            run_in_threads([_Decode(read) for read in window], n_threads)
 
 
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
@@ -175,7 +182,7 @@ def _plan_shards(arrays: PartArrays, ranges: Iterable[RowRange]) -> Iterator[_Sh
             key = (item.part, item.array.name, number, item.layers)
             plan = plans.get(key)
             if plan is None:
-                plan = plans[key] = _ShardPlan(arrays.shard(item.part, item.array, number), item.layers)
+                plan = plans[key] = _ShardPlan(item.part, item.array, number, item.layers)
             piece = _Piece(at - base, until - base, item.out[at - item.start :])
             for row in range(piece.low // chunk_rows, -(-piece.high // chunk_rows)):
                 plan.wanted.setdefault(row, []).append(piece)
@@ -198,9 +205,9 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
     return sorted(columns.values(), key=lambda column: column.number)
 
 
-def _plan_reads(plan: _ShardPlan) -> Iterator[_Read]:
-    """Group chunks that lie next to each other in the file."""
-    reader = plan.reader
+def _plan_reads(arrays: PartArrays, plan: _ShardPlan) -> Iterator[_Read]:
+    """Open the shard and group chunks that lie next to each other in it."""
+    reader = arrays.shard(plan.part, plan.array, plan.number)
     columns = _columns(plan.layers, reader.layout.chunk_layers, reader.layout.chunks_per_row)
     if not columns:
         return

@@ -100,12 +100,10 @@ def drop_damage(plan: RepairPlan) -> None:
             f"{plan.store}: {MANIFEST_NAME} or {PLAN_NAME} is damaged, and no part can be read without them. Restore "
             "the file from a copy, or pass --model, which makes it anew from the recorded inputs."
         )
-    if plan.seal:
-        seal_path(plan.store).unlink(missing_ok=True)
-    drop_strays(plan)
     with StoreWriter.create_or_resume(
         plan.store, read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)
     ) as writer:
+        drop_strays(plan)
         for part in plan.parts:
             writer.drop_part(part)
         if plan.target:

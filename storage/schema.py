@@ -184,6 +184,10 @@ class StoreManifest:
                     f"{value!r}. Read this store with the release that wrote it."
                 )
         object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
+        if self.n_parts > max(1, self.n_sequences):
+            raise ManifestInvalid(
+                f"The manifest has {self.n_parts} parts for {self.n_sequences} sequences; each part holds at least one."
+            )
         names = [spec.name for spec in self.fields]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ManifestInvalid(f"Fields appear twice: {', '.join(repeated)}. Name each field once.")

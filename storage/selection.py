@@ -8,6 +8,7 @@ import numpy as np
 
 from .codecs.field import FieldCodec, StoredArray
 from .codecs.lossless import LosslessCodec
+from .codecs.transform import TransformCodec
 from .dtypes import from_float32
 from .errors import SliceInvalid, UnknownField
 from .schema import FieldSpec, tokens_field
@@ -50,9 +51,10 @@ def row_shape(array: StoredArray, layers: list[int] | None) -> tuple[int, ...]:
     return (len(layers), *array.row_shape[1:])
 
 
-def decoding_arrays(codec: FieldCodec) -> tuple[StoredArray, ...]:
-    """Return the arrays that decoding a field reads: its own, and the tokens where the codec predicts from them."""
-    return (*codec.arrays, _TOKENS_ARRAY) if codec.needs_tokens else codec.arrays
+def decoding_arrays(codec: FieldCodec, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
+    """Return the arrays that decoding these layers of a field reads: its own, and the tokens it predicts from."""
+    arrays = codec.arrays_of(layers) if isinstance(codec, TransformCodec) else codec.arrays
+    return (*arrays, _TOKENS_ARRAY) if codec.needs_tokens else arrays
 
 
 def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | None) -> dict[str, np.ndarray]:
@@ -61,7 +63,7 @@ def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | No
         array.name: np.empty(
             (array.n_rows(stop) - start // array.block_tokens, *row_shape(array, layers)), array.storage_dtype
         )
-        for array in decoding_arrays(codec)
+        for array in decoding_arrays(codec, layers)
     }
 
 
@@ -85,6 +87,8 @@ def decode_tokens(
         layers: the layers that ``codes`` hold; None for all.
         out: [stop - start, *token_shape], the field's storage dtype; filled.
     """
+    if layers == []:
+        return
     values = codec.decode(codes, base, stop - base, layers)[start - base :]
     out[...] = from_float32(values, codec.spec.dtype)
 
