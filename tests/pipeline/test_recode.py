@@ -2,10 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import zarr
 
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.calibrate import sample_rows
@@ -146,3 +148,22 @@ def test_keys_and_values_are_predicted_from_tokens(
     for name in ("recoded", "extracted"):
         error = np.linalg.norm(values[name] - values["lossless"]) / np.linalg.norm(values["lossless"])
         assert 0.01 < error < 0.03, f"{name}: {error}"  # without tokens 0.077
+
+
+def test_the_format_document_decodes_transform_codes(lossless: Path, tmp_path: Path):
+    """The document's own code, which knows nothing of this package, gives the keys and values of the reader."""
+    recode(lossless, "transform:3@all", tmp_path / "small")
+    text = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    block = next(part.split("```")[0] for part in text.split("```python")[1:] if "def decode_kv" in part)
+    scope: dict[str, Any] = {}
+    exec(block, scope)
+    basis = safetensors.numpy.load_file(tmp_path / "small" / "codec" / "basis.safetensors")
+    with ActivationStore(tmp_path / "small") as store:
+        n_layers, n_kv_heads, _, head_dim = store.fields["kv"].token_shape
+        for i in range(0, len(store), 7):
+            row = {name: store.sequences[name][i].as_py() for name in ("part", "first_token", "n_tokens")}
+            part = zarr.open_group(tmp_path / "small" / "parts" / f"part-{row['part']:05d}.zarr", mode="r")
+            got = scope["decode_kv"](part, basis, row["first_token"], row["n_tokens"], (n_layers, n_kv_heads, head_dim))
+            kv = to_float32(store.read(i, "kv"), "bfloat16")
+            for which, values in enumerate(got):
+                np.testing.assert_allclose(values, kv[:, :, :, which], rtol=0.01, atol=0.02)
