@@ -23,7 +23,7 @@ Sources, read in stored copies:
   (id i is captured at the input of layer i, id L after the last layer).
 - SpecForge ``scripts/prepare_hidden_states.py`` (default ``[2 - 1, L // 2 - 1, L - 3 - 1]`` with the remark that SGLang
   adds 1; ``hidden_state`` is what the logits processor receives, that is after the norm), sglang pull request 25454
-  (both numberings name the same physical states), BaldEagle issue 18.
+  (both numberings name the same physical states), NickL77/BaldEagle#18.
 - EAGLE ``eagle/ge_data/ge_data_all_vicuna.py`` (``outs_big.hidden_states[-1]``, after the norm in transformers' Llama)
   and ``eagle/train/main.py`` (feeds it to the LM head as it is).
 """
