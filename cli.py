@@ -4,21 +4,17 @@ Stages are imported inside their commands, so that ``--help`` answers at once.
 """
 
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
-from . import __version__, cli_store
-from .cli_support import ProgressLine, StageFailure, StageGroup, TokenStream, out, quiet_libraries
+from . import __version__, cli_generate, cli_store
+from .cli_support import ProgressLine, StageGroup, out, quiet_libraries
 from .configuration import config_options
 from .demo.config import DemoConfig
 from .evaluation.config import EvalConfig
 from .pipeline.config import ExtractConfig
 from .provenance import collect_provenance
 from .trainer.config import PRESETS, TrainConfig
-
-if TYPE_CHECKING:
-    from .moa.decode import OnTokens
 
 EPILOG = """\b
 A whole job:
@@ -51,6 +47,7 @@ def main(debug: bool) -> None:
 
 
 for _command in (
+    cli_generate.generate,
     cli_store.inspect,
     cli_store.verify,
     cli_store.audit,
@@ -141,89 +138,24 @@ def train(config: TrainConfig) -> None:
 @main.command("eval")
 @config_options(EvalConfig)
 def evaluate(config: EvalConfig) -> None:
-    """Measure a drafter: acceptance length, target calls and tokens/s beside plain decoding.
+    """Measure drafters: acceptance length, target calls and tokens/s beside plain decoding.
 
-    Both methods decode the same prompts in turns. The prompts are chats (jsonl; the last assistant turn is left out) or
+    All methods decode the same prompts in turns. The prompts are chats (jsonl; the last assistant turn is left out) or
     Spec-Bench questions (multi-turn). Acceptance length = tokens committed per target call, bonus token included.
 
     \b
-    Example:
+    Examples:
       moa-data eval --model ./llama3-8b --drafter runs/moa --prompts test.jsonl --out report.json
+      moa-data eval --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts spec_bench.jsonl \\
+          --method plain,chain,tree,auto,prompt-lookup --repeats 3
+      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain     how much is noise
     """
-    from .evaluation.report import markdown_report
+    from .evaluation.markdown import markdown_report
     from .evaluation.run import evaluate as run_evaluate
 
     with ProgressLine("prompt") as progress:
         report = run_evaluate(config, progress=progress, provenance=collect_provenance())
     out.print(markdown_report(report), markup=False)
-
-
-@main.command()
-@click.option("--model", required=True, help="The target: a folder or a hub id.")
-@click.option("--drafter", required=True, help="A run of `moa-data train`, or a folder with a drafter.")
-@click.option("--prompt", required=True, help="What the user says; - reads it from standard input.")
-@click.option("--max-new-tokens", default=256, show_default=True, metavar="N", help="Stop after this many tokens.")
-@click.option("--draft-length", default=5, show_default=True, metavar="N", help="Tokens drafted per target call.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="Dtype of target and drafter; only float32 promises the very tokens of plain decoding.",
-)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--plain/--no-plain", default=True, help="Also decode plainly and compare (default) or not.")
-def generate(
-    model: str, drafter: str, prompt: str, max_new_tokens: int, draft_length: int, dtype: str, device: str, plain: bool
-) -> None:
-    """Answer a prompt with target and drafter; drafted and accepted text is green.
-
-    Afterwards prints acceptance length (tokens committed per target call, bonus token included), target calls and
-    tokens/s beside plain greedy decoding of the same prompt.
-
-    \b
-    Example:
-      moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "Why is the sky blue?"
-    """
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text.strip():
-        raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
-    import torch
-
-    from .cli_views import decoding_view
-    from .moa.bundle import FrozenTarget
-    from .moa.checkpoint import check_drafter_matches, load_drafter
-    from .moa.decode import plain_generate, speculative_generate
-    from .moa.target import Target
-    from .pipeline.prompts import check_template, prompt_tokens
-
-    loaded = Target.load(model, getattr(torch, dtype), device)
-    check_template(loaded.tokenizer, model)
-    network = load_drafter(drafter, loaded.model.dtype, loaded.device)
-    check_drafter_matches(network, loaded)
-    frozen = FrozenTarget.from_model(loaded.model, network.config.target_layer_inference)
-    prompt_ids = prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}])
-
-    # The first call of each method sets up kernels and buffers; it would be counted against whichever comes first.
-    speculative_generate(loaded, network, frozen, prompt_ids, max_new_tokens=4, draft_length=draft_length)
-    stream = TokenStream(lambda ids: loaded.tokenizer.decode(ids, skip_special_tokens=True))
-    try:
-        drafted = speculative_generate(
-            loaded, network, frozen, prompt_ids,
-            max_new_tokens=max_new_tokens, draft_length=draft_length, on_tokens=_print_tokens(stream),
-        )  # fmt: skip
-    finally:
-        out.print(stream.rest(), markup=False)  # also ends the line of an answer that Ctrl-C cuts short
-    reference = plain_generate(loaded, prompt_ids, max_new_tokens=max_new_tokens) if plain else None
-    out.print(decoding_view(drafted, reference, draft_length))
-
-
-def _print_tokens(stream: TokenStream) -> "OnTokens":
-    def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
-        for text, is_drafted in stream.feed(tokens, drafted):
-            out.print(text, end="", markup=False, style="green" if is_drafted else None)
-
-    return on_tokens
 
 
 @main.command()

@@ -195,34 +195,51 @@ def train_view(report: "TrainReport") -> RenderableType:
     return pairs_table("Trained", facts)
 
 
-def decoding_view(drafted: "Generation", plain: "Generation | None", draft_length: int) -> RenderableType:
-    """Speculative decoding beside plain decoding of one prompt.
+def decoding_view(
+    drafted: "Sequence[Generation]", plain: "Sequence[Generation] | None", shape: str, sampled: bool = False
+) -> RenderableType:
+    """Speculative decoding beside plain decoding of the same prompts.
 
     Args:
-        drafted: The generation with a drafter.
-        plain: The generation without, or None.
-        draft_length: Tokens drafted per target call.
+        drafted: The generations with a drafter.
+        plain: The generations without, or None.
+        shape: Of the drafts.
+        sampled: Whether tokens were sampled: then the two differ by chance.
     """
     table = Table(box=SIMPLE_HEAD)
-    for name in ("", "tokens", "target calls", "tokens per call", "tokens/s"):
+    for name in ("", "tokens", "target calls", "tokens/call", "tokens/s", "draft ms", "verify ms"):
         table.add_column(name, justify="left" if not name else "right")
-    rows = [(f"chain of {draft_length}", drafted)] + ([("plain", plain)] if plain else [])
-    for name, generation in rows:
-        stats = generation.stats
+    for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
+        stats = [generation.stats for generation in generations]
+        n_calls = sum(one.n_target_calls for one in stats)
         table.add_row(
             name,
-            format_count(stats.n_tokens),
-            f"{stats.n_target_calls} + 1 prefill",
-            f"{stats.acceptance_length:.2f}",
-            f"{stats.n_tokens / decode_s(generation):.1f}",
+            format_count(sum(one.n_tokens for one in stats)),
+            format_count(n_calls),
+            f"{sum(sum(one.committed_per_call) for one in stats) / max(1, n_calls):.2f}",
+            f"{_tokens_per_s(generations):.1f}",
+            f"{1e3 * sum(one.draft_s for one in stats) / max(1, n_calls):.1f}",
+            f"{1e3 * sum(one.verify_s for one in stats) / max(1, n_calls):.1f}",
         )
     lines: list[RenderableType] = [table]
     if plain:
-        speed = (drafted.stats.n_tokens / decode_s(drafted)) / (plain.stats.n_tokens / decode_s(plain))
-        same = "the same tokens" if plain.tokens == drafted.tokens else "OTHER tokens than plain decoding"
-        lines.append(Text(f"{speed:.2f} times the speed of plain decoding, {same}."))
-    lines.append(Text("Tokens per call is the acceptance length, bonus token included.", style="dim"))
+        ratio = _tokens_per_s(drafted) / _tokens_per_s(plain)
+        equal = [one.tokens for one in plain] == [one.tokens for one in drafted]
+        same = "the same tokens" if equal else "OTHER tokens than plain decoding"
+        if sampled and not equal:
+            same = "other random draws of the same distribution"
+        lines.append(Text(f"{ratio:.2f} times the speed of plain decoding, {same}."))
+    lines.append(
+        Text(
+            "Target calls after the prefill. Tokens/call is the acceptance length, bonus token included; ms per call.",
+            style="dim",
+        )
+    )
     return Group(*lines)
+
+
+def _tokens_per_s(generations: "Sequence[Generation]") -> float:
+    return sum(one.stats.n_tokens for one in generations) / sum(decode_s(one) for one in generations)
 
 
 def decode_s(generation: "Generation") -> float:

@@ -161,7 +161,8 @@ class _Run:
         config = EvalConfig(
             model=str(self.target),
             prompts=str(self.corpus / HELD_OUT_FILE),
-            drafter=str(self.drafter),
+            drafter=(str(self.drafter),),
+            method=("plain", "chain"),
             out=str(self.evaluation),
             n_prompts=self.config.n_eval_prompts,
             max_new_tokens=self.config.max_new_tokens,

@@ -1,8 +1,14 @@
 """Settings of an evaluation; ``moa-data eval`` turns each field into an option."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-METHODS = ("plain", "chain")
+if TYPE_CHECKING:
+    from ..moa.sampling import SamplingConfig
+    from ..moa.tree import TreeShape
+
+DRAFTING = ("chain", "tree", "auto")
+METHODS = ("plain", *DRAFTING, "prompt-lookup", "assisted", "transformers")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -14,42 +20,97 @@ class EvalConfig:
     """The target: a folder or a hub id."""
     prompts: str
     """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions."""
-    drafter: str | None = None
-    """A run of `moa-data train`, or a folder with a drafter; only `--method plain` alone goes without."""
-    method: tuple[str, ...] = ("plain", "chain")
-    """Methods to compare, the baseline first: plain, chain."""
+    drafter: tuple[str, ...] = ()
+    """Runs of `moa-data train`, or folders with a drafter; several, separated by commas, are compared."""
+    method: tuple[str, ...] = ("plain", "chain", "auto")
+    """Methods to compare, the baseline first: plain; with each drafter chain, tree, auto (the shape that is fastest
+    here, from measured costs and acceptance); without one prompt-lookup, assisted (transformers with --assistant),
+    transformers (its plain generate)."""
+    assistant: str | None = None
+    """Small model with the target's tokenizer for `assisted`: a folder or a hub id."""
     out: str = "report.json"
-    """The report as JSON; a Markdown file and two figures are written beside it under the same name."""
+    """The report as JSON; a Markdown file and figures are written beside it under the same name."""
     n_prompts: int | None = None
     """Use this many prompts: the first ones of chats, taken in turn from each category of Spec-Bench; default: all."""
     max_new_tokens: int = 128
     """Stop an answer after this many tokens."""
     draft_length: int = 5
-    """Tokens drafted per target call."""
+    """Tokens drafted per target call by chain and prompt-lookup."""
+    tree: str = "6x8x62"
+    """Shape for tree: levels of drafts x breadth x most nodes verified. The default is EAGLE-2's, whose depth 7 counts
+    the root."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    repeats: int = 1
+    """Times that each method decodes each prompt; the median counts."""
+    temperature: float = 0.0
+    """0 decodes greedily; above it tokens are sampled, and drafting keeps the target's distribution."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens up to this cumulative probability."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 for all."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that occurred by this."""
+    seed: int = 0
+    """Of sampling; prompt i draws from seed + i."""
     dtype: str = "float32"
     """Dtype of target and drafter: float32, bfloat16 or float16; only float32 promises the tokens of plain decoding."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
-    warmup: int = 1
-    """Prompts that each method decodes before anything is measured."""
+    warmup: int = 2
+    """Prompts that each method decodes before anything is measured; auto calibrates on them."""
 
     def problems(self) -> list[str]:
         """Every value that cannot be used, one line each; empty when all are good."""
         found = [
             f"{name} is {getattr(self, name)}, expected at least 1"
-            for name in ("max_new_tokens", "draft_length", "n_prompts")
+            for name in ("max_new_tokens", "draft_length", "n_prompts", "batch_size", "repeats")
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
         if self.warmup < 0:
             found.append(f"warmup is {self.warmup}, expected 0 or more")
         if self.dtype not in DTYPES:
             found.append(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        from ..moa.errors import DrafterError
+
+        for make in (self.sampling, self.tree_shape):
+            try:
+                make()
+            except DrafterError as error:
+                found.append(str(error).rstrip("."))
+        return found + self._method_problems()
+
+    def _method_problems(self) -> list[str]:
+        found = []
         unknown = [name for name in self.method if name not in METHODS]
-        if unknown or not self.method or self.method[0] != "plain":
+        if unknown or not self.method or self.method[0] not in ("plain", "transformers"):
             found.append(
                 f"method is {','.join(self.method) or 'empty'}, expected plain first (the baseline), "
                 f"then any of {', '.join(METHODS)}"
             )
-        if "chain" in self.method and not self.drafter:
-            found.append("method chain needs a drafter: give --drafter RUN, or --method plain")
+        drafting = [name for name in self.method if name in DRAFTING]
+        if drafting and not self.drafter:
+            found.append(f"method {drafting[0]} needs a drafter: give --drafter RUN, or --method plain")
+        if "assisted" in self.method and not self.assistant:
+            found.append("method assisted needs a small model: give --assistant MODEL")
         return found
+
+    def sampling(self) -> "SamplingConfig":
+        """How tokens are chosen.
+
+        Raises:
+            DrafterError: a value without a meaning.
+        """
+        from ..moa.sampling import SamplingConfig
+
+        return SamplingConfig(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
+
+    def tree_shape(self) -> "TreeShape":
+        """Shape of the method ``tree``.
+
+        Raises:
+            DrafterError: no shape, or one that makes no sense.
+        """
+        from ..moa.tree import TreeShape
+
+        return TreeShape.parse(self.tree)

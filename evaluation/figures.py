@@ -9,29 +9,69 @@ from .report import EvaluationReport
 _DPI = 150
 
 
-def acceptance_histogram(report: EvaluationReport, path: Path) -> None:
-    """Draw how many tokens the target calls of each drafting method committed.
+def acceptance_figure(report: EvaluationReport, path: Path) -> None:
+    """Draw how many tokens the target calls of each drafting method committed, and which drafts were accepted.
 
     Args:
         report: a report; the baseline is left out where there is another method.
         path: of the PNG file.
     """
     summaries = report.methods[1:] or report.methods
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     width = 0.8 / len(summaries)
     n_bars = max((len(summary.accepted_drafts) for summary in summaries), default=0)
     for index, summary in enumerate(summaries):
         shares = [count / max(1, summary.n_target_calls) for count in summary.accepted_drafts]
         places = [k + 1 + (index - (len(summaries) - 1) / 2) * width for k in range(len(shares))]
         length = "-" if summary.acceptance_length is None else f"{summary.acceptance_length:.2f}"
-        bars = axes.bar(places, shares, width, label=f"{summary.method}, mean {length}")
-        axes.bar_label(bars, [f"{share:.0%}" for share in shares], fontsize=8)
-    axes.set_xticks(range(1, n_bars + 1))
-    axes.set_xlabel("tokens committed by a target call, bonus token included")
-    axes.set_ylabel("share of target calls")
-    axes.set_title("Acceptance")
-    axes.legend()
+        bars = left.bar(places, shares, width, label=f"{summary.method}, mean {length}")
+        if len(summaries) <= 2:
+            left.bar_label(bars, [f"{share:.0%}" for share in shares], fontsize=8)
+        right.plot(range(1, 1 + len(summary.accepted_by_position)), summary.accepted_by_position, "o-")
+    left.set_xticks(range(1, n_bars + 1))
+    left.set_xlabel("tokens committed by a target call, bonus token included")
+    left.set_ylabel("share of target calls")
+    left.legend()
+    right.set_xticks(range(1, n_bars))
+    right.set_ylim(0, 1)
+    right.set_xlabel("position of the draft")
+    right.set_ylabel("share of target calls that accepted it")
+    figure.suptitle("Acceptance")
+    _save(figure, path)
+
+
+def category_figure(report: EvaluationReport, path: Path) -> None:
+    """Draw acceptance length and speed ratio of each category with their intervals.
+
+    Args:
+        report: a report with several categories.
+        path: of the PNG file.
+    """
+    names = list(report.categories)
+    figure = Figure(figsize=(max(6.4, 1.1 * len(names) + 2), 6.4), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    n_methods = len(report.methods) - 1
+    for index in range(1, n_methods + 1):
+        of_method = [report.categories[name][index] for name in names]
+        places = [place + (index - (n_methods + 1) / 2) * 0.7 / n_methods for place in range(len(names))]
+        lengths = [summary.acceptance_length or float("nan") for summary in of_method]
+        ratios = [summary.ratio for summary in of_method]
+        for ax, values, bounds in (
+            (axes[0], lengths, [summary.acceptance_length_interval for summary in of_method]),
+            (axes[1], ratios, [summary.ratio_interval for summary in of_method]),
+        ):
+            arms = [
+                (0.0, 0.0) if bound is None else (max(0.0, value - bound[0]), max(0.0, bound[1] - value))
+                for value, bound in zip(values, bounds, strict=True)
+            ]
+            ax.errorbar(places, values, list(zip(*arms, strict=True)), fmt="o", capsize=2,
+                        label=report.methods[index].method)  # fmt: skip
+    axes[0].set_ylabel("acceptance length")
+    axes[0].legend()
+    axes[1].axhline(1.0, color="gray", linewidth=0.8)
+    axes[1].set_ylabel(f"tokens/s over {report.methods[0].method}")
+    axes[1].set_xticks(range(len(names)), names, rotation=30, ha="right")
     _save(figure, path)
 
 
@@ -42,7 +82,7 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
         report: a report.
         path: of the PNG file.
     """
-    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    figure = Figure(figsize=(max(5.6, 1.4 * len(report.methods)), 3.8), layout="constrained")
     axes = figure.subplots()
     names = [summary.method for summary in report.methods]
     bars = axes.bar(names, [summary.tokens_per_s for summary in report.methods], 0.6, color="C0", alpha=0.6)
@@ -62,19 +102,24 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
 
 
 def write_figures(report: EvaluationReport, path: Path) -> list[Path]:
-    """Write both figures beside a report.
+    """Write the figures beside a report.
 
     Args:
         report: a report.
-        path: of its JSON file: ``report.json`` gives ``report_acceptance.png`` and ``report_speed.png``.
+        path: of its JSON file: ``report.json`` gives ``report_acceptance.png``, ``report_speed.png`` and, where there
+            are several categories and methods, ``report_categories.png``.
 
     Returns:
         The files.
     """
-    acceptance, speed = (path.with_name(f"{path.stem}_{name}.png") for name in ("acceptance", "speed"))
-    acceptance_histogram(report, acceptance)
-    speed_figure(report, speed)
-    return [acceptance, speed]
+    drawings = {"acceptance": acceptance_figure, "speed": speed_figure}
+    if len(report.categories) > 1 and len(report.methods) > 1:
+        drawings["categories"] = category_figure
+    files = []
+    for name, draw in drawings.items():
+        files.append(path.with_name(f"{path.stem}_{name}.png"))
+        draw(report, files[-1])
+    return files
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -16,11 +16,10 @@ from ..pipeline.chats import Message
 from ..pipeline.errors import TemplateError
 from ..pipeline.prompts import prompt_tokens
 from .errors import PromptsError
+from .methods import Generate
 from .prompts import Prompt
 
 Progress = Callable[[int, int, str], None]
-Generate = Callable[[list[int]], Generation]
-"""A method: prompt ids to a generation."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,12 @@ class MethodRun:
         n_tokens: generated tokens, the one of the prefill included.
         n_drafted: tokens proposed by the drafter.
         committed_per_call: tokens committed by each target call after the prefill, bonus token included.
-        seconds: of the whole generation, prefill included.
+        seconds: of the whole generation, prefill included. Of several repeats the one of median length counts; of a
+            batch, the row's equal share.
         prefill_s: seconds of the prompt's forward.
         draft_s: seconds of drafting.
         verify_s: seconds of target calls after the prefill.
+        repeats_s: seconds of each repeat.
         first_divergence: index of the first generated token that differs from the baseline's; None where none does.
         top2_gap: difference of the two highest target logits there; tiny values mean a tie that rounding decided.
     """
@@ -48,6 +49,7 @@ class MethodRun:
     verify_s: float
     first_divergence: int | None = None
     top2_gap: float | None = None
+    repeats_s: tuple[float, ...] = ()
 
     @property
     def n_target_calls(self) -> int:
@@ -104,9 +106,12 @@ def measure(
     prompts: Sequence[Prompt],
     *,
     warmup: int = 1,
+    batch_size: int = 1,
+    repeats: int = 1,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Decode every turn of every prompt with every method; the order of the methods turns round from turn to turn.
+    """Decode every turn of every prompt with every method; the order of the methods turns round from batch to batch.
 
     Args:
         target: with its tokenizer.
@@ -114,36 +119,95 @@ def measure(
             other methods' tokens are compared with its tokens.
         prompts: to answer.
         warmup: prompts that each method decodes first, unmeasured.
-        progress: called with (done, total, message) per prompt.
+        batch_size: prompts decoded together.
+        repeats: times that each method decodes each batch, in alternation.
+        seed: prompt i draws from seed + i.
+        progress: called with (done, total, message) per batch.
 
     Raises:
         PromptsError: the chat template refuses a prompt.
     """
-    baseline, result = next(iter(methods)), Measurement()
-    names = list(methods)
-    for prompt in prompts[:warmup]:
-        tokens = _tokens(target, prompt, list(prompt.turns[0]))
-        if len(tokens) < target.max_positions:
-            for generate in methods.values():
-                generate(tokens)
-    for index, prompt in enumerate(prompts):
-        history: list[Message] = []
-        for turn, messages in enumerate(prompt.turns):
-            history += messages
-            tokens = _tokens(target, prompt, history)
-            if len(tokens) >= target.max_positions:
-                result.skipped.append(SkippedTurn(prompt.prompt_id, turn, len(tokens)))
-                break
-            shift = len(result.rows) % len(names)
-            order = names[shift:] + names[:shift]
-            generations = {name: methods[name](tokens) for name in order}
-            runs = {name: _compare(target, tokens, generations[baseline], generations[name]) for name in names}
-            result.rows.append(PromptRow(prompt.prompt_id, prompt.category, turn, len(tokens), tuple(order), runs))
-            answer = target.tokenizer.decode(generations[baseline].tokens, skip_special_tokens=True)
-            history.append({"role": "assistant", "content": answer})
+    result = Measurement()
+    if first := opening_tokens(target, prompts[:warmup]):
+        for generate in methods.values():
+            for start in range(0, len(first), batch_size):
+                generate(first[start : start + batch_size], [seed] * len(first[start : start + batch_size]))
+    n_batches = 0
+    for start in range(0, len(prompts), batch_size):
+        chats = [
+            _Chat(prompt, seed + start + index) for index, prompt in enumerate(prompts[start : start + batch_size])
+        ]
+        for turn in range(max(len(chat.prompt.turns) for chat in chats)):
+            batch = [chat for chat in chats if chat.begin_turn(target, turn, result.skipped)]
+            if batch:
+                shift = n_batches % len(methods)
+                order = [*methods][shift:] + [*methods][:shift]
+                result.rows += _measure_batch(target, methods, order, batch, turn, repeats)
+                n_batches += 1
         if progress is not None:
-            progress(index + 1, len(prompts), f"evaluate {prompt.category} {prompt.prompt_id}")
+            last = chats[-1].prompt
+            progress(start + len(chats), len(prompts), f"evaluate {last.category} {last.prompt_id}")
     return result
+
+
+def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of the first turns of prompts; those that leave no position to generate into are left out.
+
+    Raises:
+        PromptsError: the chat template refuses a prompt.
+    """
+    openings = [_tokens(target, prompt, list(prompt.turns[0])) for prompt in prompts]
+    return [tokens for tokens in openings if len(tokens) < target.max_positions]
+
+
+class _Chat:
+    """A prompt on its way through its turns."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.prompt, self.seed = prompt, seed
+        self.history: list[Message] = []
+        self.tokens: list[int] = []
+        self._ended = False
+
+    def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
+        """Whether there is such a turn with room for an answer; one without room is noted, and ends the chat."""
+        if self._ended or turn >= len(self.prompt.turns):
+            return False
+        self.history += self.prompt.turns[turn]
+        self.tokens = _tokens(target, self.prompt, self.history)
+        if len(self.tokens) >= target.max_positions:
+            skipped.append(SkippedTurn(self.prompt.prompt_id, turn, len(self.tokens)))
+            self._ended = True
+        return not self._ended
+
+
+def _measure_batch(
+    target: Target,
+    methods: Mapping[str, Generate],
+    order: Sequence[str],
+    batch: Sequence[_Chat],
+    turn: int,
+    repeats: int,
+) -> list[PromptRow]:
+    """Answer one turn of each chat with every method."""
+    baseline = next(iter(methods))
+    prompts, seeds = [chat.tokens for chat in batch], [chat.seed for chat in batch]
+    generations: dict[str, list[list[Generation]]] = {name: [] for name in methods}
+    for _ in range(repeats):
+        for name in order:
+            generations[name].append(methods[name](prompts, seeds))
+    rows = []
+    for index, chat in enumerate(batch):
+        of_baseline = generations[baseline][0][index]
+        runs = {
+            name: _compare(target, chat.tokens, of_baseline, [repeat[index] for repeat in generations[name]])
+            for name in methods
+        }
+        prompt = chat.prompt
+        rows.append(PromptRow(prompt.prompt_id, prompt.category, turn, len(chat.tokens), tuple(order), runs))
+        answer = target.tokenizer.decode(of_baseline.tokens, skip_special_tokens=True)
+        chat.history.append({"role": "assistant", "content": answer})
+    return rows
 
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
@@ -169,7 +233,9 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
         raise PromptsError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
-def _compare(target: Target, prompt: list[int], baseline: Generation, other: Generation) -> MethodRun:
+def _compare(target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation]) -> MethodRun:
+    """A method's run: its median repeat. Greedy and seeded repeats give equal tokens."""
+    other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap: Any = None
     if divergence is not None:
@@ -185,4 +251,5 @@ def _compare(target: Target, prompt: list[int], baseline: Generation, other: Gen
         verify_s=stats.verify_s,
         first_divergence=divergence,
         top2_gap=gap,
+        repeats_s=tuple(repeat.stats.total_s for repeat in repeats),
     )

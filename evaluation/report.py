@@ -1,12 +1,10 @@
-"""What an evaluation found: sums and ratios over the measured rows, as JSON and as Markdown.
+"""What an evaluation found: sums and ratios over the measured rows.
 
 Acceptance length = tokens committed per target call, bonus token included, prefill not counted.
 """
 
 import dataclasses
 import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +14,23 @@ import numpy as np
 
 from .errors import EvaluationError
 from .measure import Measurement, MethodRun, PromptRow
+from .statistics import acceptance_length, acceptance_length_interval, accepted_by_position, speed_ratio_interval
 
 KIND = "moa-data evaluation report"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CONVENTIONS = {
     "acceptance_length": "tokens committed per target call, bonus token included, prefill not counted: the sum over "
     "all calls of all prompts divided by the number of calls; plain decoding has 1. Systems that leave the bonus token "
     "out report one less.",
     "acceptance_length_se": "standard error of that ratio over prompts (calls of one prompt are not independent)",
+    "intervals": "95 %, bootstrap over prompts (turns of one prompt stay together), the same draws in every report",
     "target_calls": "calls of the target after the prefill; each answer has one prefill besides",
     "tokens": "generated token ids, end-of-sequence included, never re-tokenised text; the prefill gives the first",
-    "seconds": "the whole generation: prefill, drafting, verification and what lies between",
+    "seconds": "the whole generation: prefill, drafting, verification and what lies between; the median of "
+    "repeats; of a batch, the prompt's equal share",
     "ratio": "total tokens / total seconds of the method over the same of the baseline",
+    "accepted_by_position": "share of target calls that accepted the draft at each position, the first draft first; an "
+    "answer's last call may be cut",
     "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens; the last call of an answer may "
     "be cut by the end-of-sequence token or the token limit",
     "exact_match": "the same token ids as the baseline's; first_divergence counts generated tokens from 0, top2_gap "
@@ -52,10 +55,13 @@ class MethodSummary:
         tokens_per_s: n_tokens / seconds.
         acceptance_length: tokens committed per target call, bonus included; None without a call.
         acceptance_length_se: its standard error over prompts; None for fewer than two prompts.
+        acceptance_length_interval: 95 %; None where there is no standard error.
         accepted_drafts: number of target calls that committed k + 1 tokens, by k.
+        accepted_by_position: share of target calls that accepted the draft at each position.
         n_exact: answers with the baseline's tokens.
         calls_saved: share of the baseline's target calls that was not needed.
         ratio: tokens_per_s over the baseline's.
+        ratio_interval: 95 %; None for fewer than two prompts.
         ratio_quartiles: lower quartile, median and upper quartile of the answers' ratios.
     """
 
@@ -71,11 +77,24 @@ class MethodSummary:
     tokens_per_s: float
     acceptance_length: float | None
     acceptance_length_se: float | None
+    acceptance_length_interval: tuple[float, float] | None
     accepted_drafts: tuple[int, ...]
+    accepted_by_position: tuple[float, ...]
     n_exact: int
     calls_saved: float
     ratio: float
+    ratio_interval: tuple[float, float] | None
     ratio_quartiles: tuple[float, float, float]
+
+    def call_ms(self, part: str) -> float:
+        """Milliseconds of a part of a round, per target call.
+
+        Args:
+            part: ``draft``, ``verify``, or ``rest`` for what is neither of them nor the prefill.
+        """
+        rest = self.seconds - self.prefill_s - self.draft_s - self.verify_s
+        seconds = {"draft": self.draft_s, "verify": self.verify_s, "rest": rest}[part]
+        return 1e3 * seconds / max(1, self.n_target_calls)
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,7 @@ class EvaluationReport:
         methods: one summary per method, the baseline first.
         categories: category -> the same over its rows.
         measurement: every row.
+        choices: method -> which shape ``auto`` chose, and why.
     """
 
     config: dict[str, Any]
@@ -99,6 +119,7 @@ class EvaluationReport:
     methods: list[MethodSummary]
     categories: dict[str, list[MethodSummary]]
     measurement: Measurement
+    choices: dict[str, str]
 
     def method(self, name: str) -> MethodSummary:
         """The summary of a method by its name.
@@ -118,6 +139,7 @@ class EvaluationReport:
             "environment": self.environment,
             "provenance": self.provenance,
             "prompts": self.prompts,
+            "auto": self.choices,
             "methods": [dataclasses.asdict(summary) for summary in self.methods],
             "categories": {
                 name: [dataclasses.asdict(summary) for summary in summaries]
@@ -135,6 +157,7 @@ def build_report(
     environment: Mapping[str, Any],
     provenance: Mapping[str, Any],
     prompts: Mapping[str, Any],
+    choices: Mapping[str, str] | None = None,
 ) -> EvaluationReport:
     """Sum up a measurement.
 
@@ -144,6 +167,7 @@ def build_report(
         environment: device, dtype, threads and the like.
         provenance: command, versions and commit.
         prompts: where the prompts come from.
+        choices: of the methods named auto.
 
     Raises:
         EvaluationError: there is no row.
@@ -163,6 +187,7 @@ def build_report(
         methods=summarize(rows),
         categories={name: summarize([row for row in rows if row.category == name]) for name in categories},
         measurement=measurement,
+        choices=dict(choices or {}),
     )
 
 
@@ -181,7 +206,8 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
     base_rate = sum(run.n_tokens for run in base) / sum(run.seconds for run in base)
     ratios = [run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, base, strict=True)]
     lower, median, upper = (float(value) for value in np.quantile(ratios, (0.25, 0.5, 0.75)))
-    length, error = acceptance_length([row.prompt_id for row in rows], runs)
+    prompt_ids = [row.prompt_id for row in rows]
+    length, error = acceptance_length(prompt_ids, runs)
     return MethodSummary(
         method=name,
         n_answers=len(runs),
@@ -195,37 +221,15 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
         tokens_per_s=n_tokens / seconds,
         acceptance_length=length,
         acceptance_length_se=error,
+        acceptance_length_interval=None if error is None else acceptance_length_interval(prompt_ids, runs),
         accepted_drafts=tuple(np.bincount([count - 1 for count in committed]).tolist()) if committed else (),
+        accepted_by_position=accepted_by_position(committed),
         n_exact=sum(run.first_divergence is None for run in runs),
         calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
         ratio=n_tokens / seconds / base_rate,
+        ratio_interval=speed_ratio_interval(prompt_ids, runs, base),
         ratio_quartiles=(lower, median, upper),
     )
-
-
-def acceptance_length(prompt_ids: Sequence[str], runs: Sequence[MethodRun]) -> tuple[float | None, float | None]:
-    """Tokens per target call over all runs, and its standard error as a ratio of sums over prompts.
-
-    Args:
-        prompt_ids: the prompt of each run; turns of one prompt are not independent and count as one.
-        runs: of one method.
-
-    Returns:
-        (length, standard error); None where there is no call, or fewer than two prompts.
-    """
-    sums: dict[str, list[int]] = {}
-    for prompt_id, run in zip(prompt_ids, runs, strict=True):
-        tokens_calls = sums.setdefault(prompt_id, [0, 0])
-        tokens_calls[0] += sum(run.committed_per_call)
-        tokens_calls[1] += run.n_target_calls
-    tokens, calls = (sum(values) for values in zip(*sums.values(), strict=True))
-    if not calls:
-        return None, None
-    length = tokens / calls
-    if len(sums) < 2:
-        return length, None
-    squares = sum((t - length * c) ** 2 for t, c in sums.values())
-    return length, math.sqrt(squares * len(sums) / (len(sums) - 1)) / calls
 
 
 def _row_json(row: PromptRow) -> dict[str, Any]:
@@ -237,74 +241,6 @@ def _row_json(row: PromptRow) -> dict[str, Any]:
             "exact_match": run.first_divergence is None,
         }
     return values
-
-
-def markdown_report(report: EvaluationReport) -> str:
-    """The report as Markdown: settings, one line per method, then one per category where there are several."""
-    config, environment, prompts = report.config, report.environment, report.prompts
-    answers = f"{prompts['n_answers']} answers of at most {config['max_new_tokens']} tokens"
-    lines = [
-        "# Speculative decoding against plain decoding",
-        "",
-        f"{answers} to prompts of {prompts['file']} ({prompts['kind']}); drafts of {config['draft_length']} tokens; "
-        f"{environment['dtype']} on {environment['device']}, {environment['n_threads']} threads; methods alternate.",
-        "",
-        "| method | acceptance length | target calls | calls saved | tokens | tokens/s | ratio | ratio per answer, "
-        "median (quartiles) | exact |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_method_line(summary) for summary in report.methods),
-        "",
-        "Acceptance length: tokens committed per target call, bonus token included, prefill not counted; +- standard "
-        "error over prompts. Tokens/s: generated token ids over the whole generation, prefill included. Exact: answers "
-        "with the very tokens of the baseline.",
-    ]
-    if len(report.categories) > 1:
-        lines += ["", *_category_lines(report)]
-    lines += _divergence_lines(report)
-    if report.measurement.skipped:
-        lines += ["", f"{len(report.measurement.skipped)} turns were skipped: longer than the target's positions."]
-    return "\n".join(lines) + "\n"
-
-
-def _method_line(summary: MethodSummary) -> str:
-    lower, median, upper = summary.ratio_quartiles
-    return (
-        f"| {summary.method} | {_length(summary)} | {summary.n_target_calls:,} | {summary.calls_saved:.1%} "
-        f"| {summary.n_tokens:,} | {summary.tokens_per_s:.1f} | {summary.ratio:.2f} "
-        f"| {median:.2f} ({lower:.2f}-{upper:.2f}) | {summary.n_exact}/{summary.n_answers} |"
-    )
-
-
-def _length(summary: MethodSummary) -> str:
-    if summary.acceptance_length is None:
-        return "-"
-    error = summary.acceptance_length_se
-    return f"{summary.acceptance_length:.2f}" + ("" if error is None else f" +- {error:.2f}")
-
-
-def _category_lines(report: EvaluationReport) -> list[str]:
-    others = report.methods[1:] or report.methods
-    titles = [f"{s.method} {column}" for s in others for column in ("acceptance length", "tokens/s", "ratio")]
-    lines = ["| category | answers | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 2)]
-    for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
-        cells = [
-            cell
-            for summary in (summaries[1:] or summaries)
-            for cell in (_length(summary), f"{summary.tokens_per_s:.1f}", f"{summary.ratio:.2f}")
-        ]
-        lines.append(f"| {name} | {summaries[0].n_answers} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _divergence_lines(report: EvaluationReport) -> list[str]:
-    found = [
-        f"- {name}, prompt {row.prompt_id} turn {row.turn}: token {run.first_divergence}, top-2 gap {run.top2_gap:.2e}"
-        for row in report.measurement.rows
-        for name, run in row.runs.items()
-        if run.first_divergence is not None
-    ]
-    more = [f"- and {len(found) - 10} more, see the JSON"] if len(found) > 10 else []
-    return ["", "First token that differs from the baseline's:", "", *found[:10], *more] if found else []
 
 
 def check_output(path: str | Path) -> Path:
@@ -328,16 +264,3 @@ def check_output(path: str | Path) -> Path:
     if not is_report:
         raise EvaluationError(f"--out {path} holds something that is not an evaluation report; choose another --out.")
     return path
-
-
-def write_report(report: EvaluationReport, path: Path) -> None:
-    """Write the JSON file and the Markdown file beside it; each replaces its predecessor in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path.with_suffix(".md"), markdown_report(report))
-    _replace(path, json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

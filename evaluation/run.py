@@ -3,29 +3,26 @@
 import dataclasses
 import platform
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..moa.bundle import FrozenTarget
-from ..moa.checkpoint import check_drafter_matches, load_drafter
-from ..moa.decode import plain_generate, speculative_generate
-from ..moa.model import MoADrafter
 from ..moa.target import Target
 from ..pipeline.prompts import check_template
 from .config import EvalConfig
 from .errors import EvalConfigError
 from .figures import write_figures
-from .measure import Generate, Progress, measure
+from .markdown import write_report
+from .measure import Progress, measure, opening_tokens
+from .methods import build_methods
 from .prompts import load_prompts
-from .report import EvaluationReport, build_report, check_output, write_report
+from .report import EvaluationReport, build_report, check_output
 
 
 def evaluate(
     config: EvalConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> EvaluationReport:
-    """Measure decoding with a drafter beside plain decoding of the same prompts.
+    """Measure ways of decoding beside plain decoding of the same prompts.
 
     Args:
         config: what to measure.
@@ -33,7 +30,7 @@ def evaluate(
         provenance: command, versions and commit, for the report.
 
     Returns:
-        The report, which was also written: JSON at ``config.out``, Markdown and two figures beside it.
+        The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
 
     Raises:
         EvaluationError: settings or prompts that cannot be used, or an output that holds something else.
@@ -44,18 +41,28 @@ def evaluate(
         raise EvalConfigError("; ".join(problems) + ".")
     out = check_output(config.out)
     prompts = load_prompts(config.prompts, config.n_prompts)
-    dtype = getattr(torch, config.dtype)
-    target = Target.load(config.model, dtype, config.device)
+    target = Target.load(config.model, getattr(torch, config.dtype), config.device)
     check_template(target.tokenizer, config.model)
-    drafter = None
-    if config.drafter is not None and "chain" in config.method:
-        drafter = load_drafter(config.drafter, dtype, target.device)
-        check_drafter_matches(drafter, target)
-    methods = build_methods(config, target, drafter)
-    measurement = measure(target, methods, prompts.prompts, warmup=config.warmup, progress=progress)
+    calibration_prompts = opening_tokens(target, prompts.prompts[: max(1, config.warmup)])
+    if "auto" in config.method and not calibration_prompts:
+        raise EvalConfigError(
+            f"method auto calibrates on the first {max(1, config.warmup)} prompts, and none of them leaves the target "
+            "a position to generate into; raise --warmup, or give shorter prompts."
+        )
+    methods, choices = build_methods(config, target, calibration_prompts)
+    measurement = measure(
+        target,
+        methods,
+        prompts.prompts,
+        warmup=config.warmup,
+        batch_size=config.batch_size,
+        repeats=config.repeats,
+        seed=config.seed,
+        progress=progress,
+    )
     report = build_report(
         measurement,
-        config=dataclasses.asdict(config) | {"method": list(config.method)},
+        config=dataclasses.asdict(config) | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
         prompts={
@@ -64,39 +71,11 @@ def evaluate(
             "n_in_file": prompts.n_in_file,
             "n_used": len(prompts.prompts),
         },
+        choices={name: choice.describe() for name, choice in choices.items()},
     )
     write_figures(report, out)
     write_report(report, out)  # last: a report that is there is whole, its figures included
     return report
-
-
-def build_methods(config: EvalConfig, target: Target, drafter: MoADrafter | None) -> dict[str, Generate]:
-    """The methods by name; one that occurs again gets a number (``plain#2``).
-
-    Args:
-        config: names of the methods and their settings.
-        target: the loaded target.
-        drafter: trained for it; needed by ``chain``.
-    """
-    methods: dict[str, Generate] = {}
-    for method in config.method:
-        if method == "plain":
-            generate: Generate = partial(plain_generate, target, max_new_tokens=config.max_new_tokens)
-        else:
-            assert drafter is not None
-            # Taken from the target once, not once per prompt.
-            frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-            generate = partial(
-                speculative_generate,
-                target,
-                drafter,
-                frozen,
-                max_new_tokens=config.max_new_tokens,
-                draft_length=config.draft_length,
-            )
-        number = 1 + sum(name.split("#")[0] == method for name in methods)
-        methods[method if number == 1 else f"{method}#{number}"] = generate
-    return methods
 
 
 def _environment(target: Target, dtype: str) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from .tree import DraftTree, TreeShape, ancestors
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
 
+OnRound = Callable[[DraftTree, list[list[int]]], None]
+"""Called after each verification with the drafts and, per row, the accepted nodes from the root down."""
+
 OpenSession = Callable[[TargetCache, list[torch.Generator]], DraftSession]
 """(cache of the target's KV, one generator per row) -> who proposes drafts."""
 
@@ -154,8 +157,9 @@ def generate_batch(
     open_session: OpenSession | None = None,
     tree: TreeShape | None = None,
     sampling: SamplingConfig = GREEDY,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     on_tokens: OnTokens | None = None,
+    on_round: OnRound | None = None,
 ) -> list[Generation]:
     """Decode several prompts of any lengths at once; each gives what it gives alone.
 
@@ -169,8 +173,9 @@ def generate_batch(
         open_session: who proposes drafts; None for plain decoding.
         tree: shape of the drafts; needed with ``open_session``.
         sampling: how the next token is chosen.
-        seed: of the draws; row r draws from ``seed + r``.
+        seed: of the draws; row r draws from ``seed + r``, or from its own seed of a sequence.
         on_tokens: called at each commit; for a single prompt only.
+        on_round: called after each verification.
 
     Returns:
         A generation per prompt, in their order.
@@ -185,7 +190,8 @@ def generate_batch(
     if not prompts:
         return []
     started = time.perf_counter()
-    rows = [_Row(target, prompt, max_new_tokens, seed + index, on_tokens) for index, prompt in enumerate(prompts)]
+    seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
+    rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
     active = list(rows)
     cache = target.new_cache(len(rows))
     _prefill(target, cache, active, sampling)
@@ -196,7 +202,9 @@ def generate_batch(
         began = time.perf_counter()
         drafts = _propose(target, session, tree, active, sampling)
         drafted_at = time.perf_counter()
-        _verify(target, cache, active, drafts, sampling)
+        accepted = _verify(target, cache, active, drafts, sampling)
+        if on_round is not None:
+            on_round(drafts, accepted)
         for row in active:
             row.stats.draft_s += (drafted_at - began) / len(active) if session is not None else 0.0
             row.stats.verify_s += (time.perf_counter() - drafted_at) / len(active)
@@ -254,14 +262,14 @@ def _propose(
 
 def _verify(
     target: Target, cache: TargetCache, rows: list["_Row"], drafts: DraftTree, sampling: SamplingConfig
-) -> None:
-    """One target call over root and drafts of each row; commits what the target agrees with."""
+) -> list[list[int]]:
+    """One target call over root and drafts of each row; commits what the target agrees with, returns those nodes."""
     roots = torch.tensor([[row.committed[-1]] for row in rows], device=target.device)
     tokens = torch.cat((roots, drafts.tokens), dim=1)  # [B, 1 + N]
     hidden = target.forward(tokens, cache, ancestors(drafts.parents) if drafts.n_nodes else None)
     logits = target.logits(hidden)  # [B, 1 + N, V]
     predicted = logits.argmax(dim=-1).tolist() if sampling.is_argmax else None
-    kept: list[list[int]] = []
+    nodes: list[list[int]] = []
     for index, row in enumerate(rows):
         if predicted is not None:
             accepted, bonus = accept_argmax(
@@ -269,9 +277,10 @@ def _verify(
             )
         else:
             accepted, bonus = _choose(logits[index], drafts, index, row, sampling)
-        kept.append([0, *(node + 1 for node in accepted)])
+        nodes.append(accepted)
         row.commit([*(int(drafts.tokens[index, node]) for node in accepted), bonus])
-    cache.commit(kept)
+    cache.commit([[0, *(node + 1 for node in accepted)] for accepted in nodes])
+    return nodes
 
 
 def _choose(

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from .errors import DrafterError
 
+_MAX_CANDIDATES = 1 << 16
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -33,6 +35,39 @@ class TreeShape:
         for name in ("depth", "breadth", "n_nodes"):
             if getattr(self, name) < 1:
                 raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
+        if not self.is_chain and self.n_nodes < self.depth:
+            raise DrafterError(
+                f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; give at least {self.depth}."
+            )
+        if self.n_candidates > _MAX_CANDIDATES:
+            raise DrafterError(
+                f"a draft tree of depth {self.depth} and breadth {self.breadth} has {self.n_candidates:,} candidates a "
+                f"round, at most {_MAX_CANDIDATES:,} make sense; give a smaller depth or breadth."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "TreeShape":
+        """``5`` is a chain of five drafts, ``6x8x62`` a tree of six levels, breadth 8 and at most 62 nodes.
+
+        Raises:
+            DrafterError: neither of these, or a size below 1.
+        """
+        try:
+            sizes = [int(part) for part in text.lower().split("x")]
+        except ValueError:
+            sizes = []
+        if len(sizes) == 1:
+            return cls(sizes[0])
+        if len(sizes) == 3:
+            return cls(*sizes)
+        raise DrafterError(
+            f"{text!r} is no shape of drafts; expected a chain's length such as 5, or DEPTHxBREADTHxNODES such as "
+            "6x8x62."
+        )
+
+    def __str__(self) -> str:
+        """What :meth:`parse` reads."""
+        return str(self.depth) if self.is_chain else f"{self.depth}x{self.breadth}x{self.n_nodes}"
 
     @property
     def is_chain(self) -> bool:

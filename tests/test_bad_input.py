@@ -16,6 +16,10 @@ from transformers import LlamaForCausalLM
 from moa_data.cli import main
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import build_target, train_tokenizer
+from moa_data.moa.checkpoint import save_drafter
+from moa_data.moa.config import DrafterConfig
+from moa_data.moa.model import MoADrafter
+from moa_data.moa.target import Target
 
 CHATS = [
     [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
@@ -206,6 +210,36 @@ def test_run_without_checkpoint_starts_again_and_a_damaged_one_is_named(room: Pa
 
 def test_empty_prompt() -> None:
     refused(run("generate", "--model", "m", "--drafter", "d", "--prompt", " "), "the prompt is empty")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--temperature", "-0.5", "temperature must be a number from 0 up, got -0.5"),
+        ("--top-p", "0", "top_p must be above 0 and at most 1, got 0.0"),
+        ("--top-k", "-3", "top_k must be at least 0"),
+        ("--tree", "big", "'big' is no shape of drafts; expected a chain's length such as 5"),
+        ("--tree", "6x8x4", "4 nodes cannot make a draft tree 6 levels deep"),
+        ("--tree", "-1", "depth of a draft tree must be at least 1, got -1"),
+    ],
+)
+def test_decoding_options_are_checked_before_the_target_is_loaded(option: str, value: str, text: str) -> None:
+    refused(run("generate", "--model", "absent", "--drafter", "absent", "--prompt", "Hi", option, value), text)
+
+
+def test_prompts_and_drafters_that_do_not_fit_the_target(room: Path, tmp_path: Path) -> None:
+    target = Target.load(str(room / "model"), torch.float32, "cpu")
+    for name, identity in (("own", target.identity), ("strange", {"weights_sha256": "0" * 64})):
+        save_drafter(MoADrafter(DrafterConfig.from_target(target.config, identity)), tmp_path / name)
+    generate = ("generate", "--model", room / "model", "--device", "cpu", "--max-new-tokens", "4", "--prompt")
+    refused(run(*generate, "Hi", "--drafter", tmp_path / "strange"), "trained for a target with weights 0000")
+    long = "word " * target.max_positions
+    refused(run(*generate, long, "--drafter", tmp_path / "own"), f"the target has {target.max_positions} positions")
+    chats = tmp_path / "long.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": long}]}) + "\n", encoding="utf-8")
+    arguments = ("eval", "--model", room / "model", "--prompts", chats, "--out", tmp_path / "report.json")
+    refused(run(*arguments, "--drafter", tmp_path / "own"), "raise --warmup, or give shorter prompts")
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_usage_errors_are_one_line() -> None:

@@ -1,6 +1,7 @@
 """`evaluate` writes a report that says what was measured and how, and refuses what it can't use."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from moa_data.moa.target import Target
 def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> EvalConfig:
     return EvalConfig(
         model=str(target_folder),
-        drafter=str(drafter_folder),
+        drafter=(str(drafter_folder),),
+        method=("plain", "chain"),
         prompts=str(chats_file),
         out=str(tmp_path / "out" / "report.json"),
         max_new_tokens=12,
@@ -68,19 +70,63 @@ def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file
 
 
 def test_plain_alone_needs_no_drafter(config: EvalConfig) -> None:
-    report = evaluate(changed(config, method=("plain", "plain"), drafter=None, n_prompts=2))
+    report = evaluate(changed(config, method=("plain", "plain"), drafter=(), n_prompts=2))
     first, second = report.methods
     assert [first.method, second.method] == ["plain", "plain#2"]
     assert first.n_tokens == second.n_tokens
     assert first.n_target_calls == second.n_target_calls
 
 
+def test_all_methods_give_the_tokens_of_plain_decoding(config: EvalConfig, target_folder: Path) -> None:
+    """The target is its own assistant here: every draft is right, up to the drafts that transformers dares to make."""
+    methods = ("plain", "chain", "tree", "auto", "prompt-lookup", "assisted", "transformers")
+    report = evaluate(changed(config, method=methods, assistant=str(target_folder), tree="3x2x5", n_prompts=3))
+    assert [summary.method for summary in report.methods] == list(methods)
+    for summary in report.methods:
+        assert summary.n_exact == summary.n_answers == 3, summary.method
+        assert sum(summary.accepted_drafts) == summary.n_target_calls
+    transformers, assisted = report.method("transformers"), report.method("assisted")
+    assert transformers.n_target_calls == report.method("plain").n_target_calls
+    assert transformers.n_drafted == 0
+    assert assisted.n_target_calls < transformers.n_target_calls
+    assert assisted.n_drafted > 0
+    assert set(report.choices) == {"auto"}
+    assert report.choices["auto"].startswith("auto: ")
+
+
+def test_several_drafters_and_batches(config: EvalConfig, drafter_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(drafter_folder, other)
+    together = evaluate(changed(config, drafter=(str(drafter_folder), str(other)), batch_size=2))
+    names = [summary.method for summary in together.methods]
+    assert names == ["plain", f"chain {drafter_folder.name}", "chain other"]
+    alone = evaluate(config)
+    first, second = together.methods[1:]
+    for summary in (first, second):
+        assert summary.accepted_drafts == alone.method("chain").accepted_drafts
+        assert summary.n_exact == 5
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
+    sampled = changed(config, temperature=0.9, top_k=20, seed=7)
+    reports = [evaluate(changed(sampled, batch_size=size)) for size in (1, 3)]
+    for name in ("plain", "chain"):
+        committed = [[row.runs[name].committed_per_call for row in report.measurement.rows] for report in reports]
+        assert committed[0] == committed[1]
+    assert "temperature 0.9" in Path(config.out).with_suffix(".md").read_text()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"method": ("chain",)}, "plain first"),
-        ({"method": ("plain", "tree")}, "plain first"),
-        ({"drafter": None}, "needs a drafter"),
+        ({"method": ("plain", "bush")}, "plain first"),
+        ({"drafter": ()}, "needs a drafter"),
+        ({"method": ("plain", "assisted")}, "needs a small model"),
+        ({"tree": "6x8"}, "'6x8' is no shape of drafts.*such as 6x8x62"),
+        ({"tree": "6x8x3"}, "3 nodes cannot make a draft tree 6 levels deep"),
+        ({"temperature": -1.0}, "temperature must be a number from 0 up, got -1"),
+        ({"batch_size": 0, "repeats": 0}, "batch_size is 0.*repeats is 0"),
         ({"dtype": "float8"}, "expected one of float32"),
         ({"draft_length": 0, "n_prompts": 0}, "draft_length is 0.*n_prompts is 0"),
         ({"warmup": -1}, "warmup is -1"),
@@ -105,10 +151,10 @@ def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_pat
     with pytest.raises(TargetError, match=r"device 'nothing' cannot be used.*--device cpu"):
         evaluate(changed(config, device="nothing"))
     with pytest.raises(DrafterError, match="holds no drafter"):
-        evaluate(changed(config, drafter=str(tmp_path)))
+        evaluate(changed(config, drafter=(str(tmp_path),)))
     stranger = MoADrafter(DrafterConfig.from_target(target.config, target={"weights_sha256": "0" * 64}))
     stranger.initialize(torch.Generator().manual_seed(0))
     save_drafter(stranger, tmp_path / "stranger")
     with pytest.raises(TargetMismatch, match="trained for a target with weights 0000"):
-        evaluate(changed(config, drafter=str(tmp_path / "stranger")))
+        evaluate(changed(config, drafter=(str(tmp_path / "stranger"),)))
     assert not Path(config.out).exists()

@@ -1,16 +1,20 @@
 """All methods see the same prompts and are counted by the same code; the first one is the baseline."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
+from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.errors import EvaluationError
-from moa_data.evaluation.measure import Generate, Measurement, MethodRun, PromptRow, first_divergence, measure
+from moa_data.evaluation.markdown import markdown_report
+from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow, first_divergence, measure
+from moa_data.evaluation.methods import Generate
 from moa_data.evaluation.prompts import Prompt
-from moa_data.evaluation.report import acceptance_length, build_report, markdown_report, summarize
-from moa_data.moa.decode import DecodeStats, Generation, plain_generate
+from moa_data.evaluation.report import build_report, summarize
+from moa_data.moa.decode import DecodeStats, Generation, generate_batch, plain_generate
 from moa_data.moa.target import Target
 
 from .conftest import MAX_POSITIONS
@@ -20,10 +24,17 @@ def question(*texts: str, prompt_id: str = "p", category: str = "all") -> Prompt
     return Prompt(prompt_id, category, tuple(({"role": "user", "content": text},) for text in texts))
 
 
+def plain_method(target: Target, max_new_tokens: int) -> Generate:
+    return lambda prompts, seeds: generate_batch(target, prompts, max_new_tokens=max_new_tokens, seed=seeds)
+
+
 def in_runs_of(target: Target, n: int, seen: list[list[int]] | None = None) -> Generate:
     """A method that gives plain decoding's tokens and claims to have committed them n at a time."""
 
-    def generate(tokens: list[int]) -> Generation:
+    def generate(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        return [generate_one(tokens) for tokens in prompts]
+
+    def generate_one(tokens: list[int]) -> Generation:
         if seen is not None:
             seen.append(list(tokens))
         plain = plain_generate(target, tokens, max_new_tokens=9)
@@ -36,12 +47,12 @@ def in_runs_of(target: Target, n: int, seen: list[list[int]] | None = None) -> G
 
 
 def test_a_method_against_itself_counts_equally(target: Target) -> None:
-    plain = partial(plain_generate, target, max_new_tokens=12)
+    plain = plain_method(target, 12)
     prompts = [question(text, prompt_id=text) for text in ("one", "two", "three", "four")]
     measurement = measure(target, {"plain": plain, "plain#2": plain}, prompts)
     first, second = summarize(measurement.rows)
     assert second.n_exact == second.n_answers == 4
-    timed = ("seconds", "tokens_per_s", "ratio", "prefill_s", "verify_s", "ratio_quartiles")
+    timed = ("seconds", "tokens_per_s", "ratio", "prefill_s", "verify_s", "ratio_quartiles", "ratio_interval")
     timeless: dict[str, Any] = {"method": "", **dict.fromkeys(timed)}
     assert replace(first, **timeless) == replace(second, **timeless)
     assert first.acceptance_length == 1.0
@@ -70,6 +81,43 @@ def test_later_turns_carry_the_baselines_answers(target: Target) -> None:
     assert text.endswith("<eot><user>second<eot><assistant>")
 
 
+def test_batches_answer_all_turns_and_equal_one_at_a_time(target: Target) -> None:
+    prompts = [question("a", "b", prompt_id="two"), question("longer", prompt_id="one"), question("c", prompt_id="3")]
+    alone, together = (measure(target, {"plain": plain_method(target, 9)}, prompts, batch_size=size) for size in (1, 2))
+    by_turn = [{(row.prompt_id, row.turn): row.runs["plain"] for row in rows} for rows in (alone.rows, together.rows)]
+    assert sorted(by_turn[0]) == sorted(by_turn[1]) == [("3", 0), ("one", 0), ("two", 0), ("two", 1)]
+    for place, one in by_turn[0].items():
+        assert one.committed_per_call == by_turn[1][place].committed_per_call
+
+
+def test_the_median_repeat_counts(target: Target) -> None:
+    times = iter([5.0, 1.0, 2.0])
+
+    def slow(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        return [Generation([3, 4], DecodeStats([1], n_tokens=2, verify_s=(t := next(times)), total_s=t))]
+
+    (row,) = measure(target, {"plain": slow}, [question("a")], warmup=0, repeats=3).rows
+    run = row.runs["plain"]
+    assert (run.seconds, run.verify_s, run.repeats_s) == (2.0, 2.0, (5.0, 1.0, 2.0))
+
+
+def test_the_baseline_against_itself_has_ratio_one(target: Target) -> None:
+    """Both sides are timed by the same code; the clock of this test ticks once per target call."""
+
+    def ticking(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        generations = generate_batch(target, prompts, max_new_tokens=9, seed=seeds)
+        for generation in generations:
+            generation.stats.total_s = 1.0 + generation.stats.n_target_calls
+        return generations
+
+    prompts = [question(text, prompt_id=text) for text in ("one", "two", "three")]
+    _, second = summarize(measure(target, {"plain": ticking, "plain#2": ticking}, prompts, repeats=2).rows)
+    assert second.ratio == 1.0
+    assert second.ratio_interval == (1.0, 1.0)
+    assert second.ratio_quartiles == (1.0, 1.0, 1.0)
+    assert second.calls_saved == 0.0
+
+
 def test_prompts_without_room_are_counted_not_dropped_silently(target: Target) -> None:
     methods = {"plain": in_runs_of(target, 1)}
     prompts = [question("x" * MAX_POSITIONS, prompt_id="long"), question("short", prompt_id="short")]
@@ -82,12 +130,12 @@ def test_prompts_without_room_are_counted_not_dropped_silently(target: Target) -
 
 
 def test_a_divergence_is_located_with_its_logit_gap(target: Target) -> None:
-    def wrong(tokens: list[int]) -> Generation:
-        generation = plain_generate(target, tokens, max_new_tokens=9)
+    def wrong(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        generation = plain_generate(target, prompts[0], max_new_tokens=9)
         generation.tokens[2] += 1
-        return generation
+        return [generation]
 
-    methods = {"plain": partial(plain_generate, target, max_new_tokens=9), "wrong": wrong}
+    methods = {"plain": plain_method(target, 9), "wrong": wrong}
     measurement = measure(target, methods, [question("hi")], warmup=0)
     run = measurement.rows[0].runs["wrong"]
     assert run.first_divergence == 2
@@ -105,15 +153,6 @@ def test_first_divergence() -> None:
 
 def run(committed: tuple[int, ...], seconds: float = 1.0) -> MethodRun:
     return MethodRun(1 + sum(committed), 0, committed, seconds, 0.0, 0.0, 0.0)
-
-
-def test_acceptance_length_is_a_ratio_of_sums() -> None:
-    length, error = acceptance_length(["a", "b"], [run((3, 3)), run((1, 1, 1, 1))])
-    assert length == pytest.approx(10 / 6)
-    # Ratio estimator: residuals t - R c are 6 - 10/3 and 4 - 20/3, that is +-8/3.
-    assert error == pytest.approx((2 * (8 / 3) ** 2 * 2) ** 0.5 / 6)
-    assert acceptance_length(["a", "a"], [run((2,)), run((4,))]) == (3.0, None)
-    assert acceptance_length(["a"], [run(())]) == (None, None)
 
 
 def test_speed_is_totals_over_totals_and_quartiles_of_answers() -> None:
@@ -138,13 +177,14 @@ def test_markdown_has_a_line_per_method_and_category() -> None:
     ]
     report = build_report(
         Measurement(rows),
-        config={"max_new_tokens": 9, "draft_length": 5},
+        config=dataclasses.asdict(EvalConfig("m", "p", method=("plain", "chain"), drafter=("d",), max_new_tokens=9)),
         environment={"dtype": "float32", "device": "cpu", "n_threads": 1},
         provenance={},
         prompts={"file": "p.jsonl", "kind": "spec-bench"},
     )
     text = markdown_report(report)
-    assert "| chain | 1.50 +- 0.00 | 6 | 33.3% | 12 |" in text
-    assert "| qa | 2 | 1.50 +- 0.00 |" in text
+    assert "| chain | 1.50 (1.50-1.50) | 6 | 33.3% | 12 |" in text
+    assert "| qa | 2 | 1.50 (1.50-1.50) |" in text
     assert "| math | 1 | 1.50 |" in text
+    assert "| chain | 0.0 | 0.0 | 500.0 | 0.0 | 50% |" in text
     assert "bonus token included" in text

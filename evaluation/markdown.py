@@ -1,0 +1,129 @@
+"""An evaluation report as Markdown, and writing it."""
+
+import json
+import os
+from pathlib import Path
+
+from .report import EvaluationReport, MethodSummary
+
+_MAX_DIVERGENCES = 10
+
+
+def markdown_report(report: EvaluationReport) -> str:
+    """Settings, one line per method, what a round costs, then one line per category where there are several."""
+    config, environment, prompts = report.config, report.environment, report.prompts
+    answers = f"{prompts['n_answers']} answers of at most {config['max_new_tokens']} tokens"
+    lines = [
+        "# Speculative decoding against plain decoding",
+        "",
+        f"{answers} to prompts of {prompts['file']} ({prompts['kind']}); {_settings(report)}; {environment['dtype']} "
+        f"on {environment['device']}, {environment['n_threads']} threads; methods alternate.",
+        "",
+        "| method | acceptance length | target calls | calls saved | tokens | tokens/s | ratio | ratio per answer, "
+        "median (quartiles) | exact |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_method_line(report, summary) for summary in report.methods),
+        "",
+        "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
+        "generated token ids over the whole generation, prefill included. Exact: answers with the very tokens of the "
+        "baseline. Intervals: 95 %, bootstrap over prompts.",
+        *(f"\n{name} is {text}." for name, text in report.choices.items()),
+        "",
+        *_cost_lines(report),
+    ]
+    if len(report.categories) > 1:
+        lines += ["", *_category_lines(report)]
+    lines += _divergence_lines(report)
+    if report.measurement.skipped:
+        lines += ["", f"{len(report.measurement.skipped)} turns were skipped: longer than the target's positions."]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(report: EvaluationReport, path: Path) -> None:
+    """Write the JSON file and the Markdown file beside it; each replaces its predecessor in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _replace(path.with_suffix(".md"), markdown_report(report))
+    _replace(path, json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+
+
+def _settings(report: EvaluationReport) -> str:
+    config = report.config
+    methods = config["method"]
+    parts = []
+    if {"chain", "prompt-lookup"} & set(methods):
+        parts.append(f"drafts of {config['draft_length']} tokens")
+    if "tree" in methods:
+        parts.append(f"trees {config['tree']}")
+    parts.append(f"temperature {config['temperature']}" if config["temperature"] else "greedy")
+    if config["batch_size"] > 1:
+        parts.append(f"{config['batch_size']} prompts at once")
+    if config["repeats"] > 1:
+        parts.append(f"median of {config['repeats']} repeats")
+    return ", ".join(parts)
+
+
+def _method_line(report: EvaluationReport, summary: MethodSummary) -> str:
+    lower, median, upper = summary.ratio_quartiles
+    exact = "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"
+    return (
+        f"| {summary.method} | {_length(summary)} | {summary.n_target_calls:,} | {summary.calls_saved:.1%} "
+        f"| {summary.n_tokens:,} | {summary.tokens_per_s:.1f} | {_ratio(summary)} "
+        f"| {median:.2f} ({lower:.2f}-{upper:.2f}) | {exact} |"
+    )
+
+
+def _length(summary: MethodSummary) -> str:
+    if summary.acceptance_length is None:
+        return "-"
+    return f"{summary.acceptance_length:.2f}" + _interval(summary.acceptance_length_interval)
+
+
+def _ratio(summary: MethodSummary) -> str:
+    return f"{summary.ratio:.2f}" + _interval(summary.ratio_interval)
+
+
+def _interval(bounds: tuple[float, float] | None) -> str:
+    return "" if bounds is None else f" ({bounds[0]:.2f}-{bounds[1]:.2f})"
+
+
+def _cost_lines(report: EvaluationReport) -> list[str]:
+    lines = [
+        "| per target call, ms | draft | verify | rest | drafted tokens | draft accepted at position 1, 2, ... |",
+        "|---|---|---|---|---|---|",
+    ]
+    for summary in report.methods:
+        parts = " | ".join(f"{summary.call_ms(part):.1f}" for part in ("draft", "verify", "rest"))
+        positions = ", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-"
+        drafted = summary.n_drafted / max(1, summary.n_target_calls)
+        lines.append(f"| {summary.method} | {parts} | {drafted:.1f} | {positions} |")
+    return lines
+
+
+def _category_lines(report: EvaluationReport) -> list[str]:
+    others = report.methods[1:] or report.methods
+    titles = [f"{s.method} {column}" for s in others for column in ("acceptance length", "ratio")]
+    lines = ["| category | answers | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 2)]
+    for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
+        cells = [cell for summary in (summaries[1:] or summaries) for cell in (_length(summary), _ratio(summary))]
+        lines.append(f"| {name} | {summaries[0].n_answers} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _divergence_lines(report: EvaluationReport) -> list[str]:
+    """Where greedy answers part from the baseline's; sampled ones draw other random numbers and part anyway."""
+    if report.config["temperature"]:
+        return []
+    found = [
+        f"- {name}, prompt {row.prompt_id} turn {row.turn}: token {run.first_divergence}, top-2 gap {run.top2_gap:.2e}"
+        for row in report.measurement.rows
+        for name, run in row.runs.items()
+        if run.first_divergence is not None
+    ]
+    more = [f"- and {len(found) - _MAX_DIVERGENCES} more, see the JSON"] if len(found) > _MAX_DIVERGENCES else []
+    return ["", "First token that differs from the baseline's:", "", *found[:_MAX_DIVERGENCES], *more] if found else []
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,111 @@
+"""The fastest shape follows from costs and acceptance; where nothing pays, that is plain decoding."""
+
+import pytest
+import torch
+
+from moa_data.moa.auto_tree import WIDEST, AcceptanceLog, DecodingCosts, candidates, choose_shape, fastest
+from moa_data.moa.decode import moa_session
+from moa_data.moa.errors import DrafterError
+from moa_data.moa.target import Target
+from moa_data.moa.tree import DraftTree, TreeShape
+
+from .conftest import build_drafter, build_model
+
+#        root
+#      0      1        level 1, scores -0.1, -1.0
+#    2  3     4        level 2, scores -0.2, -1.5, -1.1
+#    5                 level 3, score -0.3
+PARENTS = [-1, -1, 0, 0, 1, 2]
+SCORES = [-0.1, -1.0, -0.2, -1.5, -1.1, -0.3]
+
+
+def tree() -> DraftTree:
+    return DraftTree(torch.zeros(1, 6, dtype=torch.int64), torch.tensor([PARENTS]), torch.tensor([SCORES]))
+
+
+def costs(plain: float = 10.0, per_token: float = 0.0, level: float = 1.0) -> DecodingCosts:
+    verify = {n: plain + per_token * (n - 1) for n in (1, 2, 8, 63)}
+    return DecodingCosts(verify, dict.fromkeys((1, 2, 4, 8), level), dict.fromkeys((1, 2, 4, 8), level))
+
+
+def test_a_smaller_tree_is_credited_with_the_nodes_that_it_would_hold() -> None:
+    log = AcceptanceLog()
+    log.observe(tree(), [[0, 2, 5]])
+    # A chain follows the best child each time: nodes 0, 2 and 5.
+    assert [log.committed(TreeShape(depth)) for depth in (1, 2, 3, 4)] == [2.0, 3.0, 4.0, 4.0]
+    log = AcceptanceLog()
+    log.observe(tree(), [[1, 4]])
+    # Node 1 is a second child: no chain holds it; node 4 is the fifth best of six.
+    assert log.committed(TreeShape(3)) == 1.0
+    assert log.committed(TreeShape(3, 2, 62)) == 3.0
+    assert [log.committed(TreeShape(3, 2, n)) for n in (3, 4, 5)] == [1.0, 2.0, 3.0]
+    assert log.committed(TreeShape(1, 2, 2)) == 2.0  # the nodes that are better lie deeper than such a tree
+    log.observe(tree(), [[]])
+    assert log.committed(TreeShape(3, 2, 62)) == 2.0
+    assert log.committed(None) == 1.0
+
+
+def test_the_fastest_shape_grows_as_calls_get_cheaper() -> None:
+    log = AcceptanceLog()
+    for accepted in ([0, 2, 5], [1, 4], [0], []):
+        log.observe(tree(), [accepted])
+    free_verification, _ = fastest(costs(per_token=0.0, level=0.01), log)
+    assert free_verification is not None
+    assert not free_verification.is_chain
+    costly_verification, ratio = fastest(costs(per_token=6.0, level=0.01), log)
+    assert costly_verification is None
+    assert ratio == 1.0
+    chain, ratio = fastest(costs(per_token=1.5, level=0.01), log)
+    assert chain is not None
+    assert ratio == pytest.approx(log.committed(chain) * 10 / costs(per_token=1.5, level=0.01).round_s(chain))
+    assert fastest(costs(level=50.0), log)[0] is None
+
+
+def test_candidates_are_distinct_and_bounded_by_the_widest() -> None:
+    shapes = candidates()
+    assert len(set(shapes)) == len(shapes)
+    assert WIDEST in shapes
+    assert all(shape.depth <= WIDEST.depth and min(shape.n_nodes, shape.n_candidates) <= 62 for shape in shapes)
+
+
+def test_verification_costs_are_interpolated() -> None:
+    assert costs(per_token=1.0).verification_s(5) == 14.0
+    assert costs().round_s(TreeShape(3)) == 13.0
+
+
+def test_a_choice_is_measured_on_the_target_itself() -> None:
+    model = build_model(eos_token_id=None)
+    target, drafter = Target(model), build_drafter(model)
+    choice = choose_shape(target, moa_session(target, drafter), [[5, 6, 7], [8, 9]], max_new_tokens=12)
+    if choice.shape is None:
+        assert choice.speed_ratio == 1.0
+        assert "plain decoding" in choice.describe()
+    else:
+        expected = choice.acceptance.committed(choice.shape) / choice.costs.round_s(choice.shape)
+        assert expected * choice.costs.round_s(None) == pytest.approx(choice.speed_ratio)
+        assert choice.speed_ratio > 1.0
+        assert str(choice.shape) in choice.describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("5", TreeShape(5)), ("6x8x62", TreeShape(6, 8, 62)), ("2X3X4", TreeShape(2, 3, 4))]
+)
+def test_shapes_are_read_from_text(text: str, shape: TreeShape) -> None:
+    assert TreeShape.parse(text) == shape
+    assert TreeShape.parse(str(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("six", "no shape of drafts"),
+        ("6x8", "no shape of drafts"),
+        ("0", "depth of a draft tree must be at least 1"),
+        ("3x-1x5", "breadth of a draft tree must be at least 1"),
+        ("6x8x5", "5 nodes cannot make a draft tree 6 levels deep"),
+        ("99x99x999", "960,597 candidates"),
+    ],
+)
+def test_shapes_without_a_meaning_are_refused(text: str, message: str) -> None:
+    with pytest.raises(DrafterError, match=message):
+        TreeShape.parse(text)
