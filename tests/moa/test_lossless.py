@@ -1,0 +1,46 @@
+"""Greedy decoding with drafts gives the tokens of plain decoding: a thousand prompts, all families, all shapes."""
+
+import random
+
+import pytest
+
+from moa_data.moa.decode import generate_batch, moa_session, plain_generate
+from moa_data.moa.target import Target
+from moa_data.moa.tree import TreeShape
+
+from .conftest import FAMILIES, build_drafter, build_model
+from .test_decode import bigram_target, silence
+
+SHAPES = (TreeShape(1), TreeShape(5), TreeShape(3, 2, 6), TreeShape(6, 8, 62), TreeShape(2, 8, 16))
+N_PROMPTS = 1000
+
+
+@pytest.mark.slow
+def test_a_thousand_prompts() -> None:
+    """Half of them with a drafter that is often right, so that deep branches are accepted; in batches of 1 to 8."""
+    chance = random.Random(0)
+    targets = [Target(build_model(family)) for family in FAMILIES] + [bigram_target(frozenset({3, 24}))] * len(FAMILIES)
+    for target in targets:
+        target.eos_token_ids = frozenset({3, 24})
+    sessions = []
+    for index, target in enumerate(targets):
+        n_target_layers = (0, 1, 2)[index % 3]
+        drafter = build_drafter(target.model, n_target_layers, seed=index)
+        is_bigram = index >= len(FAMILIES)
+        sessions.append(moa_session(target, silence(drafter) if is_bigram else drafter))
+    done, committed = 0, []
+    while done < N_PROMPTS:
+        place = chance.randrange(len(targets))
+        target, shape = targets[place], chance.choice(SHAPES)
+        prompts = [
+            [chance.randrange(4, 60) for _ in range(chance.randint(1, 40))] for _ in range(chance.choice((1, 1, 3, 8)))
+        ]
+        n_new = chance.randint(1, 30)
+        found = generate_batch(target, prompts, max_new_tokens=n_new, open_session=sessions[place], tree=shape)
+        for prompt, generation in zip(prompts, found, strict=True):
+            plain = plain_generate(target, prompt, max_new_tokens=n_new)
+            assert generation.tokens == plain.tokens, (done, place, shape, prompt)
+            committed += generation.stats.committed_per_call
+        done += len(prompts)
+    assert max(committed) >= 6
+    assert sum(committed) / len(committed) > 1.3
