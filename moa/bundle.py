@@ -49,6 +49,19 @@ def target_sizes(config: Any) -> dict[str, Any]:
     }
 
 
+def layer_kinds(config: Any) -> list[str]:
+    """Kind of attention of each decoder layer, by its name in transformers; only the Qwen families mix them."""
+    slides = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) if config.model_type.startswith("qwen") else None
+    return list(kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Positions that each decoder layer looks back, itself included; None where it sees everything."""
+    window = getattr(config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in layer_kinds(config)]
+
+
 def rope_parameters(config: Any) -> dict[str, Any]:
     """The RoPE parameters of a transformers config as a plain dict (``rope_theta``, ``rope_type``, ...)."""
     return {key: value for key, value in dict(config.rope_parameters).items() if value is not None}
@@ -235,13 +248,10 @@ class FrozenTarget(nn.Module):
         return cast(list[DecoderBlock], list(self.layers))
 
     @property
-    def sliding_window(self) -> int | None:
-        """Attention window of the kept layers in tokens, None where they see everything."""
-        window = getattr(self.config, "sliding_window", None)
-        types = getattr(self.config, "layer_types", None)
-        if types is not None and "sliding_attention" not in types[len(types) - self.n_layers :]:
-            return None
-        return window
+    def windows(self) -> list[int | None]:
+        """Attention window of each of :attr:`layers` in tokens, None where it sees everything."""
+        windows = layer_windows(self.config)
+        return windows[len(windows) - self.n_layers :]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> embeddings [B, T, E]."""
