@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .errors import TargetError
-from .layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
+from .layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
 
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -32,11 +32,17 @@ def target_sizes(config: Any) -> dict[str, Any]:
         n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size, max_position_embeddings, architecture.
 
     Raises:
-        TargetError: the model type is not of the Llama family.
+        TargetError: the model type is not of the Llama family, or its rotation changes with the length of the input.
     """
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
         raise TargetError(f"model type {config.model_type!r} is not supported; expected one of {known}.")
+    rope_type = rope_parameters(config).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise TargetError(
+            f"the target's rope type {rope_type!r} changes with the length of the input, so no drafter can use its "
+            f"keys; expected one of {', '.join(ROPE_TYPES)}. Choose another target."
+        )
     return {
         "n_layers": config.num_hidden_layers,
         "n_heads": config.num_attention_heads,
