@@ -1,9 +1,11 @@
 """Measures each codec on one core: bits per value, error, and the speed of encoding and decoding.
 
 The byte chain alone (chunks of real activations through blosc and through hand-made frames) and whole codecs (values to
-chunk bytes and back to float32). Everything that is compared runs in turn, again and again; figures are medians.
+codes and back to float32, in NumPy and in torch). Everything that is compared runs in turn, again and again; figures
+are medians. A transform codec learns from the store first.
 
-    python benchmarks/codec_speed.py STORE [--sequences 12] [--repeats 5] [--device cuda] [--out FILE.json]
+    python benchmarks/codec_speed.py STORE [--codecs int8 transform:1,tokens] [--sequences 12] [--repeats 5]
+        [--device cuda] [--out FILE.json]
 """
 
 import argparse
@@ -11,14 +13,17 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numcodecs.blosc
 import numpy as np
 import torch
 
+from moa_data.pipeline.recode import codec_for
 from moa_data.provenance import collect_provenance
 from moa_data.storage.codecs.chunk import BLOSC_BLOCK_BYTES, decode_chunk, encode_chunk
+from moa_data.storage.codecs.field import TOKENS, FieldCodec
 from moa_data.storage.codecs.quantised import SCHEMES
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import to_float32
@@ -26,6 +31,7 @@ from moa_data.storage.layout import array_layout
 from moa_data.storage.reader import ActivationStore
 
 FIELDS = ("kv", "hidden/last")
+CODECS = (*SCHEMES, "transform:3", "transform:1", "transform:1,tokens")
 CHUNK_BYTES = 256 << 10
 
 
@@ -99,46 +105,58 @@ def stored_bytes(codec: StoreCodec, field: str, sequences: list[dict[str, np.nda
     return total
 
 
+def encode_all(codec: FieldCodec, values: list, tokens: list) -> list:
+    """Encode sequences."""
+    return [codec.encode(array, ids) for array, ids in zip(values, tokens, strict=True)]
+
+
+def decode_all(codec: FieldCodec, codes: list[dict], lengths: list[int]) -> list:
+    """Decode whole sequences."""
+    return [codec.decode(item, 0, length) for item, length in zip(codes, lengths, strict=True)]
+
+
+def time_codec(
+    codec: FieldCodec, values: list[np.ndarray], tokens: list, inputs: list[dict], repeats: int, device: str
+) -> dict[str, float]:
+    """Median seconds of coding sequences in torch, and in NumPy where the device is a CPU."""
+    lengths = [len(array) for array in values]
+    tensors = [torch.from_numpy(array).to(device) for array in values]
+    ids = [None if some is None else torch.from_numpy(some).to(device) for some in tokens]
+    on_device = [{key: torch.from_numpy(part).to(device) for key, part in item.items()} for item in inputs]
+
+    def synchronised(work: Callable[..., object], *arguments: object) -> None:
+        work(*arguments)
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    works: dict[str, Callable[[], object]] = {
+        "torch_encode": partial(synchronised, encode_all, codec, tensors, ids),
+        "torch_decode": partial(synchronised, decode_all, codec, on_device, lengths),
+    }
+    if device == "cpu":
+        works["numpy_encode"] = partial(encode_all, codec, values, tokens)
+        works["numpy_decode"] = partial(decode_all, codec, inputs, lengths)
+    return in_turn(works, repeats, device)
+
+
 def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats: int, device: str) -> list[dict]:
     """Bits, error and speed of one codec, a row for each field."""
-    codec = StoreCodec(name, store.manifest.fields)
+    codec = codec_for(store, name)
     rows = []
     for field in FIELDS:
         own = codec.fields[field]
         values = [to_float32(store.read(i, field), "bfloat16") for i in chosen]
-        tensors = [torch.from_numpy(array).to(device) for array in values]
-        codes = [own.encode(array) for array in values]
-        on_device = [{key: torch.from_numpy(part).to(device) for key, part in item.items()} for item in codes]
-        decoded = [own.decode(item, 0, len(array)) for item, array in zip(codes, values, strict=True)]
-
-        def synchronised(work: Callable[[], object]) -> Callable[[], object]:
-            def run() -> None:
-                work()
-                if device != "cpu":
-                    torch.cuda.synchronize()
-
-            return run
-
-        seconds = in_turn(
-            {
-                "encode": synchronised(lambda own=own, tensors=tensors: [own.encode(tensor) for tensor in tensors]),
-                "decode": synchronised(
-                    lambda own=own, on_device=on_device, tensors=tensors: [
-                        own.decode(item, 0, len(tensor)) for item, tensor in zip(on_device, tensors, strict=True)
-                    ]
-                ),
-            },
-            repeats,
-            device,
-        )
+        tokens = [store.read(i, TOKENS) if own.needs_tokens else None for i in chosen]
+        codes = encode_all(own, values, tokens)
+        inputs = [item | ({} if ids is None else {TOKENS: ids}) for item, ids in zip(codes, tokens, strict=True)]
+        decoded = decode_all(own, inputs, [len(array) for array in values])
+        seconds = time_codec(own, values, tokens, inputs, repeats, device)
         n_values = sum(array.size for array in values)
         row = {
             "codec": name,
             "field": field,
             "bits_per_value": 8 * stored_bytes(codec, field, codes) / n_values,
-            "encode_gb_per_s": 2 * n_values / seconds["encode"] / 1e9,
-            "decode_gb_per_s": 2 * n_values / seconds["decode"] / 1e9,
-        }
+        } | {f"{work}_gb_per_s": 2 * n_values / taken / 1e9 for work, taken in seconds.items()}
         for part, pick in (("key", 0), ("value", 1)) if field == "kv" else ((field, None),):
             cut = [
                 (a, b) if pick is None else (a[..., pick, :], b[..., pick, :])
@@ -154,6 +172,7 @@ def main() -> None:
     """Runs the benchmark, prints the figures and writes them."""
     parser = argparse.ArgumentParser(description="Measure the codecs on a lossless store.")
     parser.add_argument("store", type=Path)
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="NAME")
     parser.add_argument("--sequences", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="where whole codecs encode and decode")
@@ -174,7 +193,7 @@ def main() -> None:
                     f"  {name:10} {figures['ratio']:.4f} ({figures['ratio'] / floor - 1:+.2%}), encode "
                     f"{figures['encode_gb_per_s']:.2f} GB/s, decode {figures['decode_gb_per_s']:.2f} GB/s"
                 )
-        for name in SCHEMES:
+        for name in options.codecs:
             for row in measure_codec(name, store, chosen, options.repeats, options.device):
                 report["codecs"].append(row)
                 print(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .errors import TargetError
-from .layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
+from .layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
 
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -32,11 +32,17 @@ def target_sizes(config: Any) -> dict[str, Any]:
         n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size, max_position_embeddings, architecture.
 
     Raises:
-        TargetError: the model type is not of the Llama family.
+        TargetError: the model type is not of the Llama family, or its rotation changes with the length of the input.
     """
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
         raise TargetError(f"model type {config.model_type!r} is not supported; expected one of {known}.")
+    rope_type = rope_parameters(config).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise TargetError(
+            f"the target's rope type {rope_type!r} changes with the length of the input, so no drafter can use its "
+            f"keys; expected one of {', '.join(ROPE_TYPES)}. Choose another target."
+        )
     return {
         "n_layers": config.num_hidden_layers,
         "n_heads": config.num_attention_heads,
@@ -47,6 +53,19 @@ def target_sizes(config: Any) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "architecture": config.model_type,
     }
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Kind of attention of each decoder layer, by its name in transformers; only the Qwen families mix them."""
+    slides = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) if config.model_type.startswith("qwen") else None
+    return list(kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Positions that each decoder layer looks back, itself included; None where it sees everything."""
+    window = getattr(config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in layer_kinds(config)]
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -235,13 +254,10 @@ class FrozenTarget(nn.Module):
         return cast(list[DecoderBlock], list(self.layers))
 
     @property
-    def sliding_window(self) -> int | None:
-        """Attention window of the kept layers in tokens, None where they see everything."""
-        window = getattr(self.config, "sliding_window", None)
-        types = getattr(self.config, "layer_types", None)
-        if types is not None and "sliding_attention" not in types[len(types) - self.n_layers :]:
-            return None
-        return window
+    def windows(self) -> list[int | None]:
+        """Attention window of each of :attr:`layers` in tokens, None where it sees everything."""
+        windows = layer_windows(self.config)
+        return windows[len(windows) - self.n_layers :]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> embeddings [B, T, E]."""

@@ -36,6 +36,10 @@ class BlockSizes:
     query_key_norm: bool = False
 
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotations whose angles do not depend on the length of the input, so that a key stays right when the context grows."""
+
+
 class Rotary(nn.Module):
     """Rotary position embedding in the half-split form, always float32 (bf16 would round the frequencies).
 
@@ -56,7 +60,7 @@ class Rotary(nn.Module):
         if rope_type == "default":
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             inv_freq = 1.0 / (float(rope_parameters["rope_theta"]) ** exponent)
-        elif rope_type in ("linear", "llama3", "yarn"):
+        elif rope_type in ROPE_TYPES:
             inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](
                 _rope_config(head_dim, rope_parameters, max_position_embeddings)
             )

@@ -142,3 +142,18 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
         return mask
     # The position of a token is the number of tokens that it sees, less itself.
     return mask & (mask.sum(dim=2, keepdim=True) - mask.cumsum(dim=2) < window)
+
+
+def causal_mask(positions: Tensor, n_slots: int, window: int | None = None) -> Tensor:
+    """What a run of tokens sees in a cache whose slot i holds the token at position i.
+
+    Args:
+        positions: [B, Q] int64, of the run's tokens.
+        n_slots: S.
+        window: as for :func:`tree_mask`.
+
+    Returns:
+        [B, Q, S] bool.
+    """
+    distance = positions[..., None] - torch.arange(n_slots, device=positions.device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -185,11 +185,10 @@ class MoADrafter(nn.Module):
         """Official target layer inference: causal layers over the overwritten stream (``moa_spec.py`` 223-251)."""
         queries = positions.expand(x.shape[0], -1)
         causal = queries[0][None, None, :] <= queries[0][None, :, None]
-        if frozen.sliding_window is not None:
-            causal = causal & (queries[0][None, :, None] - queries[0][None, None, :] < frozen.sliding_window)
+        by_window = {window: _within(window, causal, positions, positions) for window in set(frozen.windows)}
         rotation = frozen.rotary(positions)
-        for layer in frozen.blocks:
-            x = layer.attend_self(x, rotation, causal)
+        for layer, window in zip(frozen.blocks, frozen.windows, strict=True):
+            x = layer.attend_self(x, rotation, by_window[window])
         return x
 
     def _mixed_target_layers(
@@ -201,16 +200,15 @@ class MoADrafter(nn.Module):
         # A context query is its own drafted key too, so it must not see its target KV a second time.
         verified = verified & (torch.arange(n_tokens, device=x.device) != queries[..., None])
         own = masks.drafted_block_mask(queries, context)  # [B, Q, Q]
-        if frozen.sliding_window is not None:
-            key = torch.arange(n_tokens, device=x.device)
-            verified = verified & (queries[..., None] - key < frozen.sliding_window)
-            own = own & (queries[..., None] - queries[:, None, :] < frozen.sliding_window)
         mask = torch.cat((verified, own), dim=-1)  # [B, Q, T + Q]
+        past = torch.arange(n_tokens, device=x.device).expand(len(queries), -1)  # [B, T]
+        keys = torch.cat((past, queries), dim=1)  # [B, T + Q]
+        by_window = {window: _within(window, mask, queries, keys) for window in set(frozen.windows)}
         rotation = frozen.rotary(queries)
         first = self.config.n_layers - self.config.target_layer_inference
-        for offset, layer in enumerate(frozen.blocks):
+        for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):
             target_kv = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
-            x = _attend_to_both(layer, x, rotation, target_kv, mask)
+            x = _attend_to_both(layer, x, rotation, target_kv, by_window[window])
         return x
 
     def extend_memory(self, state: DraftState, kv: Tensor, counts: Sequence[int] | None = None) -> None:
@@ -319,12 +317,14 @@ class MoADrafter(nn.Module):
             return x
         assert target_kv is not None
         rotation = frozen.rotary(positions)
-        mask = None
-        if not alone or frozen.sliding_window is not None:
-            mask = masks.tree_mask(before, seen, frozen.sliding_window)
-        for layer, view in zip(frozen.blocks, target_kv(max(before) + state.n_fed), strict=True):
+        by_window = {
+            window: None if alone and window is None else masks.tree_mask(before, seen, window)
+            for window in set(frozen.windows)
+        }
+        views = target_kv(max(before) + state.n_fed)
+        for layer, view, window in zip(frozen.blocks, views, frozen.windows, strict=True):
             keys, values = layer.keys_values(x, rotation)
-            x = layer(x, rotation, *_write_behind(view, before, state.n_fed, keys, values), mask)
+            x = layer(x, rotation, *_write_behind(view, before, state.n_fed, keys, values), by_window[window])
         return frozen.norm(x)
 
 
@@ -332,6 +332,11 @@ def _positions(starts: Sequence[int], n_tokens: int, device: torch.device) -> Te
     """Positions of n tokens behind each row's start: [B, n], or [1, n] where all rows start alike."""
     starts = starts[:1] if len(set(starts)) == 1 else starts
     return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)
+
+
+def _within(window: int | None, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Mask [B, Q, K] less the keys at positions [B, K] that a layer's window does not reach from those of queries."""
+    return mask if window is None else mask & (queries[..., None] - keys[:, None, :] < window)
 
 
 def _write_behind(

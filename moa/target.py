@@ -1,5 +1,7 @@
 """The live target: a transformers causal LM with its cache, seen as the few calls that decoding needs."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from . import masks
-from .bundle import check_weight_file, hash_target, target_sizes
+from .bundle import check_weight_file, hash_target, layer_kinds, layer_windows, target_sizes
 from .errors import TargetError
 from .target_cache import TargetCache
+
+_CHUNK_TOKENS = 1024
+"""Tokens of a causal run that share one mask: what is held grows with the context, not with its square."""
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
@@ -146,6 +151,9 @@ class Target:
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
         """Run tokens behind the committed part of each row; they stay pending until ``cache.commit``.
 
+        A causal run makes no mask of all tokens by all tokens: a prefill of full attention makes none, any other is
+        computed in pieces.
+
         Args:
             tokens: [B, n] int64.
             cache: of B rows.
@@ -155,36 +163,55 @@ class Target:
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
-        n_rows, n_tokens = tokens.shape
-        if seen is None:
-            seen = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=tokens.device).tril().expand(n_rows, -1, -1)
-        lengths = torch.tensor(cache.lengths, device=tokens.device)
-        cache.begin_call(n_tokens, tokens.device)
+        n_tokens, device = tokens.shape[1], tokens.device
+        if seen is not None:
+            cache.begin_call(n_tokens, device)
+            positions = torch.tensor(cache.lengths, device=device)[:, None] + seen.sum(dim=2) - 1
+            mask = self._attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
+            return self._call(tokens, positions, mask, cache)
+        lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
+        needs_mask = self._needs_mask(cache, n_tokens)
+        step = _CHUNK_TOKENS if needs_mask else n_tokens
+        hidden = []
+        for first in range(0, n_tokens, step):
+            part = tokens[:, first : first + step]
+            cache.begin_call(part.shape[1], device, goes_on=first > 0)
+            at = torch.arange(first, first + part.shape[1], device=device)
+            positions = torch.tensor(lengths, device=device)[:, None] + at  # [B or 1, n]
+            build = partial(masks.causal_mask, positions, cache.n_slots)
+            mask = self._attention_mask(build) if needs_mask else None
+            hidden.append(self._call(part, positions, mask, cache))
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)
+
+    def _call(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> Tensor:
+        """One forward of the model: [B, n] -> [B, n, E]."""
         model: Any = self.model
         return model.model(
-            input_ids=tokens,
-            position_ids=lengths[:, None] + seen.sum(dim=2) - 1,
-            attention_mask=self._attention_mask(cache.lengths, seen),
-            past_key_values=cache,
-            use_cache=True,
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         ).last_hidden_state
 
-    def _attention_mask(self, lengths: list[int], seen: Tensor) -> Any:
-        """Mask [B, 1, n, S] in the form that the model's attention takes; a dict where layers differ."""
-        config = self.config
-        kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        if len(kinds) > 1:
-            return {
-                kind: self._as_taken(masks.tree_mask(lengths, seen, window if "sliding" in kind else None))
-                for kind in kinds
-            }
-        slides = kinds == {"sliding_attention"} if kinds else getattr(config, "use_sliding_window", True)
-        return self._as_taken(masks.tree_mask(lengths, seen, window if slides else None))
+    def _needs_mask(self, cache: TargetCache, n_tokens: int) -> bool:
+        """Whether a causal run needs a mask: not where the kernel's own causal form says the same (pads come last)."""
+        is_prefill = not any(cache.lengths) and n_tokens > 1
+        windows = [window for window in self._windows().values() if window is not None]
+        return not is_prefill or n_tokens >= min(windows, default=n_tokens + 1) or not self._takes_bool_masks
+
+    @property
+    def _takes_bool_masks(self) -> bool:
+        return getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
+
+    def _windows(self) -> dict[str, int | None]:
+        """Sliding window in tokens of each kind of layer; None where a layer sees everything."""
+        return dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
+
+    def _attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
+        """What ``build`` makes for a window, as the model takes it: [B, 1, n, S], a dict where layers differ."""
+        by_kind = {kind: self._as_taken(build(window)) for kind, window in self._windows().items()}
+        return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
 
     def _as_taken(self, mask: Tensor) -> Tensor:
         mask = mask[:, None]  # [B, 1, n, S]
-        if getattr(self.config, "_attn_implementation", "sdpa") == "sdpa":
+        if self._takes_bool_masks:
             return mask
         dtype = self.model.dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)

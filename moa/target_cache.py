@@ -28,12 +28,13 @@ class TargetCache(Cache):
 
     Attributes:
         lengths: committed tokens of each row.
-        n_pending: tokens per row written by the last call and not yet committed.
+        n_pending: tokens per row written by the last call, all its pieces, and not yet committed.
     """
 
     def __init__(self, n_layers: int, n_rows: int = 1) -> None:
         self.lengths: list[int] = [0] * n_rows
         self.n_pending = 0
+        self._n_before = 0  # of the pending tokens, those of earlier pieces of one call
         self._n_layers = n_layers
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, capacity, d]
         self._slots: Tensor | None = None  # [B, n] of the pending tokens; None while all rows have one length
@@ -44,12 +45,25 @@ class TargetCache(Cache):
         """Slots that a query may see: committed and pending ones of the longest row."""
         return max(self.lengths) + self.n_pending
 
-    def begin_call(self, n_tokens: int, device: torch.device) -> None:
-        """Reserve slots for a call of n tokens per row; what was pending is forgotten."""
-        self.n_pending = n_tokens
+    @property
+    def n_seen(self) -> int:
+        """Tokens of the longest row before the present call, or the present piece of it."""
+        return max(self.lengths) + self._n_before
+
+    def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
+        """Reserve slots for a call of n tokens per row.
+
+        Args:
+            n_tokens: n.
+            device: of the tokens.
+            goes_on: they stand behind those that are pending, which are seen as if committed; else what was pending is
+                forgotten.
+        """
+        self._n_before = self.n_pending if goes_on else 0
+        self.n_pending = self._n_before + n_tokens
         self._slots = None
         if len(set(self.lengths)) > 1:
-            starts = torch.tensor(self.lengths, device=device)
+            starts = torch.tensor(self.lengths, device=device) + self._n_before
             self._slots = starts[:, None] + torch.arange(n_tokens, device=device)  # [B, n]
 
     @torch.inference_mode()
@@ -67,7 +81,7 @@ class TargetCache(Cache):
                 own = self._buffer[:, :, row]  # [2, L, H_kv, capacity, d]
                 own[:, :, :, start : start + len(indices)] = own[:, :, :, source]
             self.lengths[row] = start + len(indices)
-        self.n_pending = 0
+        self.n_pending = self._n_before = 0
 
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int) -> Tensor:
@@ -106,17 +120,16 @@ class TargetCache(Cache):
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
-        if keys.shape[2] != self.n_pending:
-            raise DrafterError(
-                f"the cache expects {self.n_pending} tokens, got {keys.shape[2]}; call begin_call first."
-            )
+        n_tokens = self.n_pending - self._n_before
+        if keys.shape[2] != n_tokens:
+            raise DrafterError(f"the cache expects {n_tokens} tokens, got {keys.shape[2]}; call begin_call first.")
         self._reserve(self.n_slots, keys)
         assert self._buffer is not None
         pair = self._buffer[:, layer]  # [2, B, H_kv, capacity, d]
         if self._slots is None:
-            start = self.lengths[0]
-            pair[0, :, :, start : start + self.n_pending] = keys
-            pair[1, :, :, start : start + self.n_pending] = values
+            start = self.lengths[0] + self._n_before
+            pair[0, :, :, start : start + n_tokens] = keys
+            pair[1, :, :, start : start + n_tokens] = values
         else:
             rows = torch.arange(len(self.lengths), device=keys.device)[:, None]
             pair[0][rows, :, self._slots] = keys.transpose(1, 2).to(pair.dtype)
@@ -155,8 +168,8 @@ class _Layer(CacheLayerMixin):
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row."""
-        return max(self._cache.lengths)
+        """Tokens of the longest row before the call."""
+        return self._cache.n_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots, and the offset of the first one."""

@@ -15,7 +15,7 @@ from ..storage.codecs.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.rope import Rope
 from ..storage.codecs.transform import TransformCodec
-from ..storage.errors import ManifestInvalid, ShardCorrupt, ShardMissing
+from ..storage.errors import ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing
 from ..storage.reader import read_manifest
 
 SAMPLE_TOKENS = 30_000
@@ -48,7 +48,7 @@ def learned_before(codec: StoreCodec, store: Path) -> StoreCodec | None:
     try:
         manifest = read_manifest(store)
         return StoreCodec.open(manifest, store) if manifest.codec.get("name") == codec.name else None
-    except (ManifestInvalid, ShardCorrupt, ShardMissing):
+    except (ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing):
         return None  # what is wrong is said, or mended, when the store is opened for writing
 
 

@@ -100,7 +100,7 @@ def recode(
             )
         if isinstance(source.path, Path) and target_store.exists() and target_store.samefile(source.path):
             raise ConfigError(f"--out {target_store} is the store itself. Choose another folder.")
-        new = _codec(source, codec, target_store, progress)
+        new = codec_for(source, codec, target_store, progress)
         manifest = dataclasses.replace(source.manifest, codec=new.describe())
         with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
             pending = writer.pending_parts()
@@ -132,15 +132,27 @@ def recode(
     return report
 
 
-def _codec(source: ActivationStore, name: str, out: Path, progress: Progress | None) -> StoreCodec:
-    """Return the new codec, with what it learned from the source unless an earlier run stored that already."""
+def codec_for(
+    source: ActivationStore, name: str, out: Path | None = None, progress: Progress | None = None
+) -> StoreCodec:
+    """Return a codec that has learned what there is to learn.
+
+    Args:
+        source: a lossless store to learn from.
+        name: of the codec.
+        out: a store that may hold what an earlier run learned.
+        progress: told before it learns.
+
+    Raises:
+        ConfigError: no codec of that name, or not for these fields.
+    """
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
         raise ConfigError(f"{error} Mend --codec.") from error
     if not codec.learned:
         return codec
-    if (before := learned_before(codec, out)) is not None:
+    if out is not None and (before := learned_before(codec, out)) is not None:
         return before
     if progress:
         progress(0, source.manifest.n_tokens, "learn the codec's basis")

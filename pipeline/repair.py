@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..storage.commit import RUNS_NAME
+from ..storage.commit import CODEC_NAME, RUNS_NAME
 from ..storage.documents import parse_object, read_bounded
+from ..storage.errors import StoreMismatch
 from ..storage.repair import RepairPlan, drop_strays
 from .chats import Progress
 from .config import ExtractConfig
@@ -41,13 +42,22 @@ def repair(
         The report of the extraction.
 
     Raises:
-        RepairRefused: no extraction is recorded, or there is damage that this does not mend.
+        RepairRefused: no extraction is recorded, there is damage that this does not mend, or what the codec learns now
+            is not what the parts were written with.
         StoreMismatch: the store was made from another target or dataset.
         PipelineError: the input cannot be used.
     """
     if plan.others:
         raise RepairRefused(f"{plan.others[0].path}: {plan.others[0].message} This cannot be repaired; extract again.")
-    recorded = recorded_config(plan.store)
+    try:
+        recorded = recorded_config(plan.store)
+    except RepairRefused as error:
+        if not plan.codec:
+            raise
+        raise RepairRefused(
+            f"{plan.store}: {CODEC_NAME}/ is damaged and no extraction is recorded. If `recode` made the store, run "
+            "the same command again: it learns the codec from the lossless store anew."
+        ) from error
     config = dataclasses.replace(
         recorded,
         model=model,
@@ -55,7 +65,16 @@ def repair(
         out=str(plan.store),
         device=device or recorded.device,
     )
-    report = extract(config, progress, provenance, redo_parts=plan.parts, redo_target=plan.target)
+    try:
+        report = extract(config, progress, provenance, redo_parts=plan.parts, redo_target=plan.target)
+    except StoreMismatch as error:
+        if set(error.changes) != {"codec.basis_sha256"}:
+            raise
+        raise RepairRefused(
+            f"{plan.store}: what the codec learns here is not what the parts were written with, which another device "
+            f"or number of threads is enough for ({error.changes['codec.basis_sha256'][0]} is recorded). Repair it "
+            f"where it was extracted, restore {CODEC_NAME}/ from a copy, or extract to another folder."
+        ) from error
     drop_strays(plan)
     return report
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 
 from .commit import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME
-from .durable import PARTIAL_SUFFIX, disk_full_guard
-from .errors import ManifestInvalid, OutputOccupied, StoreLocked, StoreMismatch, StoreReadOnly
+from .durable import PARTIAL_SUFFIX
+from .errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreLocked, StoreMismatch, StoreReadOnly
+from .locking import LockHeld, lock_file
 from .plan import plan_bytes, read_plan
 from .schema import StoreManifest, flatten
-from .seal import restore_sealed_files, seal_path
+from .seal import find_seal_damage, restore_sealed_files, seal_path
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
@@ -52,6 +51,9 @@ def check_unoccupied(store: Path) -> None:
     if manifest.exists():
         try:
             StoreManifest.from_json(manifest.read_bytes(), str(manifest))
+        except SchemaVersionError:
+            if not any(path == manifest for path, _ in find_seal_damage(store)):
+                raise  # else no release wrote that version: a bit flipped in it
         except ManifestInvalid as error:
             if seal_path(store).exists():
                 return  # a store whose manifest is damaged: it is restored, or the damage is named
@@ -79,9 +81,12 @@ def lock_store(store: Path) -> int:
         StoreLocked: another process holds it.
         StoreReadOnly: no right to write there.
     """
-    # Read and write access: flock on NFS is a byte-range lock, which needs a writable descriptor.
     try:
-        fd = os.open(store / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return lock_file(store / LOCK_NAME)
+    except LockHeld as held:
+        raise StoreLocked(
+            f"{store} is being written by {held.holder}. Wait until it ends, or choose another output folder."
+        ) from held
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
@@ -89,22 +94,6 @@ def lock_store(store: Path) -> int:
             f"{store} cannot be written ({os.strerror(error.errno)}). Give yourself the right to write there, or "
             "choose another output folder."
         ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
-        os.close(fd)
-        raise StoreLocked(
-            f"{store} is being written by {holder}. Wait until it ends, or choose another output folder."
-        ) from error
-    try:
-        with disk_full_guard(store / LOCK_NAME):
-            os.ftruncate(fd, 0)
-            os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:

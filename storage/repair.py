@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .commit import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
+from .commit import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
 from .errors import RepairImpossible
 from .plan import read_plan
 from .reader import read_manifest
@@ -26,6 +26,7 @@ class RepairPlan:
         target: whether the target bundle must be.
         manifest: whether store.json or plan.parquet are not what was written; only the inputs can give them back.
         seal: whether only their record is damaged.
+        codec: whether what a codec has learned is; the target can teach it again.
         strays: commits that belong to no part, relative to the store.
         others: damages that a repair does not mend.
     """
@@ -36,6 +37,7 @@ class RepairPlan:
     target: bool
     manifest: bool
     seal: bool
+    codec: bool
     strays: tuple[str, ...]
     others: tuple[Damage, ...]
 
@@ -50,7 +52,12 @@ class RepairPlan:
             lines.append(f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help")
         if self.seal:
             lines.append(f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged")
-        if self.manifest or self.seal:
+        if self.codec:
+            lines.append(
+                f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop "
+                "cannot help"
+            )
+        if self.manifest or self.seal or self.codec:
             lines.append("so the parts were not checked yet: afterwards run this command once more")
         lines += [f"{name} belongs to no part" for name in self.strays]
         lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
@@ -74,8 +81,9 @@ def plan_repair(path: str | os.PathLike[str], progress: Progress | None = None) 
     in_target = [damage for damage in whole_store if damage.path.startswith((f"{TARGET_NAME}/", target_commit))]
     in_manifest = [damage for damage in whole_store if damage.path in (MANIFEST_NAME, PLAN_NAME)]
     in_seal = [damage for damage in whole_store if damage.path == seal_path(Path()).as_posix()]
+    in_codec = [damage for damage in whole_store if damage.path == CODEC_NAME]
     strays = [damage for damage in whole_store if damage.path.startswith(f"{COMMITS_NAME}/part-")]
-    known = {*in_target, *in_manifest, *in_seal, *strays}
+    known = {*in_target, *in_manifest, *in_seal, *in_codec, *strays}
     return RepairPlan(
         store=store,
         damages=tuple(damages),
@@ -83,6 +91,7 @@ def plan_repair(path: str | os.PathLike[str], progress: Progress | None = None) 
         target=bool(in_target),
         manifest=bool(in_manifest),
         seal=bool(in_seal),
+        codec=bool(in_codec),
         strays=tuple(damage.path for damage in strays),
         others=tuple(damage for damage in whole_store if damage not in known),
     )
@@ -92,13 +101,18 @@ def drop_damage(plan: RepairPlan) -> None:
     """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
 
     Raises:
-        RepairImpossible: store.json or plan.parquet is damaged, without which no part can be read.
+        RepairImpossible: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
         StoreLocked: another process is writing to the store.
     """
     if plan.manifest:
         raise RepairImpossible(
             f"{plan.store}: {MANIFEST_NAME} or {PLAN_NAME} is damaged, and no part can be read without them. Restore "
             "the file from a copy, or pass --model, which makes it anew from the recorded inputs."
+        )
+    if plan.codec:
+        raise RepairImpossible(
+            f"{plan.store}: {CODEC_NAME}/ is damaged, and no part can be decoded without it. Restore it from a copy, "
+            "or pass --model, which learns it again."
         )
     with StoreWriter.create_or_resume(
         plan.store, read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)

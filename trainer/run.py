@@ -1,10 +1,13 @@
 """``train``: from a store to a drafter. The target is never loaded."""
 
+import contextlib
 import dataclasses
 import json
 import logging
+import os
 import warnings
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from ..moa.checkpoint import save_drafter
 from ..moa.config import DrafterConfig
 from ..moa.model import MoADrafter
 from ..storage.durable import PARTIAL_SUFFIX, write_atomic
+from ..storage.locking import LockHeld, lock_file
 from ..storage.reader import ActivationStore
 from ..storage.seal import check_target_bundle
 from . import callbacks
@@ -35,6 +39,7 @@ from .module import DrafterModule
 RUN_FILE = "run.yaml"
 REPORT_FILE = "report.json"
 STORE_FILE = "store.json"
+LOCK_FILE = "run.lock"
 _FREE_TO_CHANGE = frozenset(
     {
         "store",
@@ -82,7 +87,8 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
         Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
 
     Raises:
-        TrainingError: settings that do not fit the store, an occupied output folder, or an interruption.
+        TrainingError: settings that do not fit the store, an output folder that holds another run or in which another
+            process trains, or an interruption.
     """
     keep_freed_memory()
     out = Path(config.out)
@@ -96,9 +102,27 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     store = ActivationStore(config.store)
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
-    if is_first:
-        _check_same_store(config, out, store)
-        _record_run(config, out, store, provenance)
+    with _lock_run(out) if is_first else contextlib.nullcontext():
+        if is_first:
+            _check_folder(config, out, last)  # another training may have ended here since it was checked
+            _check_same_store(config, out, store)
+            _record_run(config, out, store, provenance)
+        report = _fit(config, store, data, module, progress_bar, is_first)
+    store.close()
+    return report
+
+
+def _fit(
+    config: TrainConfig,
+    store: ActivationStore,
+    data: StoreDataModule,
+    module: DrafterModule,
+    progress_bar: bool,
+    is_first: bool,
+) -> TrainReport:
+    """Run the steps and write what they gave; the process of the first device writes for all."""
+    out = Path(config.out)
+    last = out / "checkpoints" / "last.ckpt"
     throughput, interrupt = callbacks.Throughput(), callbacks.InterruptGuard()
     best = callbacks.ExportBest(out / "drafter")
     extra = [callbacks.stop_at(config.stop_after_steps)] if config.stop_after_steps else []
@@ -134,7 +158,6 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
         plot_curves(out, out / "curves.png")
         if report.n_tokens or not (out / REPORT_FILE).is_file():  # a finished run that is resumed keeps its figures
             write_atomic(out / REPORT_FILE, (json.dumps(dataclasses.asdict(report), indent=1) + "\n").encode())
-    store.close()
     return report
 
 
@@ -258,8 +281,28 @@ def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
         if not last.is_file():
             return  # it ended before its first checkpoint: there is nothing to go on from, so it starts again
         raise RunExists(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
-    elif out.is_dir() and any(entry.name != RUN_FILE + PARTIAL_SUFFIX for entry in out.iterdir()):
+    elif out.is_dir() and any(entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()):
         raise RunExists(f"{out} is not empty and holds no run; choose another --out.")
+
+
+@contextlib.contextmanager
+def _lock_run(out: Path) -> Iterator[None]:
+    """Keep other trainings out of the folder while this one runs.
+
+    Raises:
+        RunExists: another process trains there.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_file(out / LOCK_FILE)
+    except LockHeld as held:
+        raise RunExists(
+            f"{out} is being trained by {held.holder}; wait until it ends, or choose another --out."
+        ) from held
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
@@ -282,7 +325,6 @@ def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) ->
 
 def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
     """Write the resolved settings, the store's identity, and where they come from."""
-    out.mkdir(parents=True, exist_ok=True)
     # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
     write_atomic(out / RUN_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False).encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())

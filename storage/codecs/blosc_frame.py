@@ -72,11 +72,10 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     words = values.view(np.uint16).reshape(-1)
     n = len(words)
     # Fresh arrays of this size would come from the kernel page by page, at more than the cost of coding them.
-    scratch = _scratch(4 * n)
-    low, high, shifted = scratch[:n], scratch[n : 2 * n], scratch[2 * n : 4 * n].view(np.uint16)
+    scratch = _scratch(2 * n)
+    low, high = scratch[:n], scratch[n:]
     np.copyto(low, words, casting="unsafe")
-    np.right_shift(words, np.uint16(8), out=shifted)
-    np.copyto(high, shifted, casting="unsafe")
+    np.right_shift(words, np.uint16(8), out=high, casting="unsafe")
     return low, high
 
 

@@ -27,6 +27,8 @@ TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
 MAX_BASIS_BYTES = 16 << 30
 
+_RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
+
 Files = Mapping[str, bytes]
 """Name inside the store's ``codec/`` -> content."""
 
@@ -142,10 +144,10 @@ class StoreCodec:
             n_bytes = path.stat().st_size
             content = path.read_bytes() if n_bytes <= MAX_BASIS_BYTES else b""
         except FileNotFoundError as error:
-            raise ShardMissing(f"{path} is missing: nothing can be decoded without it. Restore it.") from error
+            raise ShardMissing(f"{path} is missing: nothing can be decoded without it. {_RESTORE}") from error
         got = hashlib.sha256(content).hexdigest()
         if got != expected_sha256:
-            raise ShardCorrupt(f"{path} has sha256 {got}, store.json says {expected_sha256}. Restore it from a copy.")
+            raise ShardCorrupt(f"{path} has sha256 {got}, store.json says {expected_sha256}. {_RESTORE}")
         try:
             self.load(content)
         except ValueError as error:

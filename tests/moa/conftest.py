@@ -36,6 +36,12 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 8, "head_dim": 12}),
+    # The last layer has a window, those before it see everything.
+    "qwen2-mixed": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3},
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from moa_data.moa.bundle import FrozenTarget, layer_sizes, save_target_bundle
 from moa_data.moa.errors import DrafterError, TargetError
 from moa_data.moa.kv_buffer import KVBuffer
 from moa_data.moa.layers import RMSNorm, Rotary, attend_many_short, rotate
+from moa_data.moa.masks import causal_mask
 
 from .conftest import FAMILIES, build_model
 
@@ -31,12 +32,9 @@ def test_frozen_layers_equal_the_target(family):
         hook.remove()
     frozen = FrozenTarget.from_model(model, n_layers=2)
     x, positions = states[1], torch.arange(20)[None]
-    mask = positions[:, None, :] <= positions[:, :, None]
-    if frozen.sliding_window is not None:
-        assert family == "mistral"
-        mask = mask & (positions[:, :, None] - positions[:, None, :] < frozen.sliding_window)
-    for layer in frozen.blocks:
-        x = layer.attend_self(x, frozen.rotary(positions), mask)
+    assert frozen.windows == {"mistral": [8, 8], "qwen2-mixed": [None, 6]}.get(family, [None, None])
+    for layer, window in zip(frozen.blocks, frozen.windows, strict=True):
+        x = layer.attend_self(x, frozen.rotary(positions), causal_mask(positions, 20, window))
     torch.testing.assert_close(x, states[3], rtol=0, atol=2e-5)
     torch.testing.assert_close(frozen.logits(frozen.norm(x)), out.logits, rtol=0, atol=5e-5)
 

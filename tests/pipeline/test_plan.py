@@ -1,6 +1,7 @@
 """The plan is complete and deterministic, and bad input is refused with one line that says what to do."""
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from moa_data.pipeline.errors import (
     TemplateError,
     TooManyRejected,
 )
+from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan, format_bytes
 
 from .conftest import random_chats, write_jsonl
@@ -125,6 +127,26 @@ def test_an_incomplete_model_folder_is_refused(
     (folder / removed).unlink()
     with pytest.raises(TargetError, match=message):
         build_plan(make_config(folder, chats_file, tmp_path))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@pytest.mark.parametrize("command", [build_plan, extract])
+def test_a_rotation_that_no_drafter_can_use_is_refused(
+    target_folder: Path, chats_file: Path, tmp_path: Path, rope_type: str, command: Callable[..., Any]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(target_folder, folder)
+    document = json.loads((folder / "config.json").read_text())
+    factors = [1.0] * 4
+    document["rope_parameters"] = {
+        "rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "short_factor": factors, "long_factor": factors,
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(document))
+    config = make_config(folder, chats_file, tmp_path)
+    with pytest.raises(TargetError, match=f"rope type '{rope_type}' changes with the length.*llama3, yarn"):
+        command(config)
+    assert not Path(config.out).exists()
 
 
 def test_a_model_without_chat_template_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:

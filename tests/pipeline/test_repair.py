@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from moa_data.pipeline import calibrate
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import RepairRefused
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.repair import recorded_config, repair
-from moa_data.storage.errors import StoreMismatch
-from moa_data.storage.repair import plan_repair
+from moa_data.storage.errors import RepairImpossible, StoreMismatch
+from moa_data.storage.repair import drop_damage, plan_repair
 from moa_data.storage.verify import verify_store
 
 from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer
@@ -65,6 +66,38 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     plan = plan_repair(store)
     assert (plan.parts, plan.manifest) == ((), True)
     repair(plan, config.model)
+    assert data_bytes(store) == whole
+    assert verify_store(store).ok
+
+
+def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(config, codec="transform:3,tokens")
+    extract(config)
+    store = Path(config.out)
+    whole = data_bytes(store)
+    flip(store / "codec/basis.safetensors")
+    before = data_bytes(store)
+    plan = plan_repair(store)
+    assert (plan.parts, plan.target, plan.manifest, plan.codec, plan.others) == ((), False, False, True, ())
+    assert "codec/ is damaged, without which nothing can be decoded" in plan.describe()
+    with pytest.raises(RepairImpossible, match="no part can be decoded without it"):
+        drop_damage(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate.sample_rows, "__defaults__", (500,))
+        with pytest.raises(RepairRefused, match="is not what the parts were written with"):
+            repair(plan, config.model)
+    records = {path: path.read_text() for path in (store / "runs").iterdir()}
+    for path in records:
+        path.unlink()
+    with pytest.raises(RepairRefused, match="If `recode` made the store"):
+        repair(plan, config.model)
+    assert data_bytes(store) == before
+
+    for path, text in records.items():
+        path.write_text(text)
+    (store / "codec/basis.safetensors").unlink()
+    assert repair(plan_repair(store), config.model).n_parts_done == 0
     assert data_bytes(store) == whole
     assert verify_store(store).ok
 

@@ -108,14 +108,25 @@ def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
         yield content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
 
 
-def check_mutations(recipe, tree: Callable[[Path], dict[str, bytes]], folder: Path, positions: int) -> None:
-    """Damage every file of a store in every way: it is named, and repaired to the very same bytes."""
+def check_mutations(
+    recipe, tree: Callable[[Path], dict[str, bytes]], folder: Path, positions: int, parts: str = ""
+) -> None:
+    """Damage every file of a store in every way: it is named, and repaired to the very same bytes.
+
+    Args:
+        recipe: of the store.
+        tree: reads a folder.
+        folder: where the store goes.
+        positions: places of a file at which a bit is flipped.
+        parts: only files with this in their name, if they belong to a part.
+    """
     store = write_all(recipe, folder / "store")
     whole = tree(store)
     assert {"store.json", "plan.parquet", "commits/store.json", "commits/target.json", "target/config.json"} < set(
         whole
     )
-    for name, content in whole.items():
+    chosen = [name for name in whole if "part-" not in name or parts in name]
+    for name, content in ((name, whole[name]) for name in chosen):
         for mutation in mutations(content, positions):
             path = store / name
             path.unlink() if mutation is None else path.write_bytes(mutation)
@@ -142,8 +153,11 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, recipe, tree) -> None:
 
 
 @pytest.mark.slow
-def test_every_file_damaged_at_many_places(tmp_path: Path, recipe, tree) -> None:
-    check_mutations(recipe, tree, tmp_path, positions=60)
+def test_every_file_damaged_at_many_places(tmp_path: Path, recipe_of, tree) -> None:
+    """Two parts, of which one is damaged: each mutation costs five openings of the store for all its commits."""
+    recipe = recipe_of((70, 3, 130), part_tokens=192)
+    assert recipe.manifest.n_parts == 2
+    check_mutations(recipe, tree, tmp_path, positions=60, parts="part-00000")
 
 
 def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> None:

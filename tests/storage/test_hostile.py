@@ -1,11 +1,13 @@
 """Hostile files: whatever stands in a store, readers raise the store's own errors and allocate no absurd sizes."""
 
+import copy
 import json
 import os
 import resource
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,25 +92,55 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*path, key))
 
 
-@st.composite
-def changed_document(draw: Callable[..., Any], text: bytes) -> bytes:
-    """A JSON document with a few values replaced, removed or added."""
-    document = json.loads(text)
-    for _ in range(draw(st.integers(1, 2))):
-        *way, last = draw(st.sampled_from([way for way in places(document) if way]))
+@dataclass(frozen=True)
+class Change:
+    """One change of a JSON document, chosen without knowing the document."""
+
+    place: int
+    kind: str
+    key: str
+    value: Any
+
+    def apply(self, document: Any) -> None:
+        """Change the value at a place, counted around all there are."""
+        ways = [way for way in places(document) if way]
+        if not ways:
+            return
+        *way, last = ways[self.place % len(ways)]
         owner = document
         for key in way:
             owner = owner[key]
-        kind = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"]))
-        if kind == "remove":
+        if self.kind == "remove":
             del owner[last]
-        elif kind == "add" and isinstance(owner, dict):
-            owner[draw(st.text(max_size=3))] = draw(HOSTILE)
+        elif self.kind == "add" and isinstance(owner, dict):
+            owner[self.key] = copy.deepcopy(self.value)  # the next change may go into it
         else:
-            owner[last] = draw(HOSTILE)
-        if not document:
-            break
-    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+            owner[last] = copy.deepcopy(self.value)
+
+
+CHANGES = st.lists(
+    st.builds(
+        Change,
+        st.integers(0, 2**16),
+        st.sampled_from(["replace", "replace", "replace", "remove", "add"]),
+        st.text(max_size=3),
+        HOSTILE,
+    ),
+    min_size=1,
+    max_size=2,
+)
+
+
+def changed_document(text: bytes) -> st.SearchStrategy[bytes]:
+    """A JSON document with a few values replaced, removed or added."""
+
+    def change(changes: list[Change]) -> bytes:
+        document = json.loads(text)
+        for one in changes:
+            one.apply(document)
+        return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+
+    return CHANGES.map(change)
 
 
 @st.composite

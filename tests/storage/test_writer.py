@@ -26,6 +26,7 @@ from moa_data.storage.errors import (
 )
 from moa_data.storage.reader import ActivationStore
 from moa_data.storage.schema import hidden_field
+from moa_data.storage.seal import write_seal
 from moa_data.storage.verify import verify_store
 from moa_data.storage.writer import StoreWriter
 
@@ -197,9 +198,18 @@ def test_an_empty_folder_is_fine(tmp_path: Path, recipe):
 def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe):
     text = (store / "store.json").read_text().replace('"schema_version": 1', '"schema_version": 2')
     (store / "store.json").write_text(text)
+    write_seal(store)  # as the release that wrote it did
     with pytest.raises(SchemaVersionError, match="schema version 2"):
         recipe.write(store)
     assert (store / "store.json").read_text() == text
+
+
+@pytest.mark.parametrize("change", [('"schema_version": 1', '"schema_version": 3'), ("schema_", "sahema_")])
+def test_a_flipped_bit_in_the_schema_version_is_mended(store: Path, recipe, tree, change: tuple[str, str]):
+    before = tree(store)
+    (store / "store.json").write_text((store / "store.json").read_text().replace(*change))
+    recipe.write(store)
+    assert tree(store) == before
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "delete commit", "truncate commit"])

@@ -204,6 +204,25 @@ def test_refusals(store_path, tmp_path):
     assert not any((tmp_path / name).exists() for name in ("none", "big", "bad")), "a refusal leaves nothing behind"
 
 
+def test_only_one_training_in_a_folder(store_path, tmp_path):
+    """Another process is refused while it lives; a killed one leaves its file and no lock."""
+    run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
+    hold = "import sys, time; from moa_data.storage.locking import lock_file; from pathlib import Path\n"
+    hold += "lock = lock_file(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    (tmp_path / "new").mkdir()
+    for name, resume in (("run", True), ("new", False)):
+        out = tmp_path / name
+        command = [sys.executable, "-c", hold, str(out / "run.lock")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout.readline() == "held\n"
+            before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+            with pytest.raises(RunExists, match=rf"is being trained by process {other.pid} on .*; wait until it ends"):
+                run(store_path, out, max_steps=4, resume=resume)
+            assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+            other.kill()
+        assert run(store_path, out, max_steps=4, resume=resume).n_steps == 4
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monkeypatch):
     from moa_data.trainer import module
 
