@@ -88,7 +88,7 @@ def main() -> None:
         sequences = data.train_sequences
         stream = iter(
             TrainingStream(
-                BatchReader(store, config, pin_memory=False),
+                BatchReader(store, config, torch.device("cpu")),
                 sequences,
                 store.lengths[sequences],
                 options.pairs + 2,

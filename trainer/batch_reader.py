@@ -47,14 +47,24 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> list[str]:
 
 
 class BatchReader:
-    """Reads given sequences of a store into right-padded batches, on reused memory."""
+    """Reads given sequences of a store into right-padded batches, on reused memory.
 
-    def __init__(self, store: ActivationStore, config: TrainConfig, pin_memory: bool) -> None:
+    Args:
+        store: to read from.
+        config: of the run.
+        device: that trains. On the CPU the thread that reads also decodes; another device decodes for itself, so that
+            only codes travel to it.
+    """
+
+    def __init__(self, store: ActivationStore, config: TrainConfig, device: torch.device) -> None:
         self.store, self.config = store, config
+        self.decodes = device.type == "cpu"
         self._fields = needed_fields(store, config)
         self._entering = self._fields[2] if len(self._fields) > 2 else None
         largest = max(sequence_bytes(store, config, store.lengths.max(initial=0)), MICRO_BATCH_BYTES)
-        self._buffers = BufferPool((config.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory)
+        self._buffers = BufferPool(
+            (config.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
+        )
 
     def read(self, sequences: np.ndarray, lengths: np.ndarray) -> tuple[TrainingInputs, dict[str, EncodedField]]:
         """Read sequences with the given token counts; padding is zero.

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import lightning as L
@@ -139,7 +139,9 @@ class TrainingStream:
         inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows])
         own = _rows_of(plan.draws, torch.from_numpy(part))
         n_tokens = int(self._lengths[rows].sum())
-        return Batch(inputs, own, plan.denominator, n_tokens, time.perf_counter() - began, encoded)
+        batch = Batch(inputs, own, plan.denominator, n_tokens, encoded=encoded)
+        batch = batch.decode() if self._reader.decodes else batch
+        return replace(batch, read_s=time.perf_counter() - began)
 
 
 def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
@@ -253,7 +255,8 @@ class ValidationBatches:
         phase = torch.arange(start, start + len(part)) % n_steps
         draws = Draws(torch.full((len(part),), n_steps), torch.zeros(len(part), dtype=torch.bool), phase)
         inputs, encoded = self._reader.read(part, lengths)
-        return Batch(inputs, draws, 1.0, int(lengths.sum()), encoded=encoded)
+        batch = Batch(inputs, draws, 1.0, int(lengths.sum()), encoded=encoded)
+        return batch.decode() if self._reader.decodes else batch
 
 
 class StoreDataModule(L.LightningDataModule):
@@ -281,7 +284,7 @@ class StoreDataModule(L.LightningDataModule):
         """Stream that starts at the trainer's current step."""
         trainer = self.trainer
         assert trainer is not None
-        reader = BatchReader(self.store, self.config, pin_memory=trainer.strategy.root_device.type == "cuda")
+        reader = BatchReader(self.store, self.config, trainer.strategy.root_device)
         stream = TrainingStream(
             reader,
             self.train_sequences,
@@ -295,7 +298,9 @@ class StoreDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> ValidationBatches:
         """The validation batches."""
-        reader = BatchReader(self.store, self.config, pin_memory=False)
+        trainer = self.trainer
+        assert trainer is not None
+        reader = BatchReader(self.store, self.config, trainer.strategy.root_device)
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         size = min(
@@ -304,7 +309,7 @@ class StoreDataModule(L.LightningDataModule):
         return ValidationBatches(reader, chosen, self._lengths[chosen], size)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Decode what the store holds encoded, on the training device."""
+        """Decode what is still encoded, on the training device."""
         return batch.decode()
 
     def micro_batch_size(self, n_ranks: int) -> int:

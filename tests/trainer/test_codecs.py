@@ -1,5 +1,7 @@
 """Training from encoded activations: codes travel, and are decoded on the training device to what the store reads."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from moa_data.storage.reader import ActivationStore
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import draw
+from moa_data.trainer.data import TrainingStream, ValidationBatches, draw
 from moa_data.trainer.run import train
 
 from .conftest import build_store
@@ -23,7 +25,7 @@ def int8_path(tmp_path_factory):
 def read_batch(path, rows, **changes) -> tuple[ActivationStore, Batch]:
     store = ActivationStore(path)
     config = TrainConfig(store="", out="", batch_size=len(rows), target_layer_inference=1, reader_threads=1, **changes)
-    inputs, encoded = BatchReader(store, config, False).read(rows, store.lengths[rows].astype(np.int64))
+    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows].astype(np.int64))
     return store, Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded)
 
 
@@ -78,3 +80,17 @@ def test_a_drafter_trains_from_codes(tmp_path):
     report = train(config, {}, False)
     assert report.n_steps == 3
     assert np.isfinite(report.best_expected_acceptance_length)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_who_decodes(int8_path, device):
+    """On a CPU the thread that reads; elsewhere the training device, so that codes are what travels."""
+    store = ActivationStore(int8_path)
+    config = TrainConfig(store="", out="", batch_size=4, target_layer_inference=1, reader_threads=1)
+    reader = BatchReader(store, config, torch.device(device))
+    rows = np.arange(8)
+    (batch,) = itertools.islice(TrainingStream(reader, rows, store.lengths[rows].astype(np.int64), 10, 0, 1), 1)
+    (held_out,) = itertools.islice(ValidationBatches(reader, rows, store.lengths[rows].astype(np.int64), 4), 1)
+    for item in (batch, held_out):
+        assert bool(item.encoded) == (device != "cpu")
+        assert item.decode().inputs.kv.numel() > 0

@@ -28,12 +28,14 @@ def config(**changes):
 
 def stream_of(store, settings, max_steps=20, rank=0, n_ranks=1):
     lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
-    return TrainingStream(BatchReader(store, settings, False), np.arange(len(store)), lengths, max_steps, rank, n_ranks)
+    return TrainingStream(
+        BatchReader(store, settings, torch.device("cpu")), np.arange(len(store)), lengths, max_steps, rank, n_ranks
+    )
 
 
 def test_batches_hold_what_the_store_holds(store_path):
     store = ActivationStore(store_path)
-    reader = BatchReader(store, config(target_layer_inference=1), False)
+    reader = BatchReader(store, config(target_layer_inference=1), torch.device("cpu"))
     lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
     rows = np.array([5, 0, 17])
     inputs, encoded = reader.read(rows, lengths[rows])
@@ -56,7 +58,7 @@ def test_batches_hold_what_the_store_holds(store_path):
 def test_bfloat16_bits_arrive_unchanged(tmp_path):
     store = ActivationStore(build_store(tmp_path / "store", n_sequences=6, dtype="bfloat16"))
     n = store.sequences["n_tokens"].to_numpy().astype(np.int64)
-    inputs, _ = BatchReader(store, config(), False).read(np.array([2]), n[[2]])
+    inputs, _ = BatchReader(store, config(), torch.device("cpu")).read(np.array([2]), n[[2]])
     assert inputs.kv.dtype == torch.bfloat16
     assert np.array_equal(inputs.kv[0].view(torch.uint16).numpy(), store.read(2, "kv").reshape(n[2], 3, -1))
 
@@ -177,7 +179,7 @@ def test_micro_batches_are_bounded_in_bytes():
 
 def test_memory_is_used_again(store_path):
     store = ActivationStore(store_path)
-    reader = BatchReader(store, config(), False)
+    reader = BatchReader(store, config(), torch.device("cpu"))
     lengths = store.lengths.astype(np.int64)
     iterator = iter(TrainingStream(reader, np.arange(len(store)), lengths, 20, 0, 1))
     for _ in range(12):
@@ -195,7 +197,9 @@ def test_memory_is_used_again(store_path):
 def test_validation_is_the_same_on_each_pass(store_path):
     store = ActivationStore(store_path)
     sequences = np.argsort(store.lengths, kind="stable")[:10]
-    batches = ValidationBatches(BatchReader(store, config(), False), sequences, store.lengths[sequences], 4)
+    batches = ValidationBatches(
+        BatchReader(store, config(), torch.device("cpu")), sequences, store.lengths[sequences], 4
+    )
     assert len(batches) == 3
     first, second = list(batches), list(batches)
     assert [len(batch.inputs.tokens) for batch in first] == [4, 4, 2]
