@@ -1,6 +1,7 @@
 """Drafter checkpoints: our own layout, and the official one.
 
-Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; no kind means Mixture of Attentions) and ``drafter.safetensors``.
+Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
+Attentions) and ``drafter.safetensors``.
 Official (``huawei-noah/MOASpec-*``): ``model.safetensors`` or ``pytorch_model.bin`` with 29 keys for a Llama target and
 the TARGET's config.json; drafter sizes are read off the shapes.
 """
@@ -42,9 +43,7 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     partial.replace(folder / CONFIG_FILE)
 
 
-def load_drafter(
-    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Drafter:
+def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
     """Load a drafter from its own layout, the official layout, or a training run that contains ``drafter/``.
 
     Raises:

@@ -281,9 +281,7 @@ def _verify(
     _commit(cache, session, hidden, kept)
 
 
-def _commit(
-    cache: TargetCache, session: DraftSession | None, hidden: Tensor, kept: Sequence[Sequence[int]]
-) -> None:
+def _commit(cache: TargetCache, session: DraftSession | None, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
     """Keep some tokens of a target call, of which a drafter may want the hidden states [B, n, E]."""
     cache.commit(kept)
     if session is not None:

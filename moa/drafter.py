@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .bundle import FrozenTarget
 from .config import DrafterSizes
-from .objective import Draws, LossTerms, LossWeights, TrainingInputs
+from .objective import DEFAULT_WEIGHTS, Draws, LossTerms, LossWeights, TrainingInputs
 from .target_cache import TargetCache
 
 
@@ -104,7 +104,7 @@ class Drafter(nn.Module, ABC):
         frozen: FrozenTarget,
         inputs: TrainingInputs,
         draws: Draws,
-        weights: LossWeights = LossWeights(),
+        weights: LossWeights = DEFAULT_WEIGHTS,
         official: bool = False,
         denominator: float | None = None,
     ) -> LossTerms:
@@ -131,7 +131,7 @@ class Drafter(nn.Module, ABC):
     def new_state(self, n_rows: int) -> Any:
         """An empty :class:`DraftState` of B rows, which the methods below get back."""
 
-    def observe(self, state: Any, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:  # noqa: B027
+    def observe(self, state: Any, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Take the target's hidden states of tokens that were just committed; by default nothing is done with them.
 
         Args:

@@ -27,7 +27,17 @@ from .drafter import DraftedFeatures, Drafter
 from .errors import DrafterError
 from .kv_buffer import KVBuffer, positions_behind
 from .layers import DecoderBlock, Rotary
-from .objective import Draws, LossTerms, LossWeights, TrainingInputs, at_queries, distillation, loss_queries, loss_scale
+from .objective import (
+    DEFAULT_WEIGHTS,
+    Draws,
+    LossTerms,
+    LossWeights,
+    TrainingInputs,
+    at_queries,
+    distillation,
+    loss_queries,
+    loss_scale,
+)
 from .target_cache import TargetCache
 
 
@@ -152,7 +162,7 @@ class EagleDrafter(Drafter):
         frozen: FrozenTarget,
         inputs: TrainingInputs,
         draws: Draws,
-        weights: LossWeights = LossWeights(),
+        weights: LossWeights = DEFAULT_WEIGHTS,
         official: bool = False,
         denominator: float | None = None,
     ) -> LossTerms:
@@ -261,7 +271,7 @@ def eagle_objective(
     drafter: EagleDrafter,
     frozen: FrozenTarget,
     inputs: TrainingInputs,
-    weights: LossWeights = LossWeights(),
+    weights: LossWeights = DEFAULT_WEIGHTS,
     noise: Tensor | None = None,
     official: bool = False,
     denominator: float | None = None,

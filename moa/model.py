@@ -25,7 +25,7 @@ from .drafter import DraftedFeatures, Drafter
 from .errors import DrafterError
 from .kv_buffer import KVBuffer, positions_behind
 from .layers import DecoderBlock, Rotary, Rotation
-from .objective import Draws, LossTerms, LossWeights, TrainingInputs, loss_queries, moa_objective
+from .objective import DEFAULT_WEIGHTS, Draws, LossTerms, LossWeights, TrainingInputs, loss_queries, moa_objective
 from .target_cache import TargetCache
 from .target_layers import drafted_target_layers, mixed_target_layers, recomputed_target_layers
 
@@ -98,7 +98,7 @@ class MoADrafter(Drafter):
 
     @classmethod
     def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        """Keys and values of all layers, the last hidden state and, for N > 0, the one that enters the last N layers."""
+        """KV of all layers, the last hidden state and, for N > 0, the one that enters the last N layers."""
         entering = {}
         if target_layer_inference:
             entering["entering_hidden"] = f"hidden/layer_{n_layers - target_layer_inference - 1}"
@@ -116,7 +116,7 @@ class MoADrafter(Drafter):
         frozen: FrozenTarget,
         inputs: TrainingInputs,
         draws: Draws,
-        weights: LossWeights = LossWeights(),
+        weights: LossWeights = DEFAULT_WEIGHTS,
         official: bool = False,
         denominator: float | None = None,
     ) -> LossTerms:

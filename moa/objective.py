@@ -64,6 +64,9 @@ class LossWeights:
     feature: float = 1.0
 
 
+DEFAULT_WEIGHTS = LossWeights()
+
+
 @dataclass
 class LossTerms:
     """Scalars of one mini-batch, each a sum over loss positions divided by the denominator."""
@@ -96,7 +99,7 @@ def moa_objective(
     frozen: FrozenTarget,
     inputs: TrainingInputs,
     draws: Draws,
-    weights: LossWeights = LossWeights(),
+    weights: LossWeights = DEFAULT_WEIGHTS,
     official: bool = False,
     denominator: float | None = None,
 ) -> tuple[LossTerms, DrafterOutputs]:
