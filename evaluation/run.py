@@ -11,7 +11,7 @@ import torch
 from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import check_drafter_matches, load_drafter
 from ..moa.decode import plain_generate, speculative_generate
-from ..moa.model import MoADrafter
+from ..moa.drafter import Drafter
 from ..moa.target import Target
 from ..pipeline.prompts import check_template
 from .config import EvalConfig
@@ -70,7 +70,7 @@ def evaluate(
     return report
 
 
-def build_methods(config: EvalConfig, target: Target, drafter: MoADrafter | None) -> dict[str, Generate]:
+def build_methods(config: EvalConfig, target: Target, drafter: Drafter | None) -> dict[str, Generate]:
     """The methods by name; one that occurs again gets a number (``plain#2``).
 
     Args:

@@ -133,7 +133,8 @@ class EagleDrafter(Drafter):
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings of tokens t+1 and hidden states of tokens t, each [..., E] -> input of the layers [..., E]."""
-        return self.fc(torch.cat((embeddings, hidden), dim=-1))
+        joined = self.fc(torch.cat((embeddings, hidden), dim=-1))
+        return joined.to(embeddings.dtype)  # under autocast the residual stream keeps its precision
 
     def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:
         """The layers over whole sequences.

@@ -141,7 +141,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
 def _own_options(drafter: type[Drafter]) -> set[str]:
     """Settings that concern this drafter: its sizes and what else it declares."""
     sizes = {item.name for item in dataclasses.fields(drafter.config_class)}
-    return drafter.training_options | sizes & {item.name for item in dataclasses.fields(TrainConfig)}
+    return sizes & {item.name for item in dataclasses.fields(TrainConfig)} | drafter.training_options
 
 
 def options_of_others(config: TrainConfig) -> list[str]:
