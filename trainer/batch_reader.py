@@ -37,7 +37,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
         names = [name for name in store.fields if name not in _TEXT_FIELDS] + missing
-        flags = ",".join(name.replace("/", ":").replace("_", ":") for name in sorted(names, key=lambda n: n != "kv"))
+        flags = ",".join(name.replace("/", ":").replace("_", ":") for name in sorted(names, key=lambda n: (n != "kv", n)))
         raise MissingField(
             f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
             f"--target-layers {config.target_layer_inference}."
