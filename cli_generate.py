@@ -80,7 +80,7 @@ def generate(
 
     from .cli_views import decoding_view
     from .moa.checkpoint import check_drafter_matches, load_drafter
-    from .moa.decode import generate_batch, moa_session
+    from .moa.decode import draft_session, generate_batch
     from .moa.sampling import SamplingConfig
     from .moa.target import Target
     from .moa.tree import TreeShape
@@ -93,11 +93,11 @@ def generate(
     network = load_drafter(drafter, loaded.model.dtype, loaded.device)
     check_drafter_matches(network, loaded)
     rows = [prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    session: OpenSession | None = moa_session(loaded, network, None, sampling)
+    session: OpenSession | None = draft_session(loaded, network, None, sampling)
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
     generate_batch(loaded, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(2), sampling=sampling)
     if shape is None:
-        choice = _choose(loaded, moa_session(loaded, network, None, sampling), rows, sampling)
+        choice = _choose(loaded, draft_session(loaded, network, None, sampling), rows, sampling)
         click.echo(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s", err=True)
         shape, session = choice.shape, session if choice.shape else None
     drafted = _answer(loaded, rows, max_new_tokens, session, shape, sampling, seed)

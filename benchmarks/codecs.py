@@ -26,7 +26,7 @@ from train_step import add_size_options, chosen_sizes
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.decode import generate_batch, moa_session
+from moa_data.moa.decode import draft_session, generate_batch
 from moa_data.moa.kv_layout import unpack_kv
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
@@ -152,7 +152,7 @@ def acceptance_length(options: argparse.Namespace, target: Target, run: Path) ->
             target,
             prompts[start : start + 20],
             max_new_tokens=128,
-            open_session=moa_session(target, drafter),
+            open_session=draft_session(target, drafter),
             tree=TreeShape(5),
         )
         lengths += [generation.stats.acceptance_length for generation in generations]

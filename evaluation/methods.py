@@ -9,7 +9,7 @@ import torch
 from ..moa.auto_tree import AutoShape, choose_shape
 from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import check_drafter_matches, load_drafter
-from ..moa.decode import Generation, OpenSession, generate_batch, moa_session
+from ..moa.decode import Generation, OpenSession, draft_session, generate_batch
 from ..moa.prompt_lookup import prompt_lookup_session
 from ..moa.target import Target
 from ..moa.tree import TreeShape
@@ -99,5 +99,5 @@ def _open_sessions(config: EvalConfig, target: Target) -> dict[str, OpenSession]
         name = path.parent.name if path.name == "drafter" else path.name
         while name in sessions:
             name += "'"
-        sessions[name] = moa_session(target, drafter, frozen, config.sampling())
+        sessions[name] = draft_session(target, drafter, frozen, config.sampling())
     return sessions

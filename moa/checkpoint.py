@@ -1,6 +1,7 @@
 """Drafter checkpoints: our own layout, and the official one.
 
-Own: ``drafter.json`` (:class:`DrafterConfig`, with target identity) and ``drafter.safetensors``.
+Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
+Attentions) and ``drafter.safetensors``.
 Official (``huawei-noah/MOASpec-*``): ``model.safetensors`` or ``pytorch_model.bin`` with 29 keys for a Llama target and
 the TARGET's config.json; drafter sizes are read off the shapes.
 """
@@ -16,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from .config import DrafterConfig
+from .config import DrafterConfig, DrafterSizes
+from .drafter import Drafter
 from .errors import CheckpointError, TargetMismatch
 from .model import MoADrafter
+from .registry import drafter_class
 from .target import Target
 
 CONFIG_FILE = "drafter.json"
@@ -27,7 +30,7 @@ _OFFICIAL_PROJECTION = "Ekv2E"
 _OWN_PROJECTION = "kv_to_hidden"
 
 
-def save_drafter(drafter: MoADrafter, folder: str | Path) -> None:
+def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     """Write the own layout; each file replaces its predecessor in one step."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,9 +43,7 @@ def save_drafter(drafter: MoADrafter, folder: str | Path) -> None:
     partial.replace(folder / CONFIG_FILE)
 
 
-def load_drafter(
-    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> MoADrafter:
+def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
     """Load a drafter from its own layout, the official layout, or a training run that contains ``drafter/``.
 
     Raises:
@@ -51,11 +52,13 @@ def load_drafter(
     folder = Path(folder)
     if (folder / "drafter" / CONFIG_FILE).is_file():
         folder = folder / "drafter"
+    config: DrafterSizes
     if (folder / CONFIG_FILE).is_file():
         try:
-            config = DrafterConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
+            values = json.loads((folder / CONFIG_FILE).read_text())
         except json.JSONDecodeError as error:
             raise CheckpointError(f"{folder / CONFIG_FILE} is not JSON: {error}") from error
+        config = drafter_class(values.get("kind", MoADrafter.kind)).config_class.from_dict(values)
         weights = _read_weights(folder / WEIGHTS_FILE)
     elif (folder / "config.json").is_file():
         weights, config = _read_official(folder)
@@ -64,14 +67,15 @@ def load_drafter(
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
 
 
-def build_drafter(config: DrafterConfig, weights: dict[str, Tensor], source: str | Path = "weights") -> MoADrafter:
+def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str | Path = "weights") -> Drafter:
     """A drafter with the given weights; every key and shape must match.
 
     Raises:
         CheckpointError: naming the first missing, unexpected or misshapen key.
     """
+    build = drafter_class(config.kind)
     with torch.device("meta"):
-        expected = {name: value.shape for name, value in MoADrafter(config).state_dict().items()}
+        expected = {name: value.shape for name, value in build(config).state_dict().items()}
     problems = [f"missing key {name}" for name in expected if name not in weights]
     problems += [f"unexpected key {name}" for name in weights if name not in expected]
     problems += [
@@ -81,7 +85,7 @@ def build_drafter(config: DrafterConfig, weights: dict[str, Tensor], source: str
     ]
     if problems:
         raise CheckpointError(f"{source} does not fit its sizes: {problems[0]} ({len(problems)} problems in all).")
-    drafter = MoADrafter(config)
+    drafter = build(config)
     drafter.load_state_dict(weights, strict=True)
     return drafter
 
@@ -143,7 +147,7 @@ def sizes_from_official(weights: dict[str, Tensor], target_config: Any) -> Draft
     )
 
 
-def check_drafter_matches(drafter: MoADrafter, target: Target) -> None:
+def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that was trained for another target.
 
     Raises:
@@ -152,7 +156,7 @@ def check_drafter_matches(drafter: MoADrafter, target: Target) -> None:
     config, sizes = drafter.config, target.sizes
     sizes = sizes | {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        if getattr(config, name) != sizes[name]:
+        if getattr(config, name, sizes[name]) != sizes[name]:
             raise TargetMismatch(
                 f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
                 f"{sizes[name]}. Pass the target that its store was extracted from."

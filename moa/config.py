@@ -1,27 +1,28 @@
-"""Sizes of a Mixture of Attentions drafter."""
+"""Sizes of drafters: what all have in common, and those of a Mixture of Attentions."""
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from .bundle import rope_parameters, target_sizes
 from .errors import DrafterError
 from .layers import BlockSizes
 
 
-@dataclass(frozen=True)
-class DrafterConfig:
-    """Everything needed to rebuild a drafter and to know which target it belongs to."""
+@dataclass(frozen=True, kw_only=True)
+class DrafterSizes:
+    """What every drafter records of its target, and how it travels as JSON."""
+
+    kind: ClassVar[str]
+    """Name of the drafter that has these sizes, see ``registry.DRAFTERS``."""
 
     hidden_size: int
     """E, width of the target."""
     n_heads: int
-    """Query heads of self- and cross-attention, as in the target."""
+    """Query heads of the target, which the drafter's self- and cross-attention have too."""
     head_dim: int
-    """Head dim of self- and cross-attention, as in the target."""
+    """Head dim of the target, likewise."""
     n_layers: int
-    """L, decoder layers of the target; layer self-attention runs over all of them."""
-    kv_width: int
-    """D = 2 * target KV heads * target head dim; width of layer self-attention."""
+    """L, decoder layers of the target."""
     vocab_size: int
     """V, vocabulary of the target."""
     max_position_embeddings: int
@@ -29,7 +30,79 @@ class DrafterConfig:
     norm_eps: float
     """Epsilon of every RMSNorm, as in the target."""
     rope_parameters: dict[str, Any]
-    """RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all three blocks."""
+    """RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks."""
+    qkv_bias: bool = False
+    """Biases on q, k, v of blocks that look at tokens or layers (Qwen2 targets)."""
+    target: dict[str, str] = field(default_factory=dict)
+    """Identity of the target: weights_sha256 and config_sha256."""
+
+    @property
+    def target_layer_inference(self) -> int:
+        """N, how many of the target's last layers the drafted features pass through; 0 unless a drafter says so."""
+        return 0
+
+    @classmethod
+    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
+        """Sizes for a target.
+
+        Args:
+            config: the target's transformers config.
+            target: the target's identity.
+            **sizes: any drafter size by field name; None means the default.
+
+        Raises:
+            DrafterError: sizes that do not fit together.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild from :meth:`to_dict`; unknown or missing keys raise, a kind that is not this one's too."""
+        kind = values.get("kind", cls.kind)
+        if kind != cls.kind:
+            raise DrafterError(f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}.")
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - known - {"kind"})
+        if unknown:
+            raise DrafterError(
+                f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
+            )
+        try:
+            return cls(**{name: value for name, value in values.items() if name != "kind"})
+        except TypeError as error:
+            raise DrafterError(f"drafter.json is incomplete: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the ``kind``."""
+        return {"kind": self.kind, **asdict(self)}
+
+    def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
+        """Sizes of a block with the target's width and query heads."""
+        return BlockSizes(
+            self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
+        )
+
+
+def target_facts(config: Any, target: dict[str, str] | None) -> dict[str, Any]:
+    """The fields of :class:`DrafterSizes`, from the target's transformers config and identity."""
+    facts = target_sizes(config)
+    names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
+    return {name: facts[name] for name in names} | {
+        "norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope_parameters(config),
+        "qkv_bias": config.model_type == "qwen2",
+        "target": dict(target or {}),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig(DrafterSizes):
+    """Everything needed to rebuild a Mixture of Attentions and to know which target it belongs to."""
+
+    kind: ClassVar[str] = "moa"
+
+    kv_width: int
+    """D = 2 * target KV heads * target head dim; width of layer self-attention, which runs over all L layers."""
     self_attention_kv_heads: int
     """KV heads of the causal self-attention."""
     self_attention_mlp_width: int
@@ -48,10 +121,6 @@ class DrafterConfig:
     """MLP width of layer self-attention."""
     target_layer_inference: int = 0
     """N, how many of the target's last layers the drafted features pass through."""
-    qkv_bias: bool = False
-    """Biases on q, k, v of self-attention and layer self-attention (Qwen2 targets)."""
-    target: dict[str, str] = field(default_factory=dict)
-    """Identity of the target: weights_sha256 and config_sha256."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -75,7 +144,7 @@ class DrafterConfig:
             raise DrafterError("drafter sizes do not fit: " + "; ".join(problems) + ".")
 
     @classmethod
-    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> "DrafterConfig":
+    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
         """Sizes for a target, in the proportions of the official Llama-3-8B drafter where not given.
 
         Args:
@@ -109,48 +178,17 @@ class DrafterConfig:
             ),
             "layer_attention_mlp_width": _multiple_of_32(kv_width * 1.5),
         }
-        return cls(
-            hidden_size=facts["hidden_size"],
-            n_heads=facts["n_heads"],
-            head_dim=facts["head_dim"],
-            n_layers=facts["n_layers"],
-            kv_width=kv_width,
-            vocab_size=facts["vocab_size"],
-            max_position_embeddings=facts["max_position_embeddings"],
-            norm_eps=config.rms_norm_eps,
-            rope_parameters=rope_parameters(config),
-            qkv_bias=config.model_type == "qwen2",
-            target=dict(target or {}),
-            **(defaults | given),
-        )
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "DrafterConfig":
-        """Rebuild from :meth:`to_dict`; unknown or missing keys raise."""
-        known = {item.name for item in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise DrafterError(
-                f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
-            )
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise DrafterError(f"drafter.json is incomplete: {error}") from error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+        return cls(kv_width=kv_width, **target_facts(config, target), **(defaults | given))
 
     @property
     def self_attention(self) -> BlockSizes:
         """Sizes of the causal self-attention block."""
-        return self._wide_block(self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias)
+        return self.block(self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias)
 
     @property
     def cross_attention(self) -> BlockSizes:
         """Sizes of the cross-attention block, which never has biases."""
-        return self._wide_block(self.cross_attention_kv_heads, self.cross_attention_mlp_width, False)
+        return self.block(self.cross_attention_kv_heads, self.cross_attention_mlp_width, False)
 
     @property
     def layer_self_attention(self) -> BlockSizes:
@@ -163,11 +201,6 @@ class DrafterConfig:
             mlp_width=self.layer_attention_mlp_width,
             norm_eps=self.norm_eps,
             qkv_bias=self.qkv_bias,
-        )
-
-    def _wide_block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
-        return BlockSizes(
-            self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
         )
 
 

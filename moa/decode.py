@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .bundle import FrozenTarget
-from .drafting import DraftSession, MoASession
+from .drafter import Drafter
+from .drafting import DrafterSession, DraftSession
 from .errors import DrafterError
-from .model import MoADrafter
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
 from .target import Target
 from .target_cache import TargetCache
@@ -98,7 +98,7 @@ def plain_generate(
 
 def speculative_generate(
     target: Target,
-    drafter: MoADrafter,
+    drafter: Drafter,
     frozen: FrozenTarget | None,
     prompt_tokens: list[int],
     *,
@@ -132,7 +132,7 @@ def speculative_generate(
         target,
         [prompt_tokens],
         max_new_tokens=max_new_tokens,
-        open_session=moa_session(target, drafter, frozen, sampling),
+        open_session=draft_session(target, drafter, frozen, sampling),
         tree=tree or TreeShape(draft_length),
         sampling=sampling,
         seed=seed,
@@ -141,12 +141,12 @@ def speculative_generate(
     return generation
 
 
-def moa_session(
-    target: Target, drafter: MoADrafter, frozen: FrozenTarget | None = None, sampling: SamplingConfig = GREEDY
+def draft_session(
+    target: Target, drafter: Drafter, frozen: FrozenTarget | None = None, sampling: SamplingConfig = GREEDY
 ) -> OpenSession:
-    """Drafting with a Mixture of Attentions, for :func:`generate_batch`."""
+    """Drafting with a trained drafter, for :func:`generate_batch`; arguments as for :func:`speculative_generate`."""
     pieces = frozen or FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-    return lambda cache, generators: MoASession(target, drafter, pieces, cache, sampling, generators)
+    return lambda cache, generators: DrafterSession(drafter, pieces, cache, sampling, generators)
 
 
 def generate_batch(
@@ -194,15 +194,15 @@ def generate_batch(
     rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
     active = list(rows)
     cache = target.new_cache(len(rows))
-    _prefill(target, cache, active, sampling)
     session = None
     if open_session is not None:
         session = open_session(cache, [row.generator for row in rows])
+    _prefill(target, cache, active, session, sampling)
     while active := _drop_finished(active, cache, session):
         began = time.perf_counter()
         drafts = _propose(target, session, tree, active, sampling)
         drafted_at = time.perf_counter()
-        accepted = _verify(target, cache, active, drafts, sampling)
+        accepted = _verify(target, cache, active, session, drafts, sampling)
         if on_round is not None:
             on_round(drafts, accepted)
         for row in active:
@@ -214,13 +214,15 @@ def generate_batch(
     return [Generation(row.tokens, row.stats) for row in rows]
 
 
-def _prefill(target: Target, cache: TargetCache, rows: list["_Row"], sampling: SamplingConfig) -> None:
+def _prefill(
+    target: Target, cache: TargetCache, rows: list["_Row"], session: DraftSession | None, sampling: SamplingConfig
+) -> None:
     """Run the prompts, padded on the right, and commit the first token of each row."""
     began = time.perf_counter()
     lengths = [len(row.committed) for row in rows]
     padded = [row.committed + [0] * (max(lengths) - len(row.committed)) for row in rows]
     hidden = target.forward(torch.tensor(padded, device=target.device), cache)
-    cache.commit([range(length) for length in lengths])
+    _commit(cache, session, hidden, [range(length) for length in lengths])
     last = hidden[torch.arange(len(rows)), torch.tensor(lengths) - 1]  # [B, E]
     for row, logits in zip(rows, target.logits(last), strict=True):
         row.begin(_choose(logits[None], DraftTree.empty(1, logits.device), 0, row, sampling)[1])
@@ -261,7 +263,12 @@ def _propose(
 
 
 def _verify(
-    target: Target, cache: TargetCache, rows: list["_Row"], drafts: DraftTree, sampling: SamplingConfig
+    target: Target,
+    cache: TargetCache,
+    rows: list["_Row"],
+    session: DraftSession | None,
+    drafts: DraftTree,
+    sampling: SamplingConfig,
 ) -> list[list[int]]:
     """One target call over root and drafts of each row; commits what the target agrees with, returns those nodes."""
     roots = torch.tensor([[row.committed[-1]] for row in rows], device=target.device)
@@ -279,8 +286,15 @@ def _verify(
             accepted, bonus = _choose(logits[index], drafts, index, row, sampling)
         nodes.append(accepted)
         row.commit([*(int(drafts.tokens[index, node]) for node in accepted), bonus])
-    cache.commit([[0, *(node + 1 for node in accepted)] for accepted in nodes])
+    _commit(cache, session, hidden, [[0, *(node + 1 for node in accepted)] for accepted in nodes])
     return nodes
+
+
+def _commit(cache: TargetCache, session: DraftSession | None, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+    """Keep some tokens of a target call, of which a drafter may want the hidden states [B, n, E]."""
+    cache.commit(kept)
+    if session is not None:
+        session.observe(hidden, kept)
 
 
 def _choose(

@@ -1,6 +1,6 @@
-"""Who proposes drafts: one small interface, and the Mixture of Attentions behind it.
+"""Who proposes drafts: the growing of chains and trees, one for all drafters.
 
-Shapes: B rows, N nodes, V vocabulary, b nodes of one level.
+Shapes: B rows, N nodes, V vocabulary, E target width, b nodes of one level.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,24 @@ import torch
 from torch import Tensor
 
 from .bundle import FrozenTarget
+from .drafter import Drafter
 from .errors import DrafterError
-from .model import DraftState, MoADrafter
 from .sampling import SamplingConfig, distribution, draw
-from .target import Target
 from .target_cache import TargetCache
 from .tree import DraftTree, TreeShape, pick_best
 
 
 class DraftSession(Protocol):
     """Proposes drafts for the rows of one generation and keeps its own caches in step with what is committed."""
+
+    def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Take note of a target call, the prefill included.
+
+        Args:
+            hidden: [B, n, E], the target's hidden states after its final norm.
+            kept: per row which of the n tokens were committed, in order.
+        """
+        ...
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Propose the next tokens of each row.
@@ -35,12 +43,11 @@ class DraftSession(Protocol):
         ...
 
 
-class MoASession:
-    """Drafts with a Mixture of Attentions drafter.
+class DrafterSession:
+    """Drafts with a trained drafter.
 
     Args:
-        target: the live target, for its device.
-        drafter: trained for it.
+        drafter: trained for the target.
         frozen: target pieces of the drafter's dtype, with its N layers.
         cache: of the target's KV.
         sampling: given and not greedy: chains are drawn from the drafter's distribution under it.
@@ -52,62 +59,40 @@ class MoASession:
 
     def __init__(
         self,
-        target: Target,
-        drafter: MoADrafter,
+        drafter: Drafter,
         frozen: FrozenTarget,
         cache: TargetCache,
         sampling: SamplingConfig | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> None:
-        dtypes = next(drafter.parameters()).dtype, frozen.lm_head_weight.dtype
-        if dtypes[0] != dtypes[1]:
+        if drafter.dtype != frozen.lm_head_weight.dtype:
             raise DrafterError(
-                f"the drafter is {dtypes[0]}, its target pieces are {dtypes[1]}; load both in one dtype."
+                f"the drafter is {drafter.dtype}, its target pieces are {frozen.lm_head_weight.dtype}; load both in "
+                "one dtype."
             )
         self.drafter, self.frozen, self.cache = drafter, frozen, cache
-        self.state = DraftState(len(cache.lengths))
-        self._device, self._dtype = target.device, dtypes[0]
+        self.state = drafter.new_state(len(cache.lengths))
+        self._device = frozen.lm_head_weight.device
         self._sampling = sampling if sampling is not None and sampling.temperature > 0 else None
         self._generators = list(generators)
 
     @torch.inference_mode()
+    def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Hand the hidden states of a target call to the drafter; see :meth:`DraftSession.observe`."""
+        self.drafter.observe(self.state, hidden, kept)
+
+    @torch.inference_mode()
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """A chain or a dynamic tree (EAGLE-2, section 4.1; official inference lines 622-660)."""
-        self._catch_up(committed)
-        features = self._root(committed)
+        features = self.drafter.root_features(self.state, self.frozen, committed, self.cache)
         if shape.is_chain:
             return self._chain(features, committed, min(shape.depth, shape.n_nodes))
-        tree = self._tree(features, shape)
-        # Behind the root lie nodes in the order of feeding, not those of one path: they are encoded anew if accepted.
-        self.state.self_attention.crop([len(tokens) for tokens in committed])
-        return tree
+        return self._tree(features, shape)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.state.select_rows(rows)
         self._generators = [self._generators[row] for row in rows] if self._generators else []
-
-    def _catch_up(self, committed: Sequence[list[int]]) -> None:
-        """Encode the target KV that came since the last round; forget what was drafted."""
-        n_verified = [len(tokens) - 1 for tokens in committed]
-        counts = [n - length for n, length in zip(n_verified, self.state.memory.lengths, strict=True)]
-        if max(counts):
-            kv = self.cache.packed(self.state.memory.lengths, max(counts))
-            self.drafter.extend_memory(self.state, kv.to(self._dtype), counts)
-        self.state.self_attention.crop(n_verified)
-
-    def _root(self, committed: Sequence[list[int]]) -> Tensor:
-        fresh = [tokens[n:] for tokens, n in zip(committed, self.state.self_attention.lengths, strict=True)]
-        counts = [len(tokens) for tokens in fresh]
-        longest = max(counts)
-        padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in fresh], device=self._device)
-        same = len(set(counts)) == 1
-        return self.drafter.draft_root(self.state, self.frozen, padded, self._layers_kv, None if same else counts)
-
-    def _layers_kv(self, n_slots: int) -> list[tuple[Tensor, Tensor]]:
-        config = self.drafter.config
-        first = config.n_layers - config.target_layer_inference
-        return [self.cache.layer_view(layer, n_slots) for layer in range(first, config.n_layers)]
 
     def _chain(self, features: Tensor, committed: Sequence[list[int]], depth: int) -> DraftTree:
         tokens: list[Tensor] = []
@@ -116,8 +101,8 @@ class MoASession:
         for level in range(1, depth + 1):
             if level > 1:
                 seen = torch.ones(len(paths), 1, level, dtype=torch.bool, device=self._device)
-                features = self.drafter.draft_level(
-                    self.state, self.frozen, tokens[-1], seen, level - 1, self._layers_kv
+                features = self.drafter.level_features(
+                    self.state, self.frozen, tokens[-1], features, seen, level - 1, self.cache
                 )
             logits = self.frozen.logits(features[:, 0])  # [B, V]
             if self._sampling is None:
@@ -155,8 +140,12 @@ class MoASession:
             beam_at = n_candidates + kept.indices
             n_candidates += score.shape[1]
             fed = tokens[-1].gather(1, kept.indices)  # [B, b]
-            came_from = (kept.indices // b)[..., None].expand(-1, -1, beam_seen.shape[2])
+            came_from = (kept.indices // b)[..., None]  # [B, b, 1], places in the last beam
             own = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
-            beam_seen = torch.cat((beam_seen.gather(1, came_from), own), dim=2)
-            features = self.drafter.draft_level(self.state, self.frozen, fed, beam_seen, level, self._layers_kv)
+            above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
+            beam_seen = torch.cat((above, own), dim=2)
+            parents_of_fed = features.gather(1, came_from.expand(-1, -1, features.shape[2]))
+            features = self.drafter.level_features(
+                self.state, self.frozen, fed, parents_of_fed, beam_seen, level, self.cache
+            )
         return pick_best(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(scores, dim=1), shape.n_nodes)

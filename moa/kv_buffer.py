@@ -83,3 +83,9 @@ class KVBuffer:
         if self._buffer is not None:
             grown[:, :, :, : self._buffer.shape[3]] = self._buffer
         self._buffer = grown
+
+
+def positions_behind(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
+    """Positions of n tokens behind each row's start: [B, n], or [1, n] where all rows start alike."""
+    starts = starts[:1] if len(set(starts)) == 1 else starts
+    return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)

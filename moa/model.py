@@ -13,16 +13,21 @@ draft step sees after the verification that ended at s(i). Both paths call the s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from . import masks
 from .bundle import FrozenTarget
-from .config import DrafterConfig
-from .kv_buffer import KVBuffer
-from .kv_layout import unpack_kv
+from .config import DrafterConfig, DrafterSizes
+from .drafter import DraftedFeatures, Drafter
+from .errors import DrafterError
+from .kv_buffer import KVBuffer, positions_behind
 from .layers import DecoderBlock, Rotary, Rotation
+from .objective import DEFAULT_WEIGHTS, Draws, LossTerms, LossWeights, TrainingInputs, loss_queries, moa_objective
+from .target_cache import TargetCache
+from .target_layers import drafted_target_layers, mixed_target_layers, recomputed_target_layers
 
 TargetLayersKV = Callable[[int], list[tuple[Tensor, Tensor]]]
 """n_slots -> per layer used for inference, keys and values [B, H_kv, n_slots, d]: views of the target's cache, verified
@@ -57,12 +62,14 @@ class DraftState:
             stay valid where they stand.
         memory: cross-attention keys and values of the positions that have target KV.
         n_fed: tokens of this round's tree that were fed, the root included.
+        is_path: whether they are one path, so that those accepted stand where they belong.
     """
 
     def __init__(self, n_rows: int = 1) -> None:
         self.self_attention = KVBuffer(n_rows)
         self.memory = KVBuffer(n_rows)
         self.n_fed = 0
+        self.is_path = True
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
@@ -70,8 +77,13 @@ class DraftState:
         self.memory.select_rows(rows)
 
 
-class MoADrafter(nn.Module):
+class MoADrafter(Drafter):
     """The trained part: layer self-attention, projection, self-attention, cross-attention."""
+
+    kind: ClassVar[str] = DrafterConfig.kind
+    config_class: ClassVar[type[DrafterSizes]] = DrafterConfig
+    training_options: ClassVar[frozenset[str]] = frozenset({"step_bound_min", "step_bound_max", "staircase"})
+    config: DrafterConfig
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -84,25 +96,41 @@ class MoADrafter(nn.Module):
         self.rotary = Rotary(config.head_dim, *rope)
         self.layer_rotary = Rotary(config.layer_attention_head_dim, *rope)
 
-    @torch.no_grad()
-    def initialize(self, generator: torch.Generator | None = None, std: float = 0.02, official: bool = False) -> None:
-        """Draw the starting weights: N(0, std) for matrices, 0 for biases, 1 for norms.
+    @classmethod
+    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
+        """KV of all layers, the last hidden state and, for N > 0, the one that enters the last N layers."""
+        entering = {}
+        if target_layer_inference:
+            entering["entering_hidden"] = f"hidden/layer_{n_layers - target_layer_inference - 1}"
+        return {"kv": "kv", "hidden": "hidden/last"} | entering
 
-        Args:
-            generator: of the draws.
-            std: standard deviation of the matrices.
-            official: norms are drawn from N(0, std) too, as the official code does by accident (``train/moa_spec.py``,
-                lines 78-91); it costs about half of the acceptance length of a short run.
-        """
-        for name, weight in self.named_parameters():
-            if weight.ndim > 1:
-                weight.normal_(0.0, std, generator=generator)
-            elif name.endswith("bias"):
-                weight.zero_()
-            elif official:
-                weight.normal_(0.0, std, generator=generator)
-            else:
-                weight.fill_(1.0)
+    @classmethod
+    def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
+        """Drafted positions; all of the response in the official form."""
+        if official:
+            return response_mask.bool()
+        return masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
+
+    def objective(
+        self,
+        frozen: FrozenTarget,
+        inputs: TrainingInputs,
+        draws: Draws,
+        weights: LossWeights = DEFAULT_WEIGHTS,
+        official: bool = False,
+        denominator: float | None = None,
+    ) -> LossTerms:
+        """Loss of one mini-batch, see :func:`objective.moa_objective`."""
+        return moa_objective(self, frozen, inputs, draws, weights, official, denominator)[0]
+
+    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+        """The training forward, which is bounded as draft rounds are."""
+        if inputs.kv is None:
+            raise DrafterError("Mixture of Attentions needs the target's keys and values; read them with the batch.")
+        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+        queries, valid = loss_queries(drafted)
+        outputs = self(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows, queries)
+        return DraftedFeatures(queries, valid, outputs.features)
 
     def encode_layers(self, kv: Tensor) -> Tensor:
         """Layer self-attention, bidirectional, RoPE position = layer index: [B, T, L, D] -> [B, T, L, D]."""
@@ -173,43 +201,55 @@ class MoADrafter(nn.Module):
         entering = x2
         if self.config.target_layer_inference and overwrite_context is not None:
             entering = torch.where(drafted[..., None], x2, overwrite_context.to(x2.dtype))
-            leaving = self._recomputed_target_layers(frozen, entering, positions)
+            leaving = recomputed_target_layers(frozen, entering, positions)
         elif self.config.target_layer_inference:
-            leaving = self._mixed_target_layers(frozen, entering, kv, queries, context)
+            leaving = mixed_target_layers(frozen, entering, kv, queries, context)
         else:
             leaving = x2
         features = frozen.norm(leaving) if self.config.target_layer_inference else leaving
         return DrafterOutputs(queries, memory, x1, x2, entering, leaving, features)
 
-    def _recomputed_target_layers(self, frozen: FrozenTarget, x: Tensor, positions: Tensor) -> Tensor:
-        """Official target layer inference: causal layers over the overwritten stream (``moa_spec.py`` 223-251)."""
-        queries = positions.expand(x.shape[0], -1)
-        causal = queries[0][None, None, :] <= queries[0][None, :, None]
-        by_window = {window: _within(window, causal, positions, positions) for window in set(frozen.windows)}
-        rotation = frozen.rotary(positions)
-        for layer, window in zip(frozen.blocks, frozen.windows, strict=True):
-            x = layer.attend_self(x, rotation, by_window[window])
-        return x
+    def new_state(self, n_rows: int) -> DraftState:
+        """Empty caches of B rows."""
+        return DraftState(n_rows)
 
-    def _mixed_target_layers(
-        self, frozen: FrozenTarget, x: Tensor, kv: Tensor, queries: Tensor, context: Tensor
+    def root_features(
+        self, state: DraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
-        """Target layers over drafted features [B, Q, E]: the target's KV up to s(i), the drafter's own after it."""
-        n_tokens = kv.shape[1]
-        verified = masks.cross_attention_mask(context, n_tokens)  # [B, Q, T]
-        # A context query is its own drafted key too, so it must not see its target KV a second time.
-        verified = verified & (torch.arange(n_tokens, device=x.device) != queries[..., None])
-        own = masks.drafted_block_mask(queries, context)  # [B, Q, Q]
-        mask = torch.cat((verified, own), dim=-1)  # [B, Q, T + Q]
-        past = torch.arange(n_tokens, device=x.device).expand(len(queries), -1)  # [B, T]
-        keys = torch.cat((past, queries), dim=1)  # [B, T + Q]
-        by_window = {window: _within(window, mask, queries, keys) for window in set(frozen.windows)}
-        rotation = frozen.rotary(queries)
-        first = self.config.n_layers - self.config.target_layer_inference
-        for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):
-            target_kv = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
-            x = _attend_to_both(layer, x, rotation, target_kv, by_window[window])
-        return x
+        """Encode the target KV that came since the last round; feed the tokens not yet fed, up to the root."""
+        if not state.is_path:
+            # Behind the root lie nodes in the order of feeding, not those of one path: they are encoded anew.
+            state.self_attention.crop([length - state.n_fed + 1 for length in state.self_attention.lengths])
+        n_verified = [len(tokens) - 1 for tokens in committed]
+        counts = [n - length for n, length in zip(n_verified, state.memory.lengths, strict=True)]
+        if max(counts):
+            kv = cache.packed(state.memory.lengths, max(counts))
+            self.extend_memory(state, kv.to(self.dtype), counts)
+        state.self_attention.crop(n_verified)
+        fresh = [tokens[n:] for tokens, n in zip(committed, state.self_attention.lengths, strict=True)]
+        n_fresh = [len(tokens) for tokens in fresh]
+        padded = torch.tensor(
+            [tokens + [0] * (max(n_fresh) - len(tokens)) for tokens in fresh], device=frozen.lm_head_weight.device
+        )
+        same = len(set(n_fresh)) == 1
+        return self.draft_root(state, frozen, padded, self._layers_kv(cache), None if same else n_fresh)
+
+    def level_features(
+        self,
+        state: DraftState,
+        frozen: FrozenTarget,
+        tokens: Tensor,
+        parent_features: Tensor,
+        seen: Tensor,
+        level: int,
+        cache: TargetCache,
+    ) -> Tensor:
+        """Feed the nodes of one level; what was drafted before them is in the caches."""
+        return self.draft_level(state, frozen, tokens, seen, level, self._layers_kv(cache))
+
+    def _layers_kv(self, cache: TargetCache) -> TargetLayersKV:
+        layers = range(self.config.n_layers - self.config.target_layer_inference, self.config.n_layers)
+        return lambda n_slots: [cache.layer_view(layer, n_slots) for layer in layers]
 
     def extend_memory(self, state: DraftState, kv: Tensor, counts: Sequence[int] | None = None) -> None:
         """Encode newly verified positions and append them to the cross-attention cache.
@@ -220,7 +260,7 @@ class MoADrafter(nn.Module):
             counts: how many of the n positions of each row are real; None for all.
         """
         memory = self.encode_memory(kv)  # [B, n, E]
-        rotation = self.rotary(_positions(state.memory.lengths, kv.shape[1], kv.device))
+        rotation = self.rotary(positions_behind(state.memory.lengths, kv.shape[1], kv.device))
         state.memory.append(*self.cross_attention.keys_values(memory, rotation), counts)
 
     def draft_root(
@@ -247,11 +287,11 @@ class MoADrafter(nn.Module):
         Returns:
             Features of the root [B, 1, E]: of the first drafted token.
         """
-        positions = _positions(state.self_attention.lengths, tokens.shape[1], tokens.device)
+        positions = positions_behind(state.self_attention.lengths, tokens.shape[1], tokens.device)
         rotation = self.rotary(positions)
         embeddings = frozen.embed(tokens)
         state.self_attention.append(*self.self_attention.keys_values(embeddings, rotation), counts)
-        state.n_fed = 1
+        state.n_fed, state.is_path = 1, True
         if counts is None:
             root, at = embeddings[:, -1:], positions[:, -1:]
         else:
@@ -290,6 +330,7 @@ class MoADrafter(nn.Module):
         embeddings = frozen.embed(tokens)
         state.self_attention.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)))
         state.n_fed += tokens.shape[1]
+        state.is_path = state.is_path and tokens.shape[1] == 1
         return self._draft(state, frozen, embeddings, positions, seen, target_kv, is_chain=tokens.shape[1] == 1)
 
     def _draft(
@@ -316,50 +357,9 @@ class MoADrafter(nn.Module):
         if not self.config.target_layer_inference:
             return x
         assert target_kv is not None
-        rotation = frozen.rotary(positions)
         by_window = {
             window: None if alone and window is None else masks.tree_mask(before, seen, window)
             for window in set(frozen.windows)
         }
         views = target_kv(max(before) + state.n_fed)
-        for layer, view, window in zip(frozen.blocks, views, frozen.windows, strict=True):
-            keys, values = layer.keys_values(x, rotation)
-            x = layer(x, rotation, *_write_behind(view, before, state.n_fed, keys, values), by_window[window])
-        return frozen.norm(x)
-
-
-def _positions(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
-    """Positions of n tokens behind each row's start: [B, n], or [1, n] where all rows start alike."""
-    starts = starts[:1] if len(set(starts)) == 1 else starts
-    return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)
-
-
-def _within(window: int | None, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Mask [B, Q, K] less the keys at positions [B, K] that a layer's window does not reach from those of queries."""
-    return mask if window is None else mask & (queries[..., None] - keys[:, None, :] < window)
-
-
-def _write_behind(
-    view: tuple[Tensor, Tensor], before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Put the drafter's own keys and values of the newest tokens behind the target's verified ones, in place.
-
-    Nothing is copied of the context; the target's next call writes over these slots.
-    """
-    n_new = keys.shape[2]
-    for row, length in enumerate(before):
-        stop = length + n_fed
-        # A row's leftovers are masked slots of longer rows' calls, where a NaN would still spread.
-        view[0][row, :, stop - n_new : stop] = keys[row].nan_to_num()
-        view[1][row, :, stop - n_new : stop] = values[row].nan_to_num()
-    return view
-
-
-def _attend_to_both(
-    layer: DecoderBlock, x: Tensor, rotation: Rotation, target_kv: tuple[Tensor, Tensor], mask: Tensor | None
-) -> Tensor:
-    """One target layer whose keys are the target's verified ones followed by the drafter's own."""
-    keys, values = layer.keys_values(x, rotation)
-    keys = torch.cat((target_kv[0].to(keys.dtype), keys), dim=2)
-    values = torch.cat((target_kv[1].to(values.dtype), values), dim=2)
-    return layer(x, rotation, keys, values, mask)
+        return frozen.norm(drafted_target_layers(frozen, x, positions, views, before, state.n_fed, by_window))

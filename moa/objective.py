@@ -1,14 +1,17 @@
-"""The training objective of Mixture of Attentions, from a batch of stored activations.
+"""What training objectives are made of, and the objective of Mixture of Attentions.
 
-Shapes: B batch, T tokens, Q queries, L target layers, D packed KV width, E target width.
+Shapes: B batch, T tokens, Q queries, P loss positions, L target layers, D packed KV width, E target width.
 
-Two forms. ``inference`` (default) puts loss exactly on the positions that decoding can reach, and lets drafted features
-see the target's own KV of verified positions in target layer inference. ``official`` repeats the released code: context
-positions inside a response, which see their own KV, carry loss too, and target layer inference overwrites them
-in place.
+Two forms of :func:`moa_objective`. ``inference`` (default) puts loss exactly on the positions that decoding can reach,
+and lets drafted features see the target's own KV of verified positions in target layer inference. ``official`` repeats
+the released code: context positions inside a response, which see their own KV, carry loss too, and target layer
+inference overwrites them in place.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +19,9 @@ from torch import Tensor
 from . import losses, masks
 from .bundle import FrozenTarget
 from .errors import DrafterError
-from .model import DrafterOutputs, MoADrafter
+
+if TYPE_CHECKING:
+    from .model import DrafterOutputs, MoADrafter
 
 
 @dataclass
@@ -27,8 +32,8 @@ class TrainingInputs:
     """[B, T] int64."""
     response_mask: Tensor
     """[B, T], non-zero on response tokens (position i predicts token i + 1)."""
-    kv: Tensor
-    """[B, T, L, D], all layers' keys (after RoPE) and values."""
+    kv: Tensor | None
+    """[B, T, L, D], all layers' keys (after RoPE) and values; None for a drafter that does not need them."""
     hidden: Tensor
     """[B, T, E], target hidden state after the final norm."""
     entering_hidden: Tensor | None = None
@@ -45,6 +50,10 @@ class Draws:
     """[B] bool, see :func:`masks.self_attention_mask`."""
     offset: Tensor | None = None
     """[B] int64, phase of the step bound; None for 0."""
+    noise_seeds: tuple[int, ...] = ()
+    """One per row, of the noise on the target's hidden states; empty for no noise."""
+    noise_width: float = 0.0
+    """The noise is uniform in plus or minus half of this."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,9 @@ class LossWeights:
     feature: float = 1.0
 
 
+DEFAULT_WEIGHTS = LossWeights()
+
+
 @dataclass
 class LossTerms:
     """Scalars of one mini-batch, each a sum over loss positions divided by the denominator."""
@@ -62,8 +74,9 @@ class LossTerms:
     total: Tensor
     forward_kl: Tensor
     feature: Tensor
-    entering_feature: Tensor
     n_positions: int
+    entering_feature: Tensor | None = None
+    """Of the features that enter the target's last layers; None without target layer inference."""
 
 
 def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +99,7 @@ def moa_objective(
     frozen: FrozenTarget,
     inputs: TrainingInputs,
     draws: Draws,
-    weights: LossWeights = LossWeights(),
+    weights: LossWeights = DEFAULT_WEIGHTS,
     official: bool = False,
     denominator: float | None = None,
 ) -> tuple[LossTerms, DrafterOutputs]:
@@ -107,6 +120,8 @@ def moa_objective(
     Raises:
         DrafterError: target layer inference without ``entering_hidden``.
     """
+    if inputs.kv is None:
+        raise DrafterError("Mixture of Attentions needs the target's keys and values, which this batch does not have.")
     if drafter.config.target_layer_inference and inputs.entering_hidden is None:
         layer = drafter.config.n_layers - drafter.config.target_layer_inference - 1
         raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
@@ -126,21 +141,30 @@ def moa_objective(
         overwrite_context=inputs.entering_hidden if official else None,
     )
     n_positions = int(valid.sum())
-    scale = 1.0 / (denominator if denominator is not None else n_positions + 1e-5)
+    scale = loss_scale(n_positions, denominator)
     features = outputs.features[valid]  # [P, E]
-    hidden = _gather(inputs.hidden, outputs.queries)[valid]  # [P, E]
-    kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight).sum() * scale
-    feature = losses.feature_loss(features, hidden).sum() * scale
-    entering = torch.zeros_like(feature)
-    feature_term = feature
+    hidden = at_queries(inputs.hidden, outputs.queries)[valid]  # [P, E]
+    kl, feature = distillation(frozen, features, hidden, scale)
+    entering, feature_term = None, feature
     if inputs.entering_hidden is not None and drafter.config.target_layer_inference:
-        goal = _gather(inputs.entering_hidden, outputs.queries)[valid]
+        goal = at_queries(inputs.entering_hidden, outputs.queries)[valid]
         entering = losses.feature_loss(outputs.target_layers_input[valid], goal).sum() * scale
         feature_term = 0.5 * feature + 0.5 * entering
     total = weights.forward_kl * kl + weights.feature * feature_term
-    return LossTerms(total, kl, feature, entering, n_positions), outputs
+    return LossTerms(total, kl, feature, n_positions, entering), outputs
 
 
-def _gather(x: Tensor, queries: Tensor) -> Tensor:
+def loss_scale(n_positions: int, denominator: float | None) -> float:
+    """What sums over loss positions are multiplied by; without a denominator the official 1 / (positions + 1e-5)."""
+    return 1.0 / (denominator if denominator is not None else n_positions + 1e-5)
+
+
+def distillation(frozen: FrozenTarget, features: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The two terms that all drafters share, forward KL and feature loss: sums over [P, E] times the scale."""
+    kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight).sum() * scale
+    return kl, losses.feature_loss(features, hidden).sum() * scale
+
+
+def at_queries(x: Tensor, queries: Tensor) -> Tensor:
     """X [B, T, E] at queries [B, Q] -> [B, Q, E]."""
     return x.gather(1, queries[..., None].expand(-1, -1, x.shape[-1]))

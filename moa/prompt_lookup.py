@@ -7,6 +7,7 @@ runs in this package's own decoding loop, so that it is counted and timed like e
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .decode import OpenSession
 from .target_cache import TargetCache
@@ -26,6 +27,9 @@ class PromptLookupSession:
 
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
         self._device, self._max_ngram = device, max_ngram
+
+    def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Nothing to note: the tokens say it all."""
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """A chain of at most ``shape.depth`` tokens; empty where no row's last token occurred before."""

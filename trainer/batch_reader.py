@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from ..moa.objective import TrainingInputs
+from ..moa.registry import drafter_class
 from ..storage.codecs.field import StoredArray
 from ..storage.reader import ActivationStore
 from .batch import EncodedField
@@ -16,13 +17,12 @@ MICRO_BATCH_BYTES = 1 << 30
 """Most bytes of activations that a micro-batch of the longest sequences holds, where its size is not given."""
 
 _HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
-_ATTRIBUTES = ("kv", "hidden", "entering_hidden")  # of TrainingInputs, in the order of needed_fields
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def needed_fields(store: ActivationStore, config: TrainConfig) -> list[str]:
-    """Fields that training reads: kv, hidden/last and, for N > 0, the state that enters the last N layers.
+def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
+    """Fields that the drafter is trained on, by the attribute of ``TrainingInputs`` that they become.
 
     Raises:
         MissingField: the store lacks one; the message names the flags that would add it.
@@ -33,12 +33,13 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> list[str]:
         raise TrainingError(
             f"--target-layer-inference {config.target_layer_inference} must be below the target's {n_layers} layers."
         )
-    needed = ["kv", "hidden/last"]
-    if config.target_layer_inference > 0:
-        needed.append(f"hidden/layer_{n_layers - config.target_layer_inference - 1}")
-    missing = [name for name in needed if name not in store.fields]
+    needed = drafter_class(config.drafter).needs(n_layers, config.target_layer_inference)
+    missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        flags = ",".join("kv" if name == "kv" else name.replace("/", ":").replace("_", ":") for name in needed)
+        names = [name for name in store.fields if name not in _TEXT_FIELDS] + missing
+        flags = ",".join(
+            name.replace("/", ":").replace("_", ":") for name in sorted(names, key=lambda n: (n != "kv", n))
+        )
         raise MissingField(
             f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
             f"--target-layers {config.target_layer_inference}."
@@ -60,7 +61,6 @@ class BatchReader:
         self.store, self.config = store, config
         self.decodes = device.type == "cpu"
         self._fields = needed_fields(store, config)
-        self._entering = self._fields[2] if len(self._fields) > 2 else None
         largest = max(sequence_bytes(store, config, store.lengths.max(initial=0)), MICRO_BATCH_BYTES)
         self._buffers = BufferPool(
             (config.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
@@ -75,31 +75,32 @@ class BatchReader:
         n_rows, n_tokens = len(sequences), int(lengths.max())
         buffers = {
             array.name: self._buffer(array, codec.is_identity, n_rows, n_tokens)
-            for codec in (self.store.codec.fields[name] for name in self._fields)
+            for codec in (self.store.codec.fields[name] for name in self._fields.values())
             for array in codec.arrays
         }
         out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
         text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in _TEXT_FIELDS}
         self.store.read_batch(
             sequences,
-            [*_TEXT_FIELDS, *self._fields],
+            [*_TEXT_FIELDS, *self._fields.values()],
             out=out | text,
             n_threads=self.config.reader_threads,
             decoded=False,
         )
         encoded = {}
-        for attribute, name in zip(_ATTRIBUTES, self._fields, strict=False):
+        for attribute, name in self._fields.items():
             codec = self.store.codec.fields[name]
             if not codec.is_identity:
                 rows = {array.name: buffers.pop(array.name) for array in codec.arrays}
                 encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), _TORCH_DTYPES[codec.spec.dtype])
                 buffers[name] = torch.empty(0)
+        read = {attribute: buffers[name] for attribute, name in self._fields.items()}
         inputs = TrainingInputs(
             tokens=torch.from_numpy(text["tokens"]).long(),
             response_mask=torch.from_numpy(text["response_mask"]).bool(),
-            kv=buffers["kv"] if "kv" in encoded else buffers["kv"].flatten(3),
-            hidden=buffers["hidden/last"],
-            entering_hidden=buffers[self._entering] if self._entering else None,
+            kv=read["kv"].flatten(3) if "kv" in read and "kv" not in encoded else read.get("kv"),
+            hidden=read["hidden"],
+            entering_hidden=read.get("entering_hidden"),
         )
         return inputs, encoded
 
@@ -118,7 +119,7 @@ class BatchReader:
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
     """Bytes of one sequence's activations, padded to ``n_tokens``."""
-    return int(n_tokens) * sum(store.fields[name].token_bytes for name in needed_fields(store, config))
+    return int(n_tokens) * sum(store.fields[name].token_bytes for name in needed_fields(store, config).values())
 
 
 def _as_stored(buffer: Tensor) -> np.ndarray:

@@ -20,6 +20,7 @@ _LEAST = {
     "layer_attention_heads": 1,
     "layer_attention_kv_heads": 1,
     "layer_attention_mlp_width": 1,
+    "eagle_layers": 1,
     "validation_sequences": 0,
     "validate_every": 1,
     "draft_length": 1,
@@ -42,6 +43,8 @@ class TrainConfig:
     """Activation store to train from."""
     out: str
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
+    drafter: str = "moa"
+    """moa (Mixture of Attentions) or eagle (EAGLE-2), which needs no keys and values in the store."""
     max_steps: int | None = None
     """Optimizer steps; alternative to --epochs."""
     epochs: float | None = None
@@ -76,14 +79,16 @@ class TrainConfig:
     """Largest step bound, inclusive; drawn uniformly per sequence."""
     staircase: bool = True
     """Curriculum: self-attention sees only the drafted block in a share of rows that falls to 0 at half of training."""
+    feature_noise: float = 0.2
+    """Width of the uniform noise on the target's hidden states that EAGLE is trained with."""
     target_layer_inference: int = 0
     """N: drafted features pass through the target's last N layers, which the store must hold (--target-layers)."""
     official_quirks: bool = False
     """Repeat the released code where it differs from what decoding sees (docs/decisions/0001)."""
     self_attention_kv_heads: int | None = None
-    """KV heads of self-attention; default: half of the target's."""
+    """KV heads of self-attention; default: half of the target's (moa), or as many (eagle)."""
     self_attention_mlp_width: int | None = None
-    """MLP width of self-attention; default: 3/7 of the target's."""
+    """MLP width of self-attention; default: 3/7 of the target's (moa), or the same (eagle)."""
     cross_attention_kv_heads: int | None = None
     """KV heads of cross-attention; default: half of the target's."""
     cross_attention_mlp_width: int | None = None
@@ -94,6 +99,8 @@ class TrainConfig:
     """KV heads of layer self-attention; default: the target's."""
     layer_attention_mlp_width: int | None = None
     """MLP width of layer self-attention; default: 1.5 times the KV width."""
+    eagle_layers: int | None = None
+    """Decoder layers of EAGLE; default: 1."""
     precision: str = "auto"
     """bf16-mixed, 32-true, 16-mixed or bf16-true; auto is bf16-mixed on an accelerator and 32-true on CPU."""
     devices: str = "auto"
@@ -140,7 +147,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 found.append(f"{name} must be a number above 0, got {value}")
-        for name in ("weight_decay", "gradient_clip", "forward_kl_weight", "feature_weight"):
+        for name in ("weight_decay", "gradient_clip", "forward_kl_weight", "feature_weight", "feature_noise"):
             if not 0 <= getattr(self, name) < float("inf"):
                 found.append(f"{name} must be a number from 0 up, got {getattr(self, name)}")
         if not 2 <= self.step_bound_min <= self.step_bound_max:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..moa import masks
 from ..moa.objective import Draws
+from ..moa.registry import drafter_class
 from ..storage.reader import ActivationStore
 from .batch import Batch
 from .batch_reader import MICRO_BATCH_BYTES, BatchReader, needed_fields, sequence_bytes
@@ -193,9 +194,7 @@ def micro_batch_size(config: TrainConfig, n_ranks: int, sequence_bytes: int = 0)
 
 def count_loss_positions(response: Tensor, draws: Draws, config: TrainConfig) -> int:
     """Positions that carry loss, of response masks [B, T]."""
-    if config.official_quirks:
-        return int(response.bool().sum())
-    return int(masks.drafted_positions(response, draws.step_bound, draws.offset).sum())
+    return int(drafter_class(config.drafter).loss_positions(response, draws, config.official_quirks).sum())
 
 
 class DrawnRows(Draws):
@@ -214,11 +213,13 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     dropped = torch.rand(rows, generator=generator) < masks.staircase_drop_probability(step / max_steps)
     staircase = ~dropped if config.staircase else torch.zeros(rows, dtype=torch.bool)
     offset = torch.zeros_like(step_bound) if config.official_quirks else (phase * step_bound).long()
-    return DrawnRows(step_bound, staircase, offset)
+    seeds = tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist())
+    return DrawnRows(step_bound, staircase, offset, seeds, config.feature_noise)
 
 
-def _rows_of(draws: DrawnRows, rows: Tensor | slice) -> Draws:
-    return Draws(draws.step_bound[rows], draws.staircase_rows[rows], draws.offset[rows])
+def _rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
+    seeds = tuple(draws.noise_seeds[row] for row in rows.tolist())
+    return Draws(draws.step_bound[rows], draws.staircase_rows[rows], draws.offset[rows], seeds, draws.noise_width)
 
 
 class ValidationBatches:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..moa.bundle import FrozenTarget
-from ..moa.model import MoADrafter
-from ..moa.objective import LossWeights, moa_objective
+from ..moa.drafter import Drafter
+from ..moa.objective import LossWeights, TrainingInputs
 from .batch import Batch
 from .config import TrainConfig
 from .errors import NonFiniteGradient
@@ -27,7 +27,7 @@ class DrafterModule(L.LightningModule):
         decay_end_step: step at which the learning rate reaches its final value.
     """
 
-    def __init__(self, drafter: MoADrafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int) -> None:
+    def __init__(self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int) -> None:
         super().__init__()
         self.drafter = drafter
         self.config = config
@@ -43,17 +43,13 @@ class DrafterModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Bring the target pieces to the device; bf16-true has made the drafter bfloat16, so they follow its dtype."""
-        self._frozen[0] = self.frozen.to(self.device, self.drafter.kv_to_hidden.weight.dtype)
+        self._frozen[0] = self.frozen.to(self.device, self.drafter.dtype)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
-        inputs = batch.inputs
-        inputs.kv = inputs.kv.to(self.drafter.kv_to_hidden.weight.dtype)
-        inputs.hidden = inputs.hidden.to(self.frozen.lm_head_weight.dtype)
-        terms, _ = moa_objective(
-            self.drafter,
+        terms = self.drafter.objective(
             self.frozen,
-            inputs,
+            self._cast(batch.inputs),
             batch.draws,
             self._weights,
             official=self.config.official_quirks,
@@ -64,11 +60,18 @@ class DrafterModule(L.LightningModule):
             "train/forward_kl": terms.forward_kl.detach(),
             "train/feature_loss": terms.feature.detach(),
         }
-        if self.config.target_layer_inference:
+        if terms.entering_feature is not None:
             values["train/entering_feature_loss"] = terms.entering_feature.detach()
         self.log_dict(values, batch_size=1)
         self.log("loss", values["train/loss"], prog_bar=True, logger=False, batch_size=1)
         return terms.total
+
+    def _cast(self, inputs: TrainingInputs) -> TrainingInputs:
+        """Activations in the drafter's dtype, in place: the stored ones of the last batch are not needed again."""
+        inputs.hidden = inputs.hidden.to(self.drafter.dtype)
+        if inputs.kv is not None:
+            inputs.kv = inputs.kv.to(self.drafter.dtype)
+        return inputs
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Refuse to go on from a gradient that is not finite."""
@@ -94,7 +97,7 @@ class DrafterModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count one validation batch."""
-        batch.inputs.kv = batch.inputs.kv.to(self.drafter.kv_to_hidden.weight.dtype)
+        self._cast(batch.inputs)
         self._validation.add(validate_batch(self.drafter, self.frozen, batch, self.config.draft_length))
 
     def on_validation_epoch_end(self) -> None:

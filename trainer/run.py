@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import save_drafter
-from ..moa.config import DrafterConfig
-from ..moa.model import MoADrafter
+from ..moa.drafter import Drafter
+from ..moa.registry import DRAFTERS, drafter_class
 from ..storage.durable import PARTIAL_SUFFIX, write_atomic
 from ..storage.locking import LockHeld, lock_file
 from ..storage.reader import ActivationStore
@@ -93,7 +93,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     keep_freed_memory()
     out = Path(config.out)
     last = out / "checkpoints" / "last.ckpt"
-    if problems := config.problems():
+    if problems := config.problems() + options_of_others(config):
         raise TrainingError("; ".join(problems) + ".")
     # Lightning starts this very command once more for each further device.
     is_first = getattr(rank_zero_only, "rank", 0) == 0
@@ -161,6 +161,25 @@ def _fit(
     return report
 
 
+def _own_options(drafter: type[Drafter]) -> set[str]:
+    """Settings that concern this drafter: its sizes and what else it declares."""
+    sizes = {item.name for item in dataclasses.fields(drafter.config_class)}
+    return sizes & {item.name for item in dataclasses.fields(TrainConfig)} | drafter.training_options
+
+
+def options_of_others(config: TrainConfig) -> list[str]:
+    """Settings that differ from their defaults and mean nothing for the chosen drafter, one line each."""
+    if config.drafter not in DRAFTERS:
+        return [f"drafter must be one of {', '.join(DRAFTERS)}, got {config.drafter!r}"]
+    own = _own_options(DRAFTERS[config.drafter])
+    owners = {name: kind for kind, drafter in DRAFTERS.items() for name in _own_options(drafter) - own}
+    return [
+        f"{item.name} is an option of --drafter {owners[item.name]}, {config.drafter} has none; leave it out"
+        for item in dataclasses.fields(config)
+        if item.name in owners and getattr(config, item.name) != item.default
+    ]
+
+
 def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
     """Frozen target pieces from the store's bundle, and a drafter with its initial weights."""
     frozen = FrozenTarget.load(store.target_path, config.target_layer_inference)
@@ -170,19 +189,9 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
         for name, value in store.manifest.identities.items()
         if name.startswith("target.")
     }
-    drafter_config = DrafterConfig.from_target(
-        frozen.config,
-        identity,
-        target_layer_inference=config.target_layer_inference,
-        self_attention_kv_heads=config.self_attention_kv_heads,
-        self_attention_mlp_width=config.self_attention_mlp_width,
-        cross_attention_kv_heads=config.cross_attention_kv_heads,
-        cross_attention_mlp_width=config.cross_attention_mlp_width,
-        layer_attention_heads=config.layer_attention_heads,
-        layer_attention_kv_heads=config.layer_attention_kv_heads,
-        layer_attention_mlp_width=config.layer_attention_mlp_width,
-    )
-    drafter = MoADrafter(drafter_config)
+    build = drafter_class(config.drafter)
+    sizes = {name: getattr(config, name) for name in _own_options(build) - build.training_options}
+    drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     drafter.initialize(torch.Generator().manual_seed(config.seed), official=config.official_quirks)
     decay_end_step = data.steps_per_epoch if config.decay_steps is None else config.decay_steps
     return DrafterModule(drafter, frozen, config, data.max_steps if decay_end_step == -1 else decay_end_step)
@@ -265,7 +274,9 @@ def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
                 f"{last} is damaged; copy best.ckpt over it, if it is there, or train again with another --out."
             )
         try:
-            before = dict(yaml.safe_load(record.read_text()))
+            # Settings that are newer than the run had their defaults.
+            before = {item.name: item.default for item in dataclasses.fields(config)}
+            before |= dict(yaml.safe_load(record.read_text()))
         except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
             raise TrainingError(f"{record} cannot be read, so nothing can be resumed; restore it.") from error
         changed = [

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..moa import masks
 from ..moa.bundle import FrozenTarget
-from ..moa.model import MoADrafter
-from ..moa.objective import loss_queries
+from ..moa.drafter import Drafter
+from ..moa.objective import at_queries
 from .batch import Batch
 
 _LOGITS_BYTES = 1 << 26
@@ -46,7 +46,7 @@ class ValidationSums:
 
 
 @torch.no_grad()
-def validate_batch(drafter: MoADrafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> ValidationSums:
+def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> ValidationSums:
     """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
 
     Expected acceptance length of a round: 1 + the run of draft steps at which drafter and target have the same argmax.
@@ -54,9 +54,9 @@ def validate_batch(drafter: MoADrafter, frozen: FrozenTarget, batch: Batch, draf
     """
     inputs, draws = batch.inputs, batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-    queries, valid = loss_queries(drafted)
-    outputs = drafter(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows, queries)
-    hidden = inputs.hidden.gather(1, queries[..., None].expand(-1, -1, inputs.hidden.shape[-1]))[valid]
+    outputs = drafter.drafted_features(frozen, inputs, draws)
+    queries, valid = outputs.queries, outputs.valid
+    hidden = at_queries(inputs.hidden, queries)[valid]
     kl, agree = _compare(frozen, outputs.features[valid], hidden.to(outputs.features.dtype))
     agree_at = torch.zeros_like(drafted)
     rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)

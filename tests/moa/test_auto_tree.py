@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moa_data.moa.auto_tree import WIDEST, AcceptanceLog, DecodingCosts, candidates, choose_shape, fastest
-from moa_data.moa.decode import moa_session
+from moa_data.moa.decode import draft_session
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.target import Target
 from moa_data.moa.tree import DraftTree, TreeShape
@@ -76,7 +76,7 @@ def test_verification_costs_are_interpolated() -> None:
 def test_a_choice_is_measured_on_the_target_itself() -> None:
     model = build_model(eos_token_id=None)
     target, drafter = Target(model), build_drafter(model)
-    choice = choose_shape(target, moa_session(target, drafter), [[5, 6, 7], [8, 9]], max_new_tokens=12)
+    choice = choose_shape(target, draft_session(target, drafter), [[5, 6, 7], [8, 9]], max_new_tokens=12)
     if choice.shape is None:
         assert choice.speed_ratio == 1.0
         assert "plain decoding" in choice.describe()

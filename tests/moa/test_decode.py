@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.decode import Generation, generate_batch, moa_session, plain_generate, speculative_generate
-from moa_data.moa.drafting import MoASession
+from moa_data.moa.decode import Generation, draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.drafting import DrafterSession
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.model import DraftState, MoADrafter
 from moa_data.moa.target import Target
@@ -58,9 +58,9 @@ def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
 @contextmanager
 def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) -> Iterator[None]:
     """Replace what the chain proposes; its caches are kept as always, so that they can be looked at."""
-    real_propose = MoASession.propose
+    real_propose = DrafterSession.propose
 
-    def propose(self: MoASession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+    def propose(self: DrafterSession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
         real_propose(self, committed, shape)
         drafts = []
         for row in committed:
@@ -73,7 +73,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) ->
         return DraftTree.chain(torch.tensor(drafts))
 
     with monkeypatch.context() as patch:
-        patch.setattr(MoASession, "propose", propose)
+        patch.setattr(DrafterSession, "propose", propose)
         yield
 
 
@@ -230,10 +230,10 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
     drafter = silence(build_drafter(target.model, n_target_layers))
     frozen = FrozenTarget.from_model(target.model, n_target_layers)
     last_layers = range(2 - n_target_layers, 2)
-    real_propose = MoASession.propose
+    real_propose = DrafterSession.propose
     n_rounds = 0
 
-    def propose(self: MoASession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+    def propose(self: DrafterSession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
         nonlocal n_rounds
         drafts = real_propose(self, committed, shape)
         for row, tokens in enumerate(committed):
@@ -259,12 +259,12 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
             n_rounds += 1
         return drafts
 
-    monkeypatch.setattr(MoASession, "propose", propose)
+    monkeypatch.setattr(DrafterSession, "propose", propose)
     prompts = [*random_prompts(6, seed=5), [7, 8, 9, 10, 11]]
     for prompt in prompts:
         speculative_generate(target, drafter, frozen, prompt, max_new_tokens=20, draft_length=4)
         speculative_generate(target, drafter, frozen, prompt, max_new_tokens=12, tree=TreeShape(3, 3, 8))
-    session = moa_session(target, drafter, frozen)
+    session = draft_session(target, drafter, frozen)
     generate_batch(target, prompts[1:], max_new_tokens=12, open_session=session, tree=TreeShape(3, 2, 6))
     assert n_rounds > 60
 
@@ -328,7 +328,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_drafter(target.model, 1)
     prompts = random_prompts(24, seed=11)[6:]
-    session = None if tree is None else moa_session(target, drafter)
+    session = None if tree is None else draft_session(target, drafter)
     together = generate_batch(target, prompts, max_new_tokens=16, open_session=session, tree=tree)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moa_data.moa.decode import generate_batch, moa_session, plain_generate
+from moa_data.moa.decode import draft_session, generate_batch, plain_generate
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
 
@@ -27,7 +27,7 @@ def test_a_thousand_prompts() -> None:
         n_target_layers = (0, 1, 2)[index % 3]
         drafter = build_drafter(target.model, n_target_layers, seed=index)
         is_bigram = index >= len(FAMILIES)
-        sessions.append(moa_session(target, silence(drafter) if is_bigram else drafter))
+        sessions.append(draft_session(target, silence(drafter) if is_bigram else drafter))
     done, committed = 0, []
     while done < N_PROMPTS:
         place = chance.randrange(len(targets))

@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.checkpoint import build_drafter, from_official_keys, sizes_from_official
 from moa_data.moa.decode import generate_batch, plain_generate
-from moa_data.moa.drafting import MoASession
+from moa_data.moa.drafting import DrafterSession
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape, ancestors
 
@@ -37,7 +37,7 @@ def test_decoding_case(name, monkeypatch):
     depth, breadth = settings["depth"] - 1, settings["breadth"]
     shape = TreeShape(depth, breadth, settings["total_tokens"])
     calls, rounds = [], []
-    real_root, real_level, real_propose = drafter.draft_root, drafter.draft_level, MoASession.propose
+    real_root, real_level, real_propose = drafter.draft_root, drafter.draft_level, DrafterSession.propose
 
     def keep(call):
         def draft(*args, **kwargs):
@@ -54,7 +54,7 @@ def test_decoding_case(name, monkeypatch):
 
     monkeypatch.setattr(drafter, "draft_root", keep(real_root))
     monkeypatch.setattr(drafter, "draft_level", keep(real_level))
-    monkeypatch.setattr(MoASession, "propose", propose)
+    monkeypatch.setattr(DrafterSession, "propose", propose)
 
     for run in settings["runs"]:
         case = {key.split(".", 1)[1]: v for key, v in expected.items() if key.startswith(f"p{run['prompt']}.")}
@@ -67,7 +67,7 @@ def test_decoding_case(name, monkeypatch):
             target,
             [prompt],
             max_new_tokens=run["max_new_tokens"] + depth + 2,
-            open_session=lambda cache, _: MoASession(target, drafter, frozen, cache),
+            open_session=lambda cache, _: DrafterSession(drafter, frozen, cache),
             tree=shape,
         )
         output = case["output"].tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moa_data.moa import sampling
-from moa_data.moa.decode import generate_batch, moa_session, plain_generate, speculative_generate
+from moa_data.moa.decode import draft_session, generate_batch, plain_generate, speculative_generate
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.sampling import SamplingConfig, accept_sampled, distribution
 from moa_data.moa.target import Target
@@ -143,7 +143,7 @@ def test_whole_runs_have_the_targets_distribution(tree):
     drafter = build_drafter(target.model)
     config, n_runs, prompt = SamplingConfig(1.0, top_k=3), 3000, [7, 8, 9]
     runs = generate_batch(
-        target, [prompt] * n_runs, max_new_tokens=3, open_session=moa_session(target, drafter, None, config),
+        target, [prompt] * n_runs, max_new_tokens=3, open_session=draft_session(target, drafter, None, config),
         tree=tree, sampling=config, seed=11,
     )  # fmt: skip
     counts: dict[tuple[int, ...], int] = {}
@@ -178,7 +178,7 @@ def test_seeds_decide_the_answer_alone_and_in_a_batch(tree):
     drafter = build_drafter(target.model)
     config = SamplingConfig(0.9, top_p=0.9)
     prompts = [[5, 6], [7, 8, 9, 10], [11]]
-    session = moa_session(target, drafter, None, config)
+    session = draft_session(target, drafter, None, config)
     settings = {"max_new_tokens": 10, "sampling": config, "tree": tree}
     together = generate_batch(target, prompts, open_session=session, seed=4, **settings)
     for row, prompt in enumerate(prompts):

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from moa_data.moa.checkpoint import load_drafter
+from moa_data.moa.model import MoADrafter
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError, TrainingInterrupted
@@ -137,9 +138,7 @@ def test_learning_rate_follows_the_schedule(store_path, tmp_path):
 
 
 def test_interruption_keeps_the_state(store_path, tmp_path, monkeypatch):
-    from moa_data.trainer import module
-
-    real, calls = module.moa_objective, []
+    real, calls = MoADrafter.objective, []
 
     def interrupting(*args, **kwargs):
         calls.append(1)
@@ -147,7 +146,7 @@ def test_interruption_keeps_the_state(store_path, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "moa_objective", interrupting)
+    monkeypatch.setattr(MoADrafter, "objective", interrupting)
     with pytest.raises(TrainingInterrupted, match="stopped at step 6; go on with the same command and --resume"):
         run(store_path, tmp_path / "run", max_steps=12)
     monkeypatch.undo()
@@ -158,9 +157,7 @@ def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_p
     """The half-accumulated step is done again from its first micro-batch."""
     settings = {"max_steps": 10, "micro_batch_size": 4}
     run(store_path, tmp_path / "whole", **settings)
-    from moa_data.trainer import module
-
-    real, calls = module.moa_objective, []
+    real, calls = MoADrafter.objective, []
 
     def interrupting(*args, **kwargs):
         calls.append(1)
@@ -168,7 +165,7 @@ def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_p
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "moa_objective", interrupting)
+    monkeypatch.setattr(MoADrafter, "objective", interrupting)
     with pytest.raises(TrainingInterrupted, match="stopped at step 3"):
         run(store_path, tmp_path / "parts", **settings)
     monkeypatch.undo()
@@ -224,15 +221,13 @@ def test_only_one_training_in_a_folder(store_path, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monkeypatch):
-    from moa_data.trainer import module
-
-    real = module.moa_objective
+    real = MoADrafter.objective
 
     def broken(*args, **kwargs):
-        terms, outputs = real(*args, **kwargs)
-        return replace(terms, total=terms.total * torch.inf), outputs
+        terms = real(*args, **kwargs)
+        return replace(terms, total=terms.total * torch.inf)
 
-    monkeypatch.setattr(module, "moa_objective", broken)
+    monkeypatch.setattr(MoADrafter, "objective", broken)
     with pytest.raises(NonFiniteGradient, match=r"is not finite at step 0.*lower --learning-rate"):
         run(store_path, tmp_path / "run", max_steps=2)
 

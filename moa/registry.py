@@ -1,0 +1,19 @@
+"""The drafters that there are, by the kind that their ``drafter.json`` names."""
+
+from .drafter import Drafter
+from .eagle import EagleDrafter
+from .errors import DrafterError
+from .model import MoADrafter
+
+DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter)}
+
+
+def drafter_class(kind: str) -> type[Drafter]:
+    """The drafter of a kind.
+
+    Raises:
+        DrafterError: there is none; the message names those that there are.
+    """
+    if kind not in DRAFTERS:
+        raise DrafterError(f"there is no drafter {kind!r}; expected one of {', '.join(DRAFTERS)}.")
+    return DRAFTERS[kind]

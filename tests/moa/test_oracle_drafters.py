@@ -1,0 +1,94 @@
+"""EAGLE equals the official code on every training vector of the oracle folder, in value and gradient."""
+
+import pytest
+import torch
+
+from moa_data.moa import losses
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.moa.checkpoint import build_drafter
+from moa_data.moa.eagle import EagleConfig, eagle_objective
+
+from .test_oracle import GRADIENT, LOSS, ORACLE, close, inputs_of, meta, target_config, tensors
+
+CASES = sorted(file.stem for file in ORACLE.glob("eagle_train_*.safetensors"))
+
+
+def own_key(official):
+    """Official key of a weight -> ours."""
+    if official == "spec_model_fc.weight":
+        return "fc.weight"
+    rest = official.removeprefix("spec_model.")
+    return f"layers.{rest}" if rest[0].isdigit() else f"layers.0.{rest}"
+
+
+def build(name):
+    settings, case = meta(name), tensors(name)
+    config = target_config(settings["target"])
+    sizes = settings["model_config"]
+    drafter = build_drafter(
+        EagleConfig.from_target(
+            config,
+            eagle_layers=sizes["number_of_layers"],
+            self_attention_kv_heads=sizes["drafter_num_key_value_heads"],
+            self_attention_mlp_width=sizes["drafter_intermediate_size"],
+        ),
+        {own_key(key.removeprefix("weight.")): value for key, value in case.items() if key.startswith("weight.")},
+    )
+    weights = tensors("moa_weights")
+    frozen = {k.removeprefix("model."): v for k, v in weights.items() if k.startswith(("model.", "lm_head."))}
+    return drafter, FrozenTarget(config, frozen, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eagle_training_case(name):
+    settings, expected = meta(name), tensors(name)
+    drafter, frozen = build(name)
+    batch, inputs = inputs_of("moa_batch", 0)
+    real = batch["attention_mask"].bool()
+    noise = None
+    hidden, embeddings = inputs.hidden, frozen.embed(inputs.tokens)
+    if settings["training_noise"]:
+        drawn = torch.stack((expected["noise_hidden"], expected["noise_emb"]))
+        noise = (drawn - 0.5) * settings["noise_uniform_scale"]
+        hidden, embeddings = hidden + noise[0], embeddings + noise[1]
+        torch.manual_seed(settings["torch_manual_seed"])
+        assert torch.equal(torch.rand_like(hidden), expected["noise_hidden"])
+
+    # The official code has one slot more, with zeros for the token behind the last.
+    inside = real[:, 1:]
+    fc_in = torch.cat((embeddings[:, 1:], hidden[:, :-1]), dim=-1)
+    close(fc_in, expected["fc_in"][:, :-1], inside)
+    joined = drafter.join(embeddings[:, 1:], hidden[:, :-1])
+    close(joined, expected["fc_out"][:, :-1], inside)
+    features = drafter(joined)
+    close(features, expected["features"][:, :-1], inside)
+    logits = frozen.logits(features)
+    close(logits, expected["logits"], inside)
+    close(-losses.forward_kl(logits, frozen.logits(hidden[:, 1:])), expected["plogq"], inside)
+    assert torch.equal(inputs.response_mask[:, 1:], expected["response_mask_shifted"])
+
+    terms = eagle_objective(drafter, frozen, inputs, noise=noise, official=True)
+    assert terms.forward_kl.item() == pytest.approx(expected["stat.forward_KL"].item(), abs=LOSS)
+    assert terms.feature.item() == pytest.approx(expected["stat.feature_loss"].item(), abs=LOSS)
+    assert terms.total.item() == pytest.approx(expected["loss"].item(), abs=LOSS)
+    assert terms.n_positions == int(expected["response_mask_shifted"].sum())
+
+    terms.total.backward()
+    gradients = {key: weight.grad for key, weight in drafter.named_parameters()}
+    goals = {own_key(key.removeprefix("grad.")): goal for key, goal in expected.items() if key.startswith("grad.")}
+    assert gradients.keys() == goals.keys()
+    for key, goal in goals.items():
+        torch.testing.assert_close(gradients[key], goal, rtol=0, atol=GRADIENT * goal.abs().max().item(), msg=key)
+
+
+def test_noise_spoils_the_targets_in_the_official_form_alone():
+    if not CASES:
+        pytest.skip("no official vectors")
+    name = next(case for case in CASES if case.endswith("noise1"))
+    drafter, frozen = build(name)
+    _, inputs = inputs_of("moa_batch", 0)
+    noise = torch.full((1, *inputs.hidden.shape), 0.05)
+    clean, noisy = (eagle_objective(drafter, frozen, inputs, noise=n) for n in (None, noise))
+    assert not torch.equal(clean.total, noisy.total)
+    shifted = eagle_objective(drafter, frozen, inputs, noise=noise, official=True)
+    assert not torch.equal(noisy.feature, shifted.feature)

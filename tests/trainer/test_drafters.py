@@ -1,0 +1,139 @@
+"""A run with EAGLE: the same command and store, fewer activations, exact resume, and clear refusals."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.moa.decode import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.eagle import EagleDrafter
+from moa_data.moa.target import Target
+from moa_data.moa.tree import TreeShape
+from moa_data.storage.reader import ActivationStore
+from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.curves import read_metrics
+from moa_data.trainer.errors import MissingField, TrainingError
+
+from .conftest import build_store, tiny_model
+from .test_run import BASE, last_state, run
+
+EAGLE = {"drafter": "eagle", "step_bound_min": 5, "step_bound_max": 15}
+
+
+@pytest.fixture(scope="module")
+def hidden_store(tmp_path_factory):
+    return build_store(tmp_path_factory.mktemp("eagle") / "store", activations=("hidden:last",))
+
+
+def test_it_learns_and_decodes(hidden_store, tmp_path):
+    out = tmp_path / "run"
+    report = run(hidden_store, out, max_steps=60, validate_every=6, **EAGLE)
+    metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
+    assert metrics["val/kl"][-1] < 0.8 * metrics["val/kl"][0]
+    assert "train/entering_feature_loss" not in metrics
+    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    drafter = load_drafter(out)
+    assert isinstance(drafter, EagleDrafter)
+    assert drafter.config.target == {"weights_sha256": "ab" * 32}
+    target = Target(tiny_model())
+    prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
+    for tree in (TreeShape(3), TreeShape(3, 2, 6)):
+        fast = generate_batch(
+            target, prompts, max_new_tokens=16, open_session=draft_session(target, drafter), tree=tree
+        )
+        for prompt, got in zip(prompts, fast, strict=True):
+            assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
+            alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=16, tree=tree)
+            assert alone.tokens == got.tokens
+
+
+def test_resume_is_bit_exact(hidden_store, tmp_path):
+    changes = {"micro_batch_size": 4, "optimizer": "muon"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(hidden_store, whole, max_steps=8, **EAGLE, **changes)
+    run(hidden_store, parts, max_steps=8, stop_after_steps=4, **EAGLE, **changes)
+    run(hidden_store, parts, max_steps=8, resume=True, **EAGLE, **changes)
+    one, other = last_state(whole), last_state(parts)
+    assert one["global_step"] == other["global_step"] == 8
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+
+
+def test_accumulation_equals_the_whole_batch(hidden_store, tmp_path):
+    """The noise belongs to the sequence, however the batch is split."""
+    run(hidden_store, tmp_path / "one", max_steps=4, **EAGLE)
+    run(hidden_store, tmp_path / "parts", max_steps=4, micro_batch_size=2, **EAGLE)
+    for name, value in last_state(tmp_path / "one")["state_dict"].items():
+        torch.testing.assert_close(value, last_state(tmp_path / "parts")["state_dict"][name], rtol=1e-3, atol=2e-5)
+
+
+def test_noise_changes_the_run(hidden_store, tmp_path):
+    weights = []
+    for width in (0.0, 0.2):
+        run(hidden_store, tmp_path / str(width), max_steps=2, feature_noise=width, **EAGLE)
+        weights.append(last_state(tmp_path / str(width))["state_dict"]["drafter.fc.weight"])
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_low_precision_follows_float32(hidden_store, tmp_path):
+    for precision in ("32-true", "bf16-mixed", "bf16-true"):
+        run(hidden_store, tmp_path / precision, max_steps=3, validate_every=3, log_every=1, **EAGLE | {
+            "precision": precision})  # fmt: skip
+    full = read_metrics(tmp_path / "32-true")
+    for low in (read_metrics(tmp_path / name) for name in ("bf16-mixed", "bf16-true")):
+        for name in ("train/loss", "train/forward_kl", "val/kl"):
+            assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), name
+
+
+def test_only_what_the_drafter_needs_is_read(store_path, monkeypatch):
+    store = ActivationStore(store_path)
+    config = TrainConfig(store=str(store_path), out="unused", **BASE)
+    eagle = replace(config, **EAGLE)
+    asked = []
+    real = ActivationStore.read_batch
+
+    def read_batch(self, sequences, names, **kwargs):
+        asked.append(names)
+        return real(self, sequences, names, **kwargs)
+
+    monkeypatch.setattr(ActivationStore, "read_batch", read_batch)
+    sequences = np.arange(3)
+    inputs, _ = BatchReader(store, eagle, pin_memory=False).read(sequences, store.lengths[sequences])
+    assert asked == [["tokens", "response_mask", "hidden/last"]]
+    assert inputs.kv is None
+    assert inputs.entering_hidden is None
+    ratio = sequence_bytes(store, config, 10) / sequence_bytes(store, eagle, 10)
+    assert ratio == 1 + 3 * 2 * 2 * 8 / 32, "keys and values of three layers beside a hidden state"
+
+
+def test_refusals(store_path, hidden_store, tmp_path):
+    with pytest.raises(MissingField, match=r"lacks kv; extract again with --activations kv,hidden:last,hidden:layer:1"):
+        run(hidden_store, tmp_path / "run", max_steps=2)
+    bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
+    with pytest.raises(MissingField, match=r"lacks hidden/last; extract again with --activations kv,hidden:last"):
+        run(bare, tmp_path / "run", max_steps=2, **EAGLE)
+    for changes, message in (
+        ({"drafter": "condor"}, "drafter must be one of moa, eagle, got 'condor'"),
+        (EAGLE | {"layer_attention_heads": 2}, "layer_attention_heads is an option of --drafter moa, eagle has none"),
+        (EAGLE | {"target_layer_inference": 1, "staircase": False}, "staircase is an .*; target_layer_inference is an"),
+        ({"drafter": "eagle"}, r"step_bound_min is an option of --drafter moa.*; step_bound_max"),
+        ({"eagle_layers": 2}, "eagle_layers is an option of --drafter eagle, moa has none; leave it out"),
+        ({"feature_noise": 0.1}, "feature_noise is an option of --drafter eagle"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            run(store_path, tmp_path / "run", max_steps=2, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_from_before_there_were_drafters_goes_on(store_path, tmp_path):
+    run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
+    record = tmp_path / "run" / "run.yaml"
+    settings = yaml.safe_load(record.read_text())
+    for name in ("drafter", "feature_noise", "eagle_layers"):
+        del settings[name]
+    record.write_text(yaml.safe_dump(settings))
+    assert run(store_path, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
