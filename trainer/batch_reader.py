@@ -36,10 +36,9 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     needed = drafter_class(config.drafter).needs(n_layers, config.target_layer_inference)
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        names = [name for name in store.fields if name not in _TEXT_FIELDS] + missing
-        flags = ",".join(
-            name.replace("/", ":").replace("_", ":") for name in sorted(names, key=lambda n: (n != "kv", n))
-        )
+        wanted = {*store.fields, *missing} - set(_TEXT_FIELDS)  # a store made anew should serve the old drafter too
+        names = sorted(wanted, key=lambda name: (name != "kv", name))
+        flags = ",".join(name.replace("/", ":").replace("_", ":") for name in names)
         raise MissingField(
             f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
             f"--target-layers {config.target_layer_inference}."
