@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .moa.decode import Generation, OnTokens, OpenSession
     from .moa.sampling import SamplingConfig
     from .moa.target import Target
-    from .moa.tree import TreeShape
+    from .moa.tree import Shape
 
 _CALIBRATION_TOKENS = 32
 
@@ -28,7 +28,7 @@ _CALIBRATION_TOKENS = 32
 @click.option(
     "--tree", default="auto", show_default=True, metavar="SHAPE",
     help="Drafts per target call: a chain's length such as 5, a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's), "
-    "or auto: the shape that is fastest on this machine, from measured costs and acceptance, or none if none is.",
+    "static:NODES, or auto: the fastest shape on this machine by measured costs and acceptance, or none if none pays.",
 )  # fmt: skip
 @click.option("--temperature", default=0.0, show_default=True, help="0 decodes greedily, above it samples.")
 @click.option(
@@ -83,11 +83,11 @@ def generate(
     from .moa.decode import draft_session, generate_batch
     from .moa.sampling import SamplingConfig
     from .moa.target import Target
-    from .moa.tree import TreeShape
+    from .moa.tree import TreeShape, parse_shape
     from .pipeline.prompts import check_template, prompt_tokens
 
     sampling = SamplingConfig(temperature, top_p, top_k, repetition_penalty)
-    shape = None if tree == "auto" else TreeShape.parse(tree)
+    shape = None if tree == "auto" else parse_shape(tree)
     loaded = Target.load(model, getattr(torch, dtype), device)
     check_template(loaded.tokenizer, model)
     network = load_drafter(drafter, loaded.model.dtype, loaded.device)
@@ -120,7 +120,7 @@ def _answer(
     rows: list[list[int]],
     max_new_tokens: int,
     session: "OpenSession | None",
-    shape: "TreeShape | None",
+    shape: "Shape | None",
     sampling: "SamplingConfig",
     seed: int,
 ) -> "list[Generation]":

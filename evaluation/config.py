@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..moa.sampling import SamplingConfig
-    from ..moa.tree import TreeShape
+    from ..moa.tree import Shape
 
 DRAFTING = ("chain", "tree", "auto")
 METHODS = ("plain", *DRAFTING, "prompt-lookup", "assisted", "transformers")
@@ -37,8 +37,8 @@ class EvalConfig:
     draft_length: int = 5
     """Tokens drafted per target call by chain and prompt-lookup."""
     tree: str = "6x8x62"
-    """Shape for tree: levels of drafts x breadth x most nodes verified. The default is EAGLE-2's, whose depth 7 counts
-    the root."""
+    """Shape for tree: levels of drafts x breadth x most nodes verified, or static:NODES. The default is EAGLE-2's,
+    whose depth 7 counts the root."""
     batch_size: int = 1
     """Prompts decoded together."""
     repeats: int = 1
@@ -105,12 +105,12 @@ class EvalConfig:
 
         return SamplingConfig(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 
-    def tree_shape(self) -> "TreeShape":
+    def tree_shape(self) -> "Shape":
         """Shape of the method ``tree``.
 
         Raises:
             DrafterError: no shape, or one that makes no sense.
         """
-        from ..moa.tree import TreeShape
+        from ..moa.tree import parse_shape
 
-        return TreeShape.parse(self.tree)
+        return parse_shape(self.tree)

@@ -12,7 +12,7 @@ from ..moa.checkpoint import check_drafter_matches, load_drafter
 from ..moa.decode import Generation, OpenSession, draft_session, generate_batch
 from ..moa.prompt_lookup import prompt_lookup_session
 from ..moa.target import Target
-from ..moa.tree import TreeShape
+from ..moa.tree import Shape, TreeShape
 from .config import DRAFTING, EvalConfig
 from .peers import TransformersGenerate, load_assistant
 
@@ -58,7 +58,7 @@ def build_methods(
         else:
             for drafter, open_session in sessions.items():
                 name = f"{method} {drafter}" if len(sessions) > 1 else method
-                shape: TreeShape | None = TreeShape(config.draft_length)
+                shape: Shape | None = TreeShape(config.draft_length)
                 if method == "tree":
                     shape = config.tree_shape()
                 if method == "auto":
@@ -76,7 +76,7 @@ def build_methods(
 
 
 def _decoding(
-    decode: Callable[..., list[Generation]], open_session: OpenSession | None, shape: TreeShape | None
+    decode: Callable[..., list[Generation]], open_session: OpenSession | None, shape: Shape | None
 ) -> Generate:
     if shape is None:
         open_session = None

@@ -21,7 +21,7 @@ from .errors import DrafterError
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
 from .target import Target
 from .target_cache import TargetCache
-from .tree import DraftTree, TreeShape, ancestors
+from .tree import DraftTree, Shape, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
@@ -104,7 +104,7 @@ def speculative_generate(
     *,
     max_new_tokens: int,
     draft_length: int = 5,
-    tree: TreeShape | None = None,
+    tree: Shape | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
@@ -155,7 +155,7 @@ def generate_batch(
     *,
     max_new_tokens: int,
     open_session: OpenSession | None = None,
-    tree: TreeShape | None = None,
+    tree: Shape | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int | Sequence[int] = 0,
     on_tokens: OnTokens | None = None,
@@ -241,7 +241,7 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, session: DraftSession
 def _propose(
     target: Target,
     session: DraftSession | None,
-    tree: TreeShape | None,
+    tree: Shape | None,
     rows: list["_Row"],
     sampling: SamplingConfig,
 ) -> DraftTree:

@@ -14,7 +14,7 @@ from .drafter import Drafter
 from .errors import DrafterError
 from .sampling import SamplingConfig, distribution, draw
 from .target_cache import TargetCache
-from .tree import DraftTree, TreeShape, pick_best
+from .tree import DraftTree, Shape, StaticTree, TreeShape, pick_best
 
 
 class DraftSession(Protocol):
@@ -29,12 +29,12 @@ class DraftSession(Protocol):
         """
         ...
 
-    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
         """Propose the next tokens of each row.
 
         Args:
             committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
-            shape: of the tree.
+            shape: of the drafts.
         """
         ...
 
@@ -82,9 +82,11 @@ class DrafterSession:
         self.drafter.observe(self.state, hidden, kept)
 
     @torch.inference_mode()
-    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
-        """A chain or a dynamic tree (EAGLE-2, section 4.1; official inference lines 622-660)."""
+    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+        """A chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660)."""
         features = self.drafter.root_features(self.state, self.frozen, committed, self.cache)
+        if isinstance(shape, StaticTree):
+            return self._static_tree(features, shape)
         if shape.is_chain:
             return self._chain(features, committed, min(shape.depth, shape.n_nodes))
         return self._tree(features, shape)
@@ -149,3 +151,40 @@ class DrafterSession:
                 self.state, self.frozen, fed, parents_of_fed, beam_seen, level, self.cache
             )
         return pick_best(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(scores, dim=1), shape.n_nodes)
+
+    def _static_tree(self, features: Tensor, shape: StaticTree) -> DraftTree:
+        depths, with_children = shape.depths, set(shape.parents)
+        n_ranks = min(1 + max(shape.ranks), self.frozen.lm_head_weight.shape[0])
+        tokens: list[Tensor] = []
+        fed = [-1]  # nodes of the last level that have children, the root at first
+        fed_before: list[int] = [-1]
+        for level in range(1, shape.depth + 1):
+            likeliest = self.frozen.logits(features).topk(n_ranks, dim=-1).indices  # [B, b, ranks]
+            nodes = [node for node, depth in enumerate(depths) if depth == level]
+            places = [fed.index(shape.parents[node]) for node in nodes]
+            # A vocabulary smaller than a rank gives its last token again, which is verified like any other draft.
+            ranks = [min(shape.ranks[node], n_ranks - 1) for node in nodes]
+            tokens.append(likeliest[:, places, ranks])  # [B, nodes of the level]
+            if level == shape.depth:
+                break
+            growing = [index for index, node in enumerate(nodes) if node in with_children]
+            parents = [places[index] for index in growing]
+            fed = [nodes[index] for index in growing]
+            fed_before += fed
+            features = self.drafter.level_features(
+                self.state, self.frozen, tokens[-1][:, growing], features[:, parents],
+                self._seen(shape, fed, fed_before), level, self.cache,
+            )  # fmt: skip
+        n_rows = features.shape[0]
+        parents_of_all = torch.tensor(shape.parents, device=self._device).expand(n_rows, -1)
+        return DraftTree(torch.cat(tokens, dim=1), parents_of_all)
+
+    def _seen(self, shape: StaticTree, nodes: list[int], fed: list[int]) -> Tensor:
+        """Which fed tokens each of some nodes sees, itself included: [B, b, n] bool."""
+        seen = torch.zeros(len(nodes), len(fed), dtype=torch.bool)
+        for row, node in enumerate(nodes):
+            while node >= 0:
+                seen[row, fed.index(node)] = True
+                node = shape.parents[node]
+            seen[row, 0] = True
+        return seen.to(self._device).expand(len(self.cache.lengths), -1, -1)

@@ -58,18 +58,15 @@ class DraftState:
     """The drafter's caches of B rows while decoding.
 
     Attributes:
-        self_attention: of every token that was fed; it depends on token and position alone, so that accepted drafts
-            stay valid where they stand.
+        self_attention: of the verified tokens, then of this round's drafts in the order of feeding.
         memory: cross-attention keys and values of the positions that have target KV.
         n_fed: tokens of this round's tree that were fed, the root included.
-        is_path: whether they are one path, so that those accepted stand where they belong.
     """
 
     def __init__(self, n_rows: int = 1) -> None:
         self.self_attention = KVBuffer(n_rows)
         self.memory = KVBuffer(n_rows)
         self.n_fed = 0
-        self.is_path = True
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
@@ -217,8 +214,9 @@ class MoADrafter(Drafter):
         self, state: DraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
         """Encode the target KV that came since the last round; feed the tokens not yet fed, up to the root."""
-        if not state.is_path:
-            # Behind the root lie nodes in the order of feeding, not those of one path: they are encoded anew.
+        if state.n_fed:
+            # Behind the last root lie nodes in the order of feeding, those accepted among others. Encoding the accepted
+            # ones anew is two projections of a few tokens; which of them stand where they belong is not worth asking.
             state.self_attention.crop([length - state.n_fed + 1 for length in state.self_attention.lengths])
         n_verified = [len(tokens) - 1 for tokens in committed]
         counts = [n - length for n, length in zip(n_verified, state.memory.lengths, strict=True)]
@@ -291,7 +289,7 @@ class MoADrafter(Drafter):
         rotation = self.rotary(positions)
         embeddings = frozen.embed(tokens)
         state.self_attention.append(*self.self_attention.keys_values(embeddings, rotation), counts)
-        state.n_fed, state.is_path = 1, True
+        state.n_fed = 1
         if counts is None:
             root, at = embeddings[:, -1:], positions[:, -1:]
         else:
@@ -330,7 +328,6 @@ class MoADrafter(Drafter):
         embeddings = frozen.embed(tokens)
         state.self_attention.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)))
         state.n_fed += tokens.shape[1]
-        state.is_path = state.is_path and tokens.shape[1] == 1
         return self._draft(state, frozen, embeddings, positions, seen, target_kv, is_chain=tokens.shape[1] == 1)
 
     def _draft(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .decode import OpenSession
 from .target_cache import TargetCache
-from .tree import DraftTree, TreeShape
+from .tree import DraftTree, Shape
 
 _NO_TOKEN = 0
 """Fills the drafts of a row that found fewer than its neighbours; verified like any other draft."""
@@ -31,7 +31,7 @@ class PromptLookupSession:
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Nothing to note: the tokens say it all."""
 
-    def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
         """A chain of at most ``shape.depth`` tokens; empty where no row's last token occurred before."""
         found = [self._continuation(tokens, shape.depth) for tokens in committed]
         longest = max(map(len, found))

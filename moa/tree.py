@@ -1,4 +1,4 @@
-"""Draft trees: their shape, which candidates are kept, and who is whose ancestor.
+"""Draft trees: their shape, fixed or grown, which candidates are kept, and who is whose ancestor.
 
 Shapes: B rows, N nodes (without the root), C candidates.
 
@@ -6,6 +6,8 @@ Nodes stand in level order. Parents are node indices, -1 for the root. The root 
 node, but :func:`ancestors` puts it in front, because the target verifies it together with the nodes.
 """
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 from .errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
+RANK_ACCEPTANCE = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
+"""How often the first, second, ... choice of a trained drafter is the target's token; for the form of static trees."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class TreeShape:
         if len(sizes) == 3:
             return cls(*sizes)
         raise DrafterError(
-            f"{text!r} is no shape of drafts; expected a chain's length such as 5, or DEPTHxBREADTHxNODES such as "
-            "6x8x62."
+            f"{text!r} is no shape of drafts; expected a chain's length such as 5, DEPTHxBREADTHxNODES such as "
+            "6x8x62, or static:NODES such as static:16."
         )
 
     def __str__(self) -> str:
@@ -82,6 +86,90 @@ class TreeShape:
     def cut(self, depth: int) -> "TreeShape":
         """The same shape with at most that depth, which must be at least 1."""
         return TreeShape(min(self.depth, depth), self.breadth, self.n_nodes)
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree whose form does not depend on what the drafter says, as of Medusa and EAGLE-1.
+
+    Attributes:
+        parents: of each node, in level order; -1 for the root.
+        ranks: which child of its parent a node is, the likeliest first.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def likeliest(
+        cls, n_nodes: int, max_depth: int = 6, rank_acceptance: Sequence[float] = RANK_ACCEPTANCE
+    ) -> "StaticTree":
+        """The tree of n nodes that is accepted longest if each draft were accepted with its rank's probability.
+
+        Best first: a node's probability is the product along its path, so that the n likeliest nodes form a tree.
+
+        Args:
+            n_nodes: at least 1.
+            max_depth: most levels.
+            rank_acceptance: probability that the drafter's first, second, ... choice is the target's token.
+
+        Raises:
+            DrafterError: n_nodes or max_depth below 1.
+        """
+        if n_nodes < 1 or max_depth < 1:
+            raise DrafterError(f"a static tree needs at least 1 node and 1 level, got {n_nodes} and {max_depth}.")
+        open_paths: list[tuple[float, tuple[int, ...]]] = [(-rank_acceptance[0], (0,))]
+        paths: list[tuple[int, ...]] = []
+        while open_paths and len(paths) < n_nodes:
+            weight, path = heapq.heappop(open_paths)
+            paths.append(path)
+            rank = path[-1] + 1
+            if rank < len(rank_acceptance):
+                sibling = weight * rank_acceptance[rank] / rank_acceptance[path[-1]]
+                heapq.heappush(open_paths, (sibling, (*path[:-1], rank)))
+            if len(path) < max_depth:
+                heapq.heappush(open_paths, (weight * rank_acceptance[0], (*path, 0)))
+        paths.sort(key=lambda path: (len(path), path))
+        places = {path: place for place, path in enumerate(paths)}
+        return cls(tuple(places.get(path[:-1], -1) for path in paths), tuple(path[-1] for path in paths))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Level of each node, 1 for the children of the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return max(self.depths)
+
+    def cut(self, depth: int) -> "StaticTree":
+        """The same tree without the levels below a depth of at least 1."""
+        n_kept = sum(level <= depth for level in self.depths)
+        return StaticTree(self.parents[:n_kept], self.ranks[:n_kept])
+
+    def __str__(self) -> str:
+        """What :func:`parse_shape` reads, for trees that it made."""
+        return f"static:{len(self.parents)}"
+
+
+Shape = TreeShape | StaticTree
+"""Of the drafts of a round."""
+
+
+def parse_shape(text: str) -> Shape:
+    """``5``, ``6x8x62`` (see :meth:`TreeShape.parse`), or ``static:16`` for a static tree of 16 nodes.
+
+    Raises:
+        DrafterError: none of these, or sizes that make no sense.
+    """
+    kind, _, size = text.partition(":")
+    if kind == "static" and size.isdigit():
+        return StaticTree.likeliest(int(size))
+    return TreeShape.parse(text)
 
 
 @dataclass

@@ -5,7 +5,6 @@ import torch
 
 from moa_data.moa.auto_tree import WIDEST, AcceptanceLog, DecodingCosts, candidates, choose_shape, fastest
 from moa_data.moa.decode import draft_session
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.target import Target
 from moa_data.moa.tree import DraftTree, TreeShape
 
@@ -85,27 +84,3 @@ def test_a_choice_is_measured_on_the_target_itself() -> None:
         assert expected * choice.costs.round_s(None) == pytest.approx(choice.speed_ratio)
         assert choice.speed_ratio > 1.0
         assert str(choice.shape) in choice.describe()
-
-
-@pytest.mark.parametrize(
-    ("text", "shape"), [("5", TreeShape(5)), ("6x8x62", TreeShape(6, 8, 62)), ("2X3X4", TreeShape(2, 3, 4))]
-)
-def test_shapes_are_read_from_text(text: str, shape: TreeShape) -> None:
-    assert TreeShape.parse(text) == shape
-    assert TreeShape.parse(str(shape)) == shape
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("six", "no shape of drafts"),
-        ("6x8", "no shape of drafts"),
-        ("0", "depth of a draft tree must be at least 1"),
-        ("3x-1x5", "breadth of a draft tree must be at least 1"),
-        ("6x8x5", "5 nodes cannot make a draft tree 6 levels deep"),
-        ("99x99x999", "960,597 candidates"),
-    ],
-)
-def test_shapes_without_a_meaning_are_refused(text: str, message: str) -> None:
-    with pytest.raises(DrafterError, match=message):
-        TreeShape.parse(text)

@@ -18,7 +18,7 @@ from moa_data.moa.errors import DrafterError
 from moa_data.moa.model import DraftState, MoADrafter
 from moa_data.moa.target import Target
 from moa_data.moa.target_cache import TargetCache
-from moa_data.moa.tree import DraftTree, TreeShape
+from moa_data.moa.tree import DraftTree, Shape, StaticTree, TreeShape
 
 from .conftest import FAMILIES, SIZES, build_drafter, build_model
 
@@ -264,6 +264,10 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
     for prompt in prompts:
         speculative_generate(target, drafter, frozen, prompt, max_new_tokens=20, draft_length=4)
         speculative_generate(target, drafter, frozen, prompt, max_new_tokens=12, tree=TreeShape(3, 3, 8))
+        # One node is fed at each level, and its sibling may be the one that is accepted.
+        speculative_generate(
+            target, drafter, frozen, prompt, max_new_tokens=12, tree=StaticTree((-1, -1, 0), (0, 1, 0))
+        )
     session = draft_session(target, drafter, frozen)
     generate_batch(target, prompts[1:], max_new_tokens=12, open_session=session, tree=TreeShape(3, 2, 6))
     assert n_rounds > 60
@@ -302,11 +306,11 @@ def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -
         assert fast.tokens == plain.tokens
 
 
-TREES = [TreeShape(1, 3), TreeShape(3, 3, 8), TreeShape(5, 2, 6), TreeShape(4, 4, 100)]
+TREES = [TreeShape(1, 3), TreeShape(3, 3, 8), TreeShape(5, 2, 6), TreeShape(4, 4, 100), StaticTree.likeliest(9)]
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
-def test_trees_equal_plain(tree: TreeShape) -> None:
+def test_trees_equal_plain(tree: Shape) -> None:
     target = bigram_target(frozenset({3, 24}))
     committed: list[int] = []
     for n_target_layers in (0, 2):
