@@ -95,7 +95,7 @@ def _open_sessions(config: EvalConfig, target: Target) -> dict[str, OpenSession]
         drafter = load_drafter(folder, dtype, target.device)
         check_drafter_matches(drafter, target)
         frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-        path = Path(folder).resolve()
+        path = Path(folder).expanduser().absolute()  # a link keeps its own name
         name = path.parent.name if path.name == "drafter" else path.name
         while name in sessions:
             name += "'"
