@@ -224,12 +224,14 @@ def measure_costs(
     room = target.max_positions - max(map(len, prompts))
     verify_s: dict[int, list[float]] = {n: [] for n in _N_VERIFIED if n < max(2, room)}
     timings: dict[tuple[int, int], list[float]] = {(b, depth): [] for b in _BREADTHS for depth in (1, 3)}
-    cache, session, committed = _prefilled(target, open_session, prompts)
     for _ in range(n_repeats):
+        cache, session, committed = _prefilled(target, open_session, prompts)
         for n_tokens, found in verify_s.items():
             tokens = torch.zeros(len(prompts), n_tokens, dtype=torch.int64, device=target.device)
             found.append(_seconds(target, partial(_call, target, cache, tokens)))
         for (breadth, depth), found in timings.items():
+            # A drafter may propose once per target call only, so that the root is committed each time.
+            _commit_root(target, cache, session, committed)
             found.append(_seconds(target, partial(session.propose, committed, TreeShape(depth, breadth))))
     # Whatever else the machine does only adds time: the least of all repeats is nearest to the cost, and a larger
     # call bounds a smaller one.
@@ -255,6 +257,16 @@ def _prefilled(
     session.observe(hidden, [range(length) for length in lengths])
     roots = target.logits(hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]).argmax(dim=-1).tolist()
     return cache, session, [[*prompt, root] for prompt, root in zip(prompts, roots, strict=True)]
+
+
+def _commit_root(target: Target, cache: TargetCache, session: DraftSession, committed: list[list[int]]) -> None:
+    """A plain decoding step."""
+    hidden = target.forward(torch.tensor([row[-1:] for row in committed], device=target.device), cache)
+    kept = [[0]] * len(committed)
+    cache.commit(kept)
+    session.observe(hidden, kept)
+    for row, token in zip(committed, target.logits(hidden[:, -1]).argmax(dim=-1).tolist(), strict=True):
+        row.append(token)
 
 
 def _call(target: Target, cache: TargetCache, tokens: Tensor) -> None:

@@ -1,14 +1,18 @@
 """The fastest shape follows from costs and acceptance; where nothing pays, that is plain decoding."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from moa_data.moa.auto_tree import WIDEST, AcceptanceLog, DecodingCosts, candidates, choose_shape, fastest
 from moa_data.moa.decode import draft_session
+from moa_data.moa.drafter import Drafter
 from moa_data.moa.target import Target
 from moa_data.moa.tree import DraftTree, TreeShape
 
 from .conftest import build_drafter, build_model
+from .test_eagle import build_eagle
 
 #        root
 #      0      1        level 1, scores -0.1, -1.0
@@ -72,9 +76,10 @@ def test_verification_costs_are_interpolated() -> None:
     assert costs().round_s(TreeShape(3)) == 13.0
 
 
-def test_a_choice_is_measured_on_the_target_itself() -> None:
+@pytest.mark.parametrize("build", [build_drafter, build_eagle])
+def test_a_choice_is_measured_on_the_target_itself(build: Callable[..., Drafter]) -> None:
     model = build_model(eos_token_id=None)
-    target, drafter = Target(model), build_drafter(model)
+    target, drafter = Target(model), build(model)
     choice = choose_shape(target, draft_session(target, drafter), [[5, 6, 7], [8, 9]], max_new_tokens=12)
     if choice.shape is None:
         assert choice.speed_ratio == 1.0
