@@ -1,0 +1,165 @@
+"""What a round of speculative decoding costs: drafts, verification, and what is left, against a plain decoding step.
+
+    python benchmarks/decode.py --model MODEL --drafter RUN [--prompt-tokens 200] [--device cpu] [--dtype float32]
+    python benchmarks/decode.py --shape llama-3-8b --device cuda --dtype bfloat16      random weights
+
+Drafts and target calls are timed alone, in turns, and the least of all repeats counts; rounds are timed while decoding.
+With random weights nothing is accepted, which leaves the costs as they are. Writes JSON with --out.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from moa_data.moa.auto_tree import measure_costs
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.moa.config import DrafterConfig
+from moa_data.moa.decode import OnRound, draft_session, generate_batch
+from moa_data.moa.drafter import Drafter
+from moa_data.moa.model import MoADrafter
+from moa_data.moa.target import Target
+from moa_data.moa.tree import TreeShape
+from moa_data.provenance import collect_provenance
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
+    },
+}  # fmt: skip
+ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
+
+
+def random_target(shape: str, dtype: torch.dtype, device: str) -> Target:
+    """A Llama with random weights, made on the device."""
+    config = LlamaConfig(**SHAPES[shape], eos_token_id=None, tie_word_embeddings=False)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return Target(model.eval().requires_grad_(False))
+
+
+def random_drafter(target: Target) -> Drafter:
+    """A Mixture of Attentions in the proportions of the released one."""
+    drafter = MoADrafter(DrafterConfig.from_target(target.config))
+    drafter.initialize(torch.Generator().manual_seed(0))
+    return drafter.to(device=target.device, dtype=target.model.dtype).eval()
+
+
+def rounds(target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape | None, n_tokens: int) -> dict:
+    """Milliseconds of the rounds of one generation: the whole, and the parts that decoding itself reports."""
+    ends: list[float] = []
+    on_round: OnRound = lambda drafts, accepted: ends.append(time.perf_counter())  # noqa: E731
+    session = draft_session(target, drafter) if shape else None
+    (generation,) = generate_batch(
+        target, [prompt], max_new_tokens=n_tokens, open_session=session, tree=shape, on_round=on_round
+    )
+    stats, between = generation.stats, [1e3 * (b - a) for a, b in pairwise(ends)]
+    n_calls = stats.n_target_calls
+    round_ms = statistics.median(between)
+    draft_ms, verify_ms = 1e3 * stats.draft_s / n_calls, 1e3 * stats.verify_s / n_calls
+    return {
+        "round_ms": round_ms,
+        "draft_ms": draft_ms,
+        "verify_ms": verify_ms,
+        "rest_ms": 1e3 * (stats.total_s - stats.prefill_s - stats.draft_s - stats.verify_s) / n_calls,
+        "tokens_per_call": stats.acceptance_length,
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    dtype = getattr(torch, options.dtype)
+    if options.model:
+        target = Target.load(options.model, dtype, options.device)
+        drafter = load_drafter(options.drafter, dtype, target.device)
+    else:
+        target = random_target(options.shape, dtype, options.device)
+        drafter = random_drafter(target)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
+    costs = measure_costs(target, draft_session(target, drafter), [prompt], options.repeats)
+    device = target.device
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "n_threads": torch.get_num_threads(),
+        "dtype": options.dtype,
+        "target": options.model or options.shape,
+        "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
+        "prompt_tokens": options.prompt_tokens,
+        "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
+        "draft_root_ms": {b: 1e3 * s for b, s in costs.root_s.items()},
+        "draft_level_ms": {b: 1e3 * s for b, s in costs.level_s.items()},
+        "rounds": {},
+    }
+    repeats: dict[str, list[dict[str, float]]] = {}
+    for _ in range(options.repeats):
+        for shape in (None, *ROUNDS):
+            one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
+            repeats.setdefault(str(shape or "plain"), []).append(one)
+    for name, runs in repeats.items():
+        found["rounds"][name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return found | {"provenance": collect_provenance()}
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    plain = found["rounds"]["plain"]["round_ms"]
+    lines = [
+        f"{found['target']}, {found['dtype']} on {found['device']} ({found['n_threads']} threads), drafter of "
+        f"{found['drafter_parameters']:,} weights, {found['prompt_tokens']} tokens of context",
+        "",
+        "| drafts | round, ms | draft | verify | rest | round over a plain step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, one in found["rounds"].items():
+        parts = " | ".join(f"{one[key]:.2f}" for key in ("round_ms", "draft_ms", "verify_ms", "rest_ms"))
+        lines.append(f"| {name} | {parts} | {one['round_ms'] / plain:.2f} |")
+    verify = ", ".join(f"{n}: {ms:.2f}" for n, ms in found["verify_ms"].items())
+    root = ", ".join(f"{b}: {ms:.2f}" for b, ms in found["draft_root_ms"].items())
+    level = ", ".join(f"{b}: {ms:.2f}" for b, ms in found["draft_level_ms"].items())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Target call by tokens, ms: {verify}.",
+            f"First level of drafts by breadth, ms: {root}; each further one: {level}.",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description="What a round of speculative decoding costs.")
+    parser.add_argument("--model", help="a target; without it --shape is built with random weights")
+    parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if bool(options.model) != bool(options.drafter):
+        parser.error("--model and --drafter belong together")
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = measure(options)
+    print(describe(found))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
