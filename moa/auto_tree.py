@@ -144,6 +144,8 @@ def choose_shape(
 ) -> AutoShape:
     """Decode some prompts with a wide tree, measure what each part of a round costs, and choose.
 
+    Where tokens are sampled, chains are judged as if they were picked like a tree's nodes, not drawn.
+
     Args:
         target: the loaded target.
         open_session: who drafts.
