@@ -27,7 +27,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
         "generated token ids over the whole generation, prefill included. Exact: answers with the very tokens of the "
         "baseline. Intervals: 95 %, bootstrap over prompts.",
-        *(f"\n{name} is {text}." for name, text in report.choices.items()),
+        *(f"\n{name} chose {text.removeprefix('auto: ')}." for name, text in report.choices.items()),
         "",
         *_cost_lines(report),
     ]

@@ -122,7 +122,7 @@ class AutoShape:
     def describe(self) -> str:
         """One line for people."""
         if self.shape is None:
-            return "auto: plain decoding; no shape of drafts promises to be faster here"
+            return "auto: plain decoding, because no shape of drafts promises to be faster here"
         costs, shape = self.costs, self.shape
         draft_s = costs.root_s[shape.breadth] + (shape.depth - 1) * costs.level_s[shape.breadth]
         verify_ms, plain_ms = (1e3 * costs.verification_s(n) for n in (1 + _n_nodes(shape), 1))
