@@ -212,21 +212,35 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name, style in (("key_error", "o-"), ("value_error", "s-"), ("hidden_error", "^-")):
-        points = sorted((row["bytes_per_token"], 100 * row[name]) for row in rows if row[name] > 0)
-        if points:
-            axes[0].plot(*zip(*points, strict=True), style, label=COLUMNS[name][0])
-    axes[0].set(xscale="log", yscale="log", xlabel="bytes per token, all fields", ylabel="relative L2 error (%)")
-    axes[0].legend()
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    for name, color in (("key_error", "tab:blue"), ("value_error", "tab:orange"), ("hidden_error", "tab:green")):
+        for family, style in (("transform", "o-"), ("quantised", "s--")):
+            points = sorted(
+                (row["bytes_per_token"], 100 * row[name])
+                for row in rows
+                if row[name] > 0 and row["codec"].startswith("transform") == (family == "transform")
+            )
+            if points:
+                label = f"{COLUMNS[name][0]}, {family}"
+                axes[0].plot(*zip(*points, strict=True), style, color=color, label=label)
+    axes[0].set(xscale="log", yscale="log", ylabel="relative L2 error (%)")
+    axes[0].legend(fontsize=8)
     trained = [row for row in rows if row.get("acceptance_length") is not None]
     for row in trained:
-        axes[1].plot(row["bytes_per_token"], row["acceptance_length"], "o", color="tab:blue")
-        axes[1].annotate(row["codec"], (row["bytes_per_token"], row["acceptance_length"]), fontsize=8, xytext=(4, 4),
-                         textcoords="offset points")  # fmt: skip
         spread = row["acceptance_lengths"]
-        axes[1].plot([row["bytes_per_token"]] * len(spread), spread, ".", color="tab:gray", markersize=4)
-    axes[1].set(xscale="log", xlabel="bytes per token, all fields", ylabel="acceptance length of the drafter")
+        axes[1].plot([row["bytes_per_token"]] * len(spread), spread, ".", color="tab:gray", markersize=5)
+        axes[1].plot(row["bytes_per_token"], row["acceptance_length"], "o", color="tab:blue")
+        place = (row["bytes_per_token"], row["acceptance_length"])
+        axes[1].annotate(row["codec"].split(",")[0], place, (6, -10), textcoords="offset points", fontsize=8)
+    if trained and trained[0]["codec"] == "lossless":
+        axes[1].axhline(0.99 * trained[0]["acceptance_length"], color="gray", linewidth=0.8, linestyle=":")
+    axes[1].set(xscale="log", ylabel="acceptance length of drafters")
+    axes[1].set_title("grey: seeds, dotted: 99 % of lossless", fontsize=9)
+    axes[1].margins(x=0.15, y=0.2)
+    for ax in axes:
+        ax.set_xlabel("bytes per token, all fields")
+        ax.set_xticks([150, 300, 600, 1200, 2400], ["150", "300", "600", "1,200", "2,400"])
+        ax.minorticks_off()
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
