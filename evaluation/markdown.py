@@ -27,6 +27,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
         "generated token ids over the whole generation, prefill included. Exact: answers with the very tokens of the "
         "baseline. Intervals: 95 %, bootstrap over prompts.",
+        *_drafter_lines(report),
         *(f"\n{name} chose {text.removeprefix('auto: ')}." for name, text in report.choices.items()),
         "",
         *_cost_lines(report),
@@ -84,6 +85,15 @@ def _ratio(summary: MethodSummary) -> str:
 
 def _interval(bounds: tuple[float, float] | None) -> str:
     return "" if bounds is None else f" ({bounds[0]:.2f}-{bounds[1]:.2f})"
+
+
+def _drafter_lines(report: EvaluationReport) -> list[str]:
+    lines = []
+    for name, facts in report.drafters.items():
+        trained = f", {facts['n_steps']:,} steps" if facts["n_steps"] else ""
+        trained += f", {facts['n_tokens']:,} training tokens" if facts["n_tokens"] else ""
+        lines.append(f"\nDrafter {name}: {facts['kind']}, {facts['n_parameters']:,} weights{trained}.")
+    return lines
 
 
 def _cost_lines(report: EvaluationReport) -> list[str]:

@@ -1,8 +1,11 @@
 """The methods of an evaluation by name: each turns a batch of prompts into generations."""
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,6 +13,7 @@ from ..moa.auto_tree import AutoShape, choose_shape
 from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import check_drafter_matches, load_drafter
 from ..moa.decode import Generation, OpenSession, draft_session, generate_batch
+from ..moa.drafter import Drafter
 from ..moa.prompt_lookup import prompt_lookup_session
 from ..moa.target import Target
 from ..moa.tree import Shape, TreeShape
@@ -20,41 +24,69 @@ Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 """A method: (prompts as token ids, a seed for each) -> a generation for each."""
 
 
-def build_methods(
-    config: EvalConfig, target: Target, calibration_prompts: Sequence[list[int]]
-) -> tuple[dict[str, Generate], dict[str, AutoShape]]:
-    """The methods by name; one that occurs again gets a number (``plain#2``), with several drafters their names.
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What a drafter is.
+
+    Attributes:
+        folder: where it was loaded from.
+        kind: of the drafter.
+        n_parameters: trained weights.
+        n_steps: optimizer steps of its run; None where the folder is no run.
+        n_tokens: tokens that the run's last invocation trained on; None where the folder is no run.
+    """
+
+    folder: str
+    kind: str
+    n_parameters: int
+    n_steps: int | None
+    n_tokens: int | None
+
+
+@dataclass
+class Methods:
+    """What an evaluation compares.
+
+    Attributes:
+        by_name: the methods, the baseline first.
+        choices: of those named auto.
+        drafters: by the name that they have in the methods' names.
+    """
+
+    by_name: dict[str, Generate] = field(default_factory=dict)
+    choices: dict[str, AutoShape] = field(default_factory=dict)
+    drafters: dict[str, DrafterFacts] = field(default_factory=dict)
+
+    def add(self, name: str, generate: Generate) -> str:
+        """Take a method; one that occurs again gets a number (``plain#2``)."""
+        number = 1 + sum(known.split("#")[0] == name for known in self.by_name)
+        name = name if number == 1 else f"{name}#{number}"
+        self.by_name[name] = generate
+        return name
+
+
+def build_methods(config: EvalConfig, target: Target, calibration_prompts: Sequence[list[int]]) -> Methods:
+    """The methods of an evaluation; with several drafters their names are part of the methods' names.
 
     Args:
         config: names of the methods and their settings.
         target: the loaded target.
         calibration_prompts: token ids that ``auto`` chooses its shapes with.
 
-    Returns:
-        The methods, and the choices of those named auto.
-
     Raises:
         DrafterError: a drafter or assistant that cannot be loaded or belongs to another target.
     """
-    sessions = _open_sessions(config, target) if set(config.method) & set(DRAFTING) else {}
+    methods = Methods()
+    sessions = _open_sessions(config, target, methods) if set(config.method) & set(DRAFTING) else {}
     decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=config.sampling())
-    methods: dict[str, Generate] = {}
-    choices: dict[str, AutoShape] = {}
-
-    def add(name: str, generate: Generate) -> str:
-        number = 1 + sum(known.split("#")[0] == name for known in methods)
-        name = name if number == 1 else f"{name}#{number}"
-        methods[name] = generate
-        return name
-
     for method in config.method:
         if method == "plain":
-            add(method, _decoding(decode, None, None))
+            methods.add(method, _decoding(decode, None, None))
         elif method == "prompt-lookup":
-            add(method, _decoding(decode, prompt_lookup_session(target.device), TreeShape(config.draft_length)))
+            methods.add(method, _decoding(decode, prompt_lookup_session(target.device), TreeShape(config.draft_length)))
         elif method in ("assisted", "transformers"):
             assistant = load_assistant(str(config.assistant), target) if method == "assisted" else None
-            add(method, TransformersGenerate(target, assistant, config.max_new_tokens, config.sampling()))
+            methods.add(method, TransformersGenerate(target, assistant, config.max_new_tokens, config.sampling()))
         else:
             for drafter, open_session in sessions.items():
                 name = f"{method} {drafter}" if len(sessions) > 1 else method
@@ -69,10 +101,10 @@ def build_methods(
                         batch_size=config.batch_size,
                         sampling=config.sampling(),
                     )
-                    choices[add(name, _decoding(decode, open_session, choice.shape))] = choice
+                    methods.choices[methods.add(name, _decoding(decode, open_session, choice.shape))] = choice
                 else:
-                    add(name, _decoding(decode, open_session, shape))
-    return methods, choices
+                    methods.add(name, _decoding(decode, open_session, shape))
+    return methods
 
 
 def _decoding(
@@ -87,7 +119,7 @@ def _decoding(
     return generate
 
 
-def _open_sessions(config: EvalConfig, target: Target) -> dict[str, OpenSession]:
+def _open_sessions(config: EvalConfig, target: Target, methods: Methods) -> dict[str, OpenSession]:
     """Drafters by name: the last part of the folder that is not shared."""
     sessions: dict[str, OpenSession] = {}
     dtype = getattr(torch, config.dtype)
@@ -99,5 +131,17 @@ def _open_sessions(config: EvalConfig, target: Target) -> dict[str, OpenSession]
         name = path.parent.name if path.name == "drafter" else path.name
         while name in sessions:
             name += "'"
+        methods.drafters[name] = _facts(path, drafter)
         sessions[name] = draft_session(target, drafter, frozen, config.sampling())
     return sessions
+
+
+def _facts(folder: Path, drafter: Drafter) -> DrafterFacts:
+    """A run of ``moa-data train`` says what it trained on; other folders don't."""
+    run: dict[str, Any] = {}
+    for place in (folder, folder.parent):
+        if (place / "run.yaml").is_file() and (place / "report.json").is_file():
+            run = json.loads((place / "report.json").read_text(encoding="utf-8"))
+            break
+    n_parameters = sum(weight.numel() for weight in drafter.parameters())
+    return DrafterFacts(str(folder), drafter.kind, n_parameters, run.get("n_steps"), run.get("n_tokens"))

@@ -110,6 +110,7 @@ class EvaluationReport:
         categories: category -> the same over its rows.
         measurement: every row.
         choices: method -> which shape ``auto`` chose, and why.
+        drafters: name -> kind, weights, steps and training tokens of a drafter.
     """
 
     config: dict[str, Any]
@@ -120,6 +121,7 @@ class EvaluationReport:
     categories: dict[str, list[MethodSummary]]
     measurement: Measurement
     choices: dict[str, str]
+    drafters: dict[str, dict[str, Any]]
 
     def method(self, name: str) -> MethodSummary:
         """The summary of a method by its name.
@@ -140,6 +142,7 @@ class EvaluationReport:
             "provenance": self.provenance,
             "prompts": self.prompts,
             "auto": self.choices,
+            "drafters": self.drafters,
             "methods": [dataclasses.asdict(summary) for summary in self.methods],
             "categories": {
                 name: [dataclasses.asdict(summary) for summary in summaries]
@@ -158,6 +161,7 @@ def build_report(
     provenance: Mapping[str, Any],
     prompts: Mapping[str, Any],
     choices: Mapping[str, str] | None = None,
+    drafters: Mapping[str, dict[str, Any]] | None = None,
 ) -> EvaluationReport:
     """Sum up a measurement.
 
@@ -168,6 +172,7 @@ def build_report(
         provenance: command, versions and commit.
         prompts: where the prompts come from.
         choices: of the methods named auto.
+        drafters: facts of each.
 
     Raises:
         EvaluationError: there is no row.
@@ -188,6 +193,7 @@ def build_report(
         categories={name: summarize([row for row in rows if row.category == name]) for name in categories},
         measurement=measurement,
         choices=dict(choices or {}),
+        drafters=dict(drafters or {}),
     )
 
 

@@ -49,10 +49,10 @@ def evaluate(
             f"method auto calibrates on the first {max(1, config.warmup)} prompts, and none of them leaves the target "
             "a position to generate into; raise --warmup, or give shorter prompts."
         )
-    methods, choices = build_methods(config, target, calibration_prompts)
+    methods = build_methods(config, target, calibration_prompts)
     measurement = measure(
         target,
-        methods,
+        methods.by_name,
         prompts.prompts,
         warmup=config.warmup,
         batch_size=config.batch_size,
@@ -71,7 +71,8 @@ def evaluate(
             "n_in_file": prompts.n_in_file,
             "n_used": len(prompts.prompts),
         },
-        choices={name: choice.describe() for name, choice in choices.items()},
+        choices={name: choice.describe() for name, choice in methods.choices.items()},
+        drafters={name: dataclasses.asdict(facts) for name, facts in methods.drafters.items()},
     )
     write_figures(report, out)
     write_report(report, out)  # last: a report that is there is whole, its figures included

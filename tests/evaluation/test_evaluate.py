@@ -11,7 +11,7 @@ from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.errors import EvalConfigError, EvaluationError
 from moa_data.evaluation.report import KIND
 from moa_data.evaluation.run import evaluate
-from moa_data.moa.checkpoint import save_drafter
+from moa_data.moa.checkpoint import load_drafter, save_drafter
 from moa_data.moa.config import DrafterConfig
 from moa_data.moa.errors import DrafterError, TargetError, TargetMismatch
 from moa_data.moa.model import MoADrafter
@@ -100,6 +100,9 @@ def test_several_drafters_and_batches(config: EvalConfig, drafter_folder: Path, 
     together = evaluate(changed(config, drafter=(str(drafter_folder), str(other)), batch_size=2))
     names = [summary.method for summary in together.methods]
     assert names == ["plain", f"chain {drafter_folder.name}", "chain other"]
+    weights = sum(weight.numel() for weight in load_drafter(drafter_folder).parameters())
+    assert [facts["n_parameters"] for facts in together.drafters.values()] == [weights, weights]
+    assert f"Drafter other: moa, {weights:,} weights." in Path(config.out).with_suffix(".md").read_text()
     alone = evaluate(config)
     first, second = together.methods[1:]
     for summary in (first, second):
