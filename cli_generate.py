@@ -9,7 +9,7 @@ from .cli_support import StageFailure, TokenStream, out
 
 if TYPE_CHECKING:
     from .moa.auto_tree import AutoShape
-    from .moa.decode import Generation, OnTokens, OpenSession
+    from .moa.decode import Generation, OnTokens, OpenSession, ShapePolicy
     from .moa.sampling import SamplingConfig
     from .moa.target import Target
     from .moa.tree import Shape
@@ -93,18 +93,17 @@ def generate(
     network = load_drafter(drafter, loaded.model.dtype, loaded.device)
     check_drafter_matches(network, loaded)
     rows = [prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    session: OpenSession | None = draft_session(loaded, network, None, sampling)
+    session = draft_session(loaded, network, None, sampling)
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
     generate_batch(loaded, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(2), sampling=sampling)
     if shape is None:
-        choice = _choose(loaded, draft_session(loaded, network, None, sampling), rows, sampling)
+        choice = _choose(loaded, session, rows, sampling)
         click.echo(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s", err=True)
-        shape, session = choice.shape, session if choice.shape else None
-    drafted = _answer(loaded, rows, max_new_tokens, session, shape, sampling, seed)
+    drafted = _answer(loaded, rows, max_new_tokens, session, shape or choice.policy(), sampling, seed)
     reference = None
     if plain:
         reference = generate_batch(loaded, rows, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    out.print(decoding_view(drafted, reference, str(shape or "no drafts"), temperature > 0))
+    out.print(decoding_view(drafted, reference, tree, temperature > 0))
 
 
 def _choose(target: "Target", session: "OpenSession", rows: list[list[int]], sampling: "SamplingConfig") -> "AutoShape":
@@ -119,8 +118,8 @@ def _answer(
     target: "Target",
     rows: list[list[int]],
     max_new_tokens: int,
-    session: "OpenSession | None",
-    shape: "Shape | None",
+    session: "OpenSession",
+    shape: "Shape | ShapePolicy",
     sampling: "SamplingConfig",
     seed: int,
 ) -> "list[Generation]":

@@ -12,7 +12,7 @@ import torch
 from ..moa.auto_tree import AutoShape, choose_shape
 from ..moa.bundle import FrozenTarget
 from ..moa.checkpoint import check_drafter_matches, load_drafter
-from ..moa.decode import Generation, OpenSession, draft_session, generate_batch
+from ..moa.decode import Generation, OpenSession, ShapePolicy, draft_session, generate_batch
 from ..moa.drafter import Drafter
 from ..moa.prompt_lookup import prompt_lookup_session
 from ..moa.target import Target
@@ -101,18 +101,15 @@ def build_methods(config: EvalConfig, target: Target, calibration_prompts: Seque
                         batch_size=config.batch_size,
                         sampling=config.sampling(),
                     )
-                    methods.choices[methods.add(name, _decoding(decode, open_session, choice.shape))] = choice
+                    methods.choices[methods.add(name, _decoding(decode, open_session, choice.policy()))] = choice
                 else:
                     methods.add(name, _decoding(decode, open_session, shape))
     return methods
 
 
 def _decoding(
-    decode: Callable[..., list[Generation]], open_session: OpenSession | None, shape: Shape | None
+    decode: Callable[..., list[Generation]], open_session: OpenSession | None, shape: Shape | ShapePolicy | None
 ) -> Generate:
-    if shape is None:
-        open_session = None
-
     def generate(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
         return decode(prompts, open_session=open_session, tree=shape, seed=seeds)
 

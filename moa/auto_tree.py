@@ -30,6 +30,10 @@ WIDEST = TreeShape(6, 8, 62)
 """The official tree of EAGLE-2 and MoA: seven levels with the root."""
 _BREADTHS = (1, 2, 4, 8)
 _N_VERIFIED = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 63)
+_PRIOR_ROUNDS = 1.0
+"""Rounds of this answer that typical prompts weigh as much as."""
+_FADE, _FADE_PLAIN = 0.9, 0.99
+"""What is left of an answer's evidence after a round with drafts, and after a plain one."""
 _MARGIN = 1.03
 """Drafting must promise this many times plain decoding's speed: below it, the estimate's error decides."""
 
@@ -43,12 +47,14 @@ class DecodingCosts:
         root_s: breadth -> seconds of the first level of drafts.
         level_s: breadth -> seconds of each further level.
         rest_s: seconds of a round outside of drafting and the target call, and of drafting what was just committed.
+        prompt_token_s: seconds that the drafter needs for each token of a prompt before its first draft.
     """
 
     verify_s: dict[int, float]
     root_s: dict[int, float]
     level_s: dict[int, float]
     rest_s: float = 0.0
+    prompt_token_s: float = 0.0
 
     def verification_s(self, n_tokens: int) -> float:
         """Seconds of a target call over n tokens per row, interpolated."""
@@ -119,6 +125,10 @@ class AutoShape:
     speed_ratio: float
     calibration_s: float
 
+    def policy(self) -> "AdaptivePolicy":
+        """Starts each answer with the choice and adapts it to the answer."""
+        return AdaptivePolicy(self.costs, self.acceptance)
+
     def describe(self) -> str:
         """One line for people."""
         if self.shape is None:
@@ -129,8 +139,58 @@ class AutoShape:
         return (
             f"auto: {shape} (draft {1e3 * draft_s:.1f} ms, verify {verify_ms:.1f} ms, plain step {plain_ms:.1f} ms; "
             f"{self.acceptance.committed(shape):.2f} tokens per call and {self.speed_ratio:.2f} times plain decoding "
-            "expected)"
+            "expected), adapted to each answer"
         )
+
+
+class AdaptivePolicy:
+    """The fastest shape round by round: what was counted on typical prompts, scaled by this answer's own acceptance.
+
+    An answer on which the drafter fails is soon decoded plainly. There the memory of its failure fades, so that it is
+    tried again; and a prompt that takes the drafter longer to read than its drafts would save is decoded plainly
+    altogether.
+
+    Args:
+        costs: of the parts of a round.
+        log: of acceptance on typical prompts.
+    """
+
+    def __init__(self, costs: DecodingCosts, log: AcceptanceLog) -> None:
+        self._costs, self._shapes = costs, candidates()
+        self._accepted = np.array([log.committed(shape) - 1.0 for shape in self._shapes])
+        self._round_s = np.array([costs.round_s(shape) for shape in self._shapes])
+        self.begin(0, 1)
+
+    def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Start from what was counted on typical prompts."""
+        self._n_rounds, self._seen, self._expected = 0.0, 0.0, 0.0
+        self._chosen: int | None = None
+        saved_s = self._costs.round_s(None) - float((self._round_s / (1.0 + self._accepted)).min())
+        # How long the answer will be is not known; half of what it may be is a guess.
+        self._drafts = saved_s * max_new_tokens / 2 > self._costs.prompt_token_s * n_prompt_tokens
+
+    def next_shape(self) -> TreeShape | None:
+        """The shape with the best expected speed; None for a plain step."""
+        self._chosen = None
+        if not self._drafts:
+            return None
+        own = self._seen / self._expected if self._expected else 1.0
+        scale = (self._n_rounds * own + _PRIOR_ROUNDS) / (self._n_rounds + _PRIOR_ROUNDS)
+        speeds = (1.0 + scale * self._accepted) / self._round_s
+        best = int(speeds.argmax())
+        if speeds[best] * self._costs.round_s(None) > _MARGIN:
+            self._chosen = best
+            return self._shapes[best]
+        return None
+
+    def observe(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Compare with what was expected of the shape."""
+        if self._chosen is None:
+            self._n_rounds *= _FADE_PLAIN
+            return
+        self._n_rounds = self._n_rounds * _FADE + 1.0
+        self._seen = self._seen * _FADE + float(np.mean([len(nodes) for nodes in accepted]))
+        self._expected = self._expected * _FADE + float(self._accepted[self._chosen])
 
 
 def choose_shape(
@@ -226,8 +286,10 @@ def measure_costs(
     room = target.max_positions - max(map(len, prompts))
     verify_s: dict[int, list[float]] = {n: [] for n in _N_VERIFIED if n < max(2, room)}
     timings: dict[tuple[int, int], list[float]] = {(b, depth): [] for b in _BREADTHS for depth in (1, 3)}
+    first_round_s = []
     for _ in range(n_repeats):
         cache, session, committed = _prefilled(target, open_session, prompts)
+        first_round_s.append(_seconds(target, partial(session.propose, committed, TreeShape(1))))
         for n_tokens, found in verify_s.items():
             tokens = torch.zeros(len(prompts), n_tokens, dtype=torch.int64, device=target.device)
             found.append(_seconds(target, partial(_call, target, cache, tokens)))
@@ -243,6 +305,7 @@ def measure_costs(
         dict(zip(verify_s, least.tolist(), strict=True)),
         first,
         {b: max(third[b] - first[b], 0.0) / 2 for b in _BREADTHS},
+        prompt_token_s=max(0.0, min(first_round_s) - first[1]) / max(map(len, prompts)),
     )
 
 

@@ -10,6 +10,7 @@ Acceptance length = tokens committed per target call, bonus included; the prefil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +22,32 @@ from .errors import DrafterError
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
 from .target import Target
 from .target_cache import TargetCache
-from .tree import DraftTree, Shape, TreeShape, ancestors
+from .tree import DraftTree, Shape, StaticTree, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
+
+
+class ShapePolicy(Protocol):
+    """Chooses the shape of each round's drafts."""
+
+    def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Forget what was, at the beginning of a generation.
+
+        Args:
+            n_prompt_tokens: of the longest row.
+            max_new_tokens: most tokens that a row may get.
+        """
+        ...
+
+    def next_shape(self) -> Shape | None:
+        """Of the next round; None for a plain decoding step."""
+        ...
+
+    def observe(self, accepted: Sequence[Sequence[int]]) -> None:
+        """The accepted nodes of each row in the round that has just ended."""
+        ...
+
 
 OnRound = Callable[[DraftTree, list[list[int]]], None]
 """Called after each verification with the drafts and, per row, the accepted nodes from the root down."""
@@ -155,7 +178,7 @@ def generate_batch(
     *,
     max_new_tokens: int,
     open_session: OpenSession | None = None,
-    tree: Shape | None = None,
+    tree: Shape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int | Sequence[int] = 0,
     on_tokens: OnTokens | None = None,
@@ -171,7 +194,7 @@ def generate_batch(
         prompts: token ids, each at least one.
         max_new_tokens: bound on generated tokens of each; also bounded by the target's positions.
         open_session: who proposes drafts; None for plain decoding.
-        tree: shape of the drafts; needed with ``open_session``.
+        tree: shape of the drafts, or who chooses it; needed with ``open_session``.
         sampling: how the next token is chosen.
         seed: of the draws; row r draws from ``seed + r``, or from its own seed of a sequence.
         on_tokens: called at each commit; for a single prompt only.
@@ -198,11 +221,18 @@ def generate_batch(
     if open_session is not None:
         session = open_session(cache, [row.generator for row in rows])
     _prefill(target, cache, active, session, sampling)
+    fixed = tree if isinstance(tree, TreeShape | StaticTree) else None
+    policy = None if tree is None or isinstance(tree, TreeShape | StaticTree) else tree
+    if policy is not None:
+        policy.begin(max(map(len, prompts)), max_new_tokens)
     while active := _drop_finished(active, cache, session):
         began = time.perf_counter()
-        drafts = _propose(target, session, tree, active, sampling)
+        shape = fixed if policy is None else policy.next_shape()
+        drafts = _propose(target, session, shape, active, sampling)
         drafted_at = time.perf_counter()
         accepted = _verify(target, cache, active, session, drafts, sampling)
+        if policy is not None:
+            policy.observe(accepted)
         if on_round is not None:
             on_round(drafts, accepted)
         for row in active:

@@ -1,12 +1,22 @@
 """The fastest shape follows from costs and acceptance; where nothing pays, that is plain decoding."""
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from moa_data.moa.auto_tree import WIDEST, AcceptanceLog, DecodingCosts, candidates, choose_shape, fastest
-from moa_data.moa.decode import draft_session
+from moa_data.moa.auto_tree import (
+    WIDEST,
+    AcceptanceLog,
+    AdaptivePolicy,
+    DecodingCosts,
+    candidates,
+    choose_shape,
+    fastest,
+)
+from moa_data.moa.decode import draft_session, generate_batch
 from moa_data.moa.drafter import Drafter
 from moa_data.moa.target import Target
 from moa_data.moa.tree import DraftTree, TreeShape
@@ -69,6 +79,73 @@ def test_candidates_are_distinct_and_bounded_by_the_widest() -> None:
     assert len(set(shapes)) == len(shapes)
     assert WIDEST in shapes
     assert all(shape.depth <= WIDEST.depth and min(shape.n_nodes, shape.n_candidates) <= 62 for shape in shapes)
+
+
+def log_of(*accepted: list[int]) -> AcceptanceLog:
+    log = AcceptanceLog()
+    for nodes in accepted:
+        log.observe(tree(), [nodes])
+    return log
+
+
+def shapes_of(policy: AdaptivePolicy, n_rounds: int, accepted: list[int]) -> list[TreeShape | None]:
+    found = []
+    for _ in range(n_rounds):
+        found.append(policy.next_shape())
+        policy.observe([accepted if found[-1] else []])
+    return found
+
+
+def test_an_answer_on_which_the_drafter_fails_is_decoded_plainly_and_tried_again() -> None:
+    costs_of_rounds, log = costs(per_token=1.0, level=0.5), log_of([0, 2, 5], [0, 2, 5], [0])
+    policy = AdaptivePolicy(costs_of_rounds, log)
+    policy.begin(10, 100)
+    shapes = shapes_of(policy, 200, [])
+    first_plain = shapes.index(None)
+    assert shapes[0] == fastest(costs_of_rounds, log)[0]
+    assert 1 <= first_plain <= 12
+    assert any(shape is not None for shape in shapes[first_plain:])
+    assert sum(shape is not None for shape in shapes[first_plain:]) < 0.2 * len(shapes)
+    policy.begin(10, 100)
+    assert shapes_of(policy, 1, [])[0] == shapes[0]
+
+
+def test_an_answer_on_which_the_drafter_is_right_keeps_its_drafts() -> None:
+    policy = AdaptivePolicy(costs(per_token=1.0, level=0.5), log_of([0, 2, 5], [0, 2, 5], [0]))
+    policy.begin(10, 100)
+    assert None not in shapes_of(policy, 100, [0, 2, 5])
+
+
+def test_a_prompt_that_takes_longer_to_read_than_drafts_save_is_decoded_plainly() -> None:
+    rounds = dataclasses.replace(costs(per_token=1.0, level=0.5), prompt_token_s=1.0)
+    log = log_of([0, 2, 5])
+    policy = AdaptivePolicy(rounds, log)
+    saved_s = 10.0 - min(rounds.round_s(shape) / log.committed(shape) for shape in candidates())
+    policy.begin(int(100 * saved_s / 2) + 1, 100)
+    assert policy.next_shape() is None
+    policy.begin(int(100 * saved_s / 2) - 1, 100)
+    assert policy.next_shape() is not None
+
+
+@pytest.mark.parametrize("build", [build_drafter, build_eagle])
+def test_shapes_that_change_from_round_to_round_are_lossless(build: Callable[..., Drafter]) -> None:
+    model = build_model(eos_token_id=None)
+    target, prompts = Target(model), [[5, 6, 7], [8], [9, 10, 11, 12]]
+
+    class Changing:
+        def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
+            self.shapes = itertools.cycle([TreeShape(3), None, TreeShape(2, 2, 4), None, None, TreeShape(1)])
+
+        def next_shape(self) -> TreeShape | None:
+            return next(self.shapes)
+
+        def observe(self, accepted: Sequence[Sequence[int]]) -> None:
+            assert 1 <= len(accepted) <= 3
+
+    session = draft_session(target, build(model))
+    found = generate_batch(target, prompts, max_new_tokens=20, open_session=session, tree=Changing())
+    plain = generate_batch(target, prompts, max_new_tokens=20)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
 def test_verification_costs_are_interpolated() -> None:
