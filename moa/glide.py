@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import masks
 from .bundle import FrozenTarget, target_sizes
@@ -248,9 +249,13 @@ class GlideDrafter(Drafter):
         x = x + block.self_attn(q, *own, own_mask)
         q = self.cross_attention.queries(x, rotation)
         if official and target_mask is not None:
-            # The least number is added, not put in the scores' place: gradients of a query without a key differ.
-            target_mask = q.new_zeros(target_mask.shape).masked_fill(~target_mask, torch.finfo(q.dtype).min)
-        x = x + self.cross_attention(q, *target, target_mask)
+            # The least number is added, not put in the scores' place: gradients of a query without a key differ. Fused
+            # kernels get them wrong, for beside that number the logarithm of how many keys there are is lost.
+            added = q.new_zeros(target_mask.shape).masked_fill(~target_mask, torch.finfo(q.dtype).min)
+            with sdpa_kernel(SDPBackend.MATH):
+                x = x + self.cross_attention(q, *target, added)
+        else:
+            x = x + self.cross_attention(q, *target, target_mask)
         return x + block.mlp(block.post_attention_layernorm(x))
 
     def _rotated(self, target: KeysValues, rotation: Rotation) -> KeysValues:
