@@ -91,8 +91,7 @@ def test_blocks_begin_at_the_offset():
     assert torch.equal(block_context(positions, 3), got[1].expand(3, -1))
 
 
-@pytest.mark.parametrize("official", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "official"), [*((family, False) for family in FAMILIES), ("llama", True)])
 @torch.no_grad()
 def test_validated_features_equal_draft_steps(family, official):
     """What validation computes for whole batches is what a session computes round by round."""
@@ -188,18 +187,21 @@ def test_equals_plain_with_a_trained_drafter(endless, tree):
 STATIC = StaticTree((-1, -1, 0, 2), (0, 1, 0, 0))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tree", [*TREES[1:3], STATIC], ids=str)
+@pytest.mark.parametrize(
+    ("family", "tree"),
+    [("llama", TREES[1]), ("llama", STATIC), ("qwen2", TREES[2]), ("qwen3", TREES[1]), ("mistral", TREES[2])],
+    ids=str,
+)
 def test_random_drafters_alone_and_in_ragged_batches(family, tree):
     target = Target(build_model(family, num_hidden_layers=2))
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_glide(target.model, official=family == "llama")
-    prompts = random_prompts(8, 11)
+    prompts = random_prompts(5, 11)
     session = draft_session(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=tree)
+    together = generate_batch(target, prompts, max_new_tokens=10, open_session=session, tree=tree)
     for prompt, got in zip(prompts, together, strict=True):
-        assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
-        alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=12, tree=tree)
+        assert got.tokens == plain_generate(target, prompt, max_new_tokens=10).tokens
+        alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=10, tree=tree)
         assert got.tokens == alone.tokens
         assert got.stats.committed_per_call == alone.stats.committed_per_call
 

@@ -8,6 +8,8 @@ from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.checkpoint import build_drafter
 from moa_data.moa.eagle import EagleConfig, eagle_objective
 from moa_data.moa.glide import GlideConfig, block_context
+from moa_data.moa.kv_layout import pack_kv, unpack_kv
+from moa_data.moa.layers import rotate
 from moa_data.moa.objective import Draws, TrainingInputs
 
 from .test_oracle import GRADIENT, LOSS, ORACLE, close, inputs_of, meta, target_config, tensors
@@ -60,8 +62,13 @@ def build_glide(name, **changes):
     drafter = build_drafter(GlideConfig.from_target(config, **(chosen | changes)), weights)
     batch, inputs = inputs_of("moa_batch", 0)
     row = slice(settings["row"], settings["row"] + 1)
-    own = TrainingInputs(inputs.tokens[row], inputs.response_mask[row], inputs.kv[row, :, -1:], inputs.hidden[row])
-    return drafter, frozen_target(config), own, batch["attention_mask"][row].bool()
+    real = batch["attention_mask"][row].bool()
+    # In the official code all padding stands at the last real position, and a query without a key sees padding too.
+    keys, values = unpack_kv(inputs.kv[row, :, -1], config.num_key_value_heads)
+    shift = (real.cumsum(dim=1) - 1) - torch.arange(real.shape[1])
+    kv = pack_kv([rotate(keys, drafter.rotary(shift))], [values])
+    own = TrainingInputs(inputs.tokens[row], inputs.response_mask[row], kv, inputs.hidden[row])
+    return drafter, frozen_target(config), own, real
 
 
 @pytest.mark.parametrize("name", CASES)
