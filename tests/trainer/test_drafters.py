@@ -182,18 +182,17 @@ def test_glide_in_parts_and_in_low_precision(store_path, tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:2@layer", "transform:2,tokens@all"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_glide_reads_the_last_layer_alone(store_path, tmp_path, codec, device):
+def test_glide_reads_the_last_layer_alone(store_path, tmp_path, codec):
     path = store_path
     if codec != "lossless":
         recode(store_path, codec, path := tmp_path / "store")
     store = ActivationStore(path)
     config = TrainConfig(store=str(path), out="unused", **BASE | GLIDE)
     sequences = np.array([5, 0, 17])
-    inputs, encoded = BatchReader(store, config, torch.device(device)).read(sequences, store.lengths[sequences])
+    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
     assert bool(encoded) == (codec != "lossless")
     if codec == "transform:2@layer":
-        assert len(encoded["kv"].rows) * 3 == len(store.codec.fields["kv"].arrays)
+        assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)
     kv = Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded).decode().inputs.kv
     assert kv.shape[2:] == (1, 2 * 2 * 8)
     for row, i in enumerate(sequences.tolist()):
