@@ -50,6 +50,8 @@ class Drafter(nn.Module, ABC):
     config_class: ClassVar[type[DrafterSizes]]
     training_options: ClassVar[frozenset[str]] = frozenset()
     """Settings of a training run that mean something for this drafter alone; its sizes need not be named."""
+    kv_layers: ClassVar[tuple[int, ...] | None] = None
+    """Layers of the target's KV that training reads, negative ones counted from the last; None for all."""
 
     config: Any
     """A ``config_class``."""

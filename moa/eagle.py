@@ -103,7 +103,7 @@ class EagleDrafter(Drafter):
 
     kind: ClassVar[str] = EagleConfig.kind
     config_class: ClassVar[type[DrafterSizes]] = EagleConfig
-    training_options: ClassVar[frozenset[str]] = frozenset({"feature_noise"})
+    training_options: ClassVar[frozenset[str]] = frozenset({"feature_noise", "feature_weight"})
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:

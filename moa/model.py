@@ -79,7 +79,9 @@ class MoADrafter(Drafter):
 
     kind: ClassVar[str] = DrafterConfig.kind
     config_class: ClassVar[type[DrafterSizes]] = DrafterConfig
-    training_options: ClassVar[frozenset[str]] = frozenset({"step_bound_min", "step_bound_max", "staircase"})
+    training_options: ClassVar[frozenset[str]] = frozenset(
+        {"step_bound_min", "step_bound_max", "staircase", "feature_weight"}
+    )
     config: DrafterConfig
 
     def __init__(self, config: DrafterConfig) -> None:

@@ -33,7 +33,8 @@ class TrainingInputs:
     response_mask: Tensor
     """[B, T], non-zero on response tokens (position i predicts token i + 1)."""
     kv: Tensor | None
-    """[B, T, L, D], all layers' keys (after RoPE) and values; None for a drafter that does not need them."""
+    """[B, T, L, D], keys (after RoPE) and values of all layers, or of those that the drafter reads (``kv_layers``);
+    None for a drafter that does not need them."""
     hidden: Tensor
     """[B, T, E], target hidden state after the final norm."""
     entering_hidden: Tensor | None = None

@@ -3,9 +3,10 @@
 from .drafter import Drafter
 from .eagle import EagleDrafter
 from .errors import DrafterError
+from .glide import GlideDrafter
 from .model import MoADrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter)}
+DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, GlideDrafter)}
 
 
 def drafter_class(kind: str) -> type[Drafter]:

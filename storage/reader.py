@@ -13,6 +13,7 @@ from typing import Literal, overload
 import numpy as np
 import pyarrow as pa
 
+from . import selection
 from .codecs.field import FieldCodec
 from .codecs.registry import StoreCodec
 from .commit import (
@@ -287,11 +288,12 @@ class ActivationStore:
             chosen = layer_indices(spec, layers if spec.layer_axis == 1 or not has_layers else None)
             codec = self.codec.fields[spec.name]
             if codec.is_identity or not decoded:
-                for array in codec.arrays:
+                arrays = selection.own_arrays(codec, chosen)
+                for array in arrays:
                     shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, chosen))
                     batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
                 for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
-                    places = {array.name: batch[array.name][b] for array in codec.arrays}
+                    places = {array.name: batch[array.name][b] for array in arrays}
                     ranges += self._ranges(i, codec, 0, n_tokens, places, chosen)
                 continue
             shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))

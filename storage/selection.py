@@ -51,9 +51,14 @@ def row_shape(array: StoredArray, layers: list[int] | None) -> tuple[int, ...]:
     return (len(layers), *array.row_shape[1:])
 
 
+def own_arrays(codec: FieldCodec, layers: list[int] | None) -> tuple[StoredArray, ...]:
+    """Return the stored arrays of a field that these layers are decoded from; None for all layers."""
+    return codec.arrays_of(layers) if isinstance(codec, TransformCodec) else codec.arrays
+
+
 def decoding_arrays(codec: FieldCodec, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
     """Return the arrays that decoding these layers of a field reads: its own, and the tokens it predicts from."""
-    arrays = codec.arrays_of(layers) if isinstance(codec, TransformCodec) else codec.arrays
+    arrays = own_arrays(codec, layers)
     return (*arrays, _TOKENS_ARRAY) if codec.needs_tokens else arrays
 
 

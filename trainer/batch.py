@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..moa.objective import Draws, TrainingInputs
 from ..storage.codecs.field import TOKENS, FieldCodec
+from ..storage.selection import token_shape
 
 
 @dataclass
@@ -25,6 +26,8 @@ class EncodedField:
     """Length of each sequence."""
     dtype: torch.dtype
     """Of the decoded values: the one in which the field would be stored without a codec."""
+    layers: list[int] | None = None
+    """That the rows hold, of a field with layers; None for all."""
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Decode on the device of the rows: [B, T, *token_shape], zero behind each sequence.
@@ -33,11 +36,11 @@ class EncodedField:
             tokens: int [B, T], the token ids, for codecs that predict from them.
         """
         device = next(iter(self.rows.values())).device
-        shape = (len(self.n_tokens), max(self.n_tokens), *self.codec.spec.token_shape)
+        shape = (len(self.n_tokens), max(self.n_tokens), *token_shape(self.codec.spec, self.layers))
         values = torch.zeros(shape, dtype=self.dtype, device=device)
         for index, n_tokens in enumerate(self.n_tokens):
             own = {name: rows[index] for name, rows in self.rows.items()} | {TOKENS: tokens[index]}
-            values[index, :n_tokens] = self.codec.decode(own, 0, n_tokens)
+            values[index, :n_tokens] = self.codec.decode(own, 0, n_tokens, self.layers)
         return values
 
 

@@ -1,5 +1,7 @@
 """Reading the sequences of a batch into padded tensors, on reused memory."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from ..moa.objective import TrainingInputs
 from ..moa.registry import drafter_class
 from ..storage.codecs.field import StoredArray
 from ..storage.reader import ActivationStore
+from ..storage.selection import layer_indices, own_arrays, row_shape, token_shape
 from .batch import EncodedField
 from .buffers import BufferPool
 from .config import TrainConfig
@@ -46,6 +49,12 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     return needed
 
 
+def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
+    """Layers of a field that the drafter is trained on; None for all, or where the field has none."""
+    spec = store.fields[name]
+    return layer_indices(spec, drafter_class(config.drafter).kv_layers if spec.layer_axis == 1 else None)
+
+
 class BatchReader:
     """Reads given sequences of a store into right-padded batches, on reused memory.
 
@@ -60,6 +69,7 @@ class BatchReader:
         self.store, self.config = store, config
         self.decodes = device.type == "cpu"
         self._fields = needed_fields(store, config)
+        self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         largest = max(sequence_bytes(store, config, store.lengths.max(initial=0)), MICRO_BATCH_BYTES)
         self._buffers = BufferPool(
             (config.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
@@ -73,9 +83,9 @@ class BatchReader:
         """
         n_rows, n_tokens = len(sequences), int(lengths.max())
         buffers = {
-            array.name: self._buffer(array, codec.is_identity, n_rows, n_tokens)
-            for codec in (self.store.codec.fields[name] for name in self._fields.values())
-            for array in codec.arrays
+            array.name: self._buffer(array, row_shape(array, layers), codec.is_identity, n_rows, n_tokens)
+            for codec, layers in ((self.store.codec.fields[name], self._layers[name]) for name in self._layers)
+            for array in own_arrays(codec, layers)
         }
         out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
         text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in _TEXT_FIELDS}
@@ -83,15 +93,17 @@ class BatchReader:
             sequences,
             [*_TEXT_FIELDS, *self._fields.values()],
             out=out | text,
+            layers=drafter_class(self.config.drafter).kv_layers,
             n_threads=self.config.reader_threads,
             decoded=False,
         )
         encoded = {}
         for attribute, name in self._fields.items():
-            codec = self.store.codec.fields[name]
+            codec, layers = self.store.codec.fields[name], self._layers[name]
             if not codec.is_identity:
-                rows = {array.name: buffers.pop(array.name) for array in codec.arrays}
-                encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), _TORCH_DTYPES[codec.spec.dtype])
+                rows = {array.name: buffers.pop(array.name) for array in own_arrays(codec, layers)}
+                dtype = _TORCH_DTYPES[codec.spec.dtype]
+                encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
                 buffers[name] = torch.empty(0)
         read = {attribute: buffers[name] for attribute, name in self._fields.items()}
         inputs = TrainingInputs(
@@ -111,14 +123,18 @@ class BatchReader:
         """Bytes of activations in a batch of sequences with these token counts."""
         return len(lengths) * sequence_bytes(self.store, self.config, int(lengths.max()))
 
-    def _buffer(self, array: StoredArray, is_field: bool, n_sequences: int, n_tokens: int) -> Tensor:
+    def _buffer(
+        self, array: StoredArray, row_shape: tuple[int, ...], is_field: bool, n_sequences: int, n_tokens: int
+    ) -> Tensor:
         dtype = _TORCH_DTYPES[array.logical_dtype] if is_field else getattr(torch, array.dtype)
-        return self._buffers.take((n_sequences, array.n_rows(n_tokens), *array.row_shape), dtype)
+        return self._buffers.take((n_sequences, array.n_rows(n_tokens), *row_shape), dtype)
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
     """Bytes of one sequence's activations, padded to ``n_tokens``."""
-    return int(n_tokens) * sum(store.fields[name].token_bytes for name in needed_fields(store, config).values())
+    specs = [(store.fields[name], needed_layers(store, config, name)) for name in needed_fields(store, config).values()]
+    values = [(math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize) for spec, layers in specs]
+    return int(n_tokens) * sum(n_values * n_bytes for n_values, n_bytes in values)
 
 
 def _as_stored(buffer: Tensor) -> np.ndarray:

@@ -21,6 +21,7 @@ _LEAST = {
     "layer_attention_kv_heads": 1,
     "layer_attention_mlp_width": 1,
     "eagle_layers": 1,
+    "block_size": 1,
     "validation_sequences": 0,
     "validate_every": 1,
     "draft_length": 1,
@@ -44,7 +45,8 @@ class TrainConfig:
     out: str
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
     drafter: str = "moa"
-    """moa (Mixture of Attentions) or eagle (EAGLE-2), which needs no keys and values in the store."""
+    """moa (Mixture of Attentions), eagle (EAGLE-2), which needs no keys and values in the store, or glide (GLIDE),
+    which reads those of the target's last layer alone."""
     max_steps: int | None = None
     """Optimizer steps; alternative to --epochs."""
     epochs: float | None = None
@@ -86,9 +88,9 @@ class TrainConfig:
     official_quirks: bool = False
     """Repeat the released code where it differs from what decoding sees (docs/decisions/0001)."""
     self_attention_kv_heads: int | None = None
-    """KV heads of self-attention; default: half of the target's (moa), or as many (eagle)."""
+    """KV heads of self-attention; default: half of the target's (moa), or as many (eagle, glide)."""
     self_attention_mlp_width: int | None = None
-    """MLP width of self-attention; default: 3/7 of the target's (moa), or the same (eagle)."""
+    """MLP width of self-attention; default: 3/7 of the target's (moa), or the same (eagle, glide)."""
     cross_attention_kv_heads: int | None = None
     """KV heads of cross-attention; default: half of the target's."""
     cross_attention_mlp_width: int | None = None
@@ -101,6 +103,8 @@ class TrainConfig:
     """MLP width of layer self-attention; default: 1.5 times the KV width."""
     eagle_layers: int | None = None
     """Decoder layers of EAGLE; default: 1."""
+    block_size: int | None = None
+    """Tokens of a block in GLIDE's training, which see the target's keys and values of blocks before; default: 5."""
     precision: str = "auto"
     """bf16-mixed, 32-true, 16-mixed or bf16-true; auto is bf16-mixed on an accelerator and 32-true on CPU."""
     devices: str = "auto"

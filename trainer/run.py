@@ -172,11 +172,15 @@ def options_of_others(config: TrainConfig) -> list[str]:
     if config.drafter not in DRAFTERS:
         return [f"drafter must be one of {', '.join(DRAFTERS)}, got {config.drafter!r}"]
     own = _own_options(DRAFTERS[config.drafter])
-    owners = {name: kind for kind, drafter in DRAFTERS.items() for name in _own_options(drafter) - own}
-    return [
-        f"{item.name} is an option of --drafter {owners[item.name]}, {config.drafter} has none; leave it out"
+    owners = {
+        item.name: " or ".join(kind for kind, drafter in DRAFTERS.items() if item.name in _own_options(drafter) - own)
         for item in dataclasses.fields(config)
-        if item.name in owners and getattr(config, item.name) != item.default
+        if getattr(config, item.name) != item.default
+    }
+    return [
+        f"{name} is an option of --drafter {kinds}, {config.drafter} has none; leave it out"
+        for name, kinds in owners.items()
+        if kinds
     ]
 
 

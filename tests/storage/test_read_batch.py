@@ -141,6 +141,24 @@ def test_one_chunk_is_decoded_once(store: Path, monkeypatch):
     assert sum("tokens" in str(path) for path, _, _ in decoded) == 1, "the sequences of a part share one chunk"
 
 
+def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe, monkeypatch):
+    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
+    columns = []
+    original = read_batch.ShardReader.decode
+
+    def noting(self, data, row, column, out):
+        columns.append((self.path.parts[-7], column))
+        original(self, data, row, column, out)
+
+    with ActivationStore(recipe.write(tmp_path / "store")) as reader:
+        rows = [3, 0, 8]
+        expected = expected_batch(reader, rows, "kv", max(reader.lengths[rows]), layers=[-1])
+        monkeypatch.setattr(read_batch.ShardReader, "decode", noting)
+        batch = reader.read_batch(rows, ["kv", "tokens"], layers=[-1])
+    np.testing.assert_array_equal(batch["kv"], expected)
+    assert {column for name, column in columns if name == "kv"} == {3}
+
+
 def test_wrong_requests_say_what_is_there(store: Path):
     with ActivationStore(store) as reader:
         with pytest.raises(SliceInvalid, match="there is no sequence 12"):

@@ -1,4 +1,4 @@
-"""A run with EAGLE: the same command and store, fewer activations, exact resume, and clear refusals."""
+"""Runs with EAGLE and GLIDE: the same command and store, fewer activations, exact resume, and clear refusals."""
 
 from dataclasses import replace
 
@@ -10,18 +10,23 @@ import yaml
 from moa_data.moa.checkpoint import load_drafter
 from moa_data.moa.decode import draft_session, generate_batch, plain_generate, speculative_generate
 from moa_data.moa.eagle import EagleDrafter
+from moa_data.moa.glide import GlideDrafter
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
+from moa_data.pipeline.recode import recode
 from moa_data.storage.reader import ActivationStore
+from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
+from moa_data.trainer.data import draw
 from moa_data.trainer.errors import MissingField, TrainingError
 
 from .conftest import build_store, tiny_model
 from .test_run import BASE, last_state, run
 
 EAGLE = {"drafter": "eagle", "step_bound_min": 5, "step_bound_max": 15}
+GLIDE = EAGLE | {"drafter": "glide"}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +107,7 @@ def test_only_what_the_drafter_needs_is_read(store_path, monkeypatch):
 
     monkeypatch.setattr(ActivationStore, "read_batch", read_batch)
     sequences = np.arange(3)
-    inputs, _ = BatchReader(store, eagle, pin_memory=False).read(sequences, store.lengths[sequences])
+    inputs, _ = BatchReader(store, eagle, torch.device("cpu")).read(sequences, store.lengths[sequences])
     assert asked == [["tokens", "response_mask", "hidden/last"]]
     assert inputs.kv is None
     assert inputs.entering_hidden is None
@@ -117,12 +122,16 @@ def test_refusals(store_path, hidden_store, tmp_path):
     with pytest.raises(MissingField, match=r"lacks hidden/last; extract again with --activations kv,hidden:last"):
         run(bare, tmp_path / "run", max_steps=2, **EAGLE)
     for changes, message in (
-        ({"drafter": "condor"}, "drafter must be one of moa, eagle, got 'condor'"),
+        ({"drafter": "condor"}, "drafter must be one of moa, eagle, glide, got 'condor'"),
         (EAGLE | {"layer_attention_heads": 2}, "layer_attention_heads is an option of --drafter moa, eagle has none"),
         (EAGLE | {"target_layer_inference": 1, "staircase": False}, "staircase is an .*; target_layer_inference is an"),
         ({"drafter": "eagle"}, r"step_bound_min is an option of --drafter moa.*; step_bound_max"),
         ({"eagle_layers": 2}, "eagle_layers is an option of --drafter eagle, moa has none; leave it out"),
         ({"feature_noise": 0.1}, "feature_noise is an option of --drafter eagle"),
+        ({"block_size": 4}, "block_size is an option of --drafter glide, moa has none; leave it out"),
+        (GLIDE | {"feature_weight": 0.5}, "feature_weight is an option of --drafter moa or eagle, glide has none"),
+        (GLIDE | {"eagle_layers": 2, "staircase": False}, "staircase is an .*moa, glide has none.*; eagle_layers is"),
+        (GLIDE | {"block_size": 0}, "block_size must be at least 1, got 0"),
     ):
         with pytest.raises(TrainingError, match=message):
             run(store_path, tmp_path / "run", max_steps=2, **changes)
@@ -133,7 +142,62 @@ def test_a_run_from_before_there_were_drafters_goes_on(store_path, tmp_path):
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
     record = tmp_path / "run" / "run.yaml"
     settings = yaml.safe_load(record.read_text())
-    for name in ("drafter", "feature_noise", "eagle_layers"):
+    for name in ("drafter", "feature_noise", "eagle_layers", "block_size"):
         del settings[name]
     record.write_text(yaml.safe_dump(settings))
     assert run(store_path, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
+
+
+@pytest.mark.parametrize("official", [False, True])
+def test_glide_learns_resumes_and_decodes(store_path, tmp_path, official):
+    settings = GLIDE | {"block_size": 4, "self_attention_mlp_width": 40, "official_quirks": official}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(store_path, whole, max_steps=30, **settings)
+    run(store_path, parts, max_steps=30, stop_after_steps=16, **settings)
+    report = run(store_path, parts, max_steps=30, resume=True, **settings)
+    for name, value in last_state(whole)["state_dict"].items():
+        assert torch.equal(value, last_state(parts)["state_dict"][name]), name
+    metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
+    assert metrics["val/kl"][-1] < 0.9 * metrics["val/kl"][0]
+    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    drafter = load_drafter(parts)
+    assert isinstance(drafter, GlideDrafter)
+    assert (drafter.config.block_size, drafter.config.self_attention_mlp_width) == (4, 40)
+    assert drafter.config.official_rotation == official
+    target, tree = Target(tiny_model()), TreeShape(3, 2, 6)
+    prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
+    fast = generate_batch(target, prompts, max_new_tokens=12, open_session=draft_session(target, drafter), tree=tree)
+    for prompt, got in zip(prompts, fast, strict=True):
+        assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
+
+
+def test_glide_in_parts_and_in_low_precision(store_path, tmp_path):
+    for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):
+        run(store_path, tmp_path / name, max_steps=4, validate_every=4, log_every=1, **GLIDE | changes)
+    for name, value in last_state(tmp_path / "one")["state_dict"].items():
+        torch.testing.assert_close(value, last_state(tmp_path / "parts")["state_dict"][name], rtol=1e-3, atol=2e-5)
+    for name in ("train/loss", "val/kl"):
+        low, full = (read_metrics(tmp_path / run_name)[name] for run_name in ("bf16", "one"))
+        assert [v for _, v in low] == pytest.approx([v for _, v in full], rel=0.03), name
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int8", "transform:2@layer", "transform:2,tokens@all"])
+def test_glide_reads_the_last_layer_alone(store_path, tmp_path, codec):
+    path = store_path
+    if codec != "lossless":
+        recode(store_path, codec, path := tmp_path / "store")
+    store = ActivationStore(path)
+    config = TrainConfig(store=str(path), out="unused", **BASE | GLIDE)
+    sequences = np.array([5, 0, 17])
+    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
+    assert bool(encoded) == (codec != "lossless")
+    if codec == "transform:2@layer":
+        assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)
+    kv = Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded).decode().inputs.kv
+    assert kv.shape[2:] == (1, 2 * 2 * 8)
+    for row, i in enumerate(sequences.tolist()):
+        n_tokens = int(store.lengths[i])
+        expected = store.read(i, "kv", layers=[-1]).reshape(n_tokens, 1, -1)
+        np.testing.assert_allclose(kv[row, :n_tokens].numpy(), expected, atol=1e-4)
+        assert not kv[row, n_tokens:].any()
+    assert sequence_bytes(store, config, 10) == 10 * 4 * (2 * 2 * 8 + 32)

@@ -90,6 +90,14 @@ def test_what_comes_undecoded_can_be_decoded(written: Path):
         np.testing.assert_array_equal(values, store.read(2, "kv", tokens=slice(70, 100)))
         only_codes = store.read_batch([2], "kv", decoded=False)
         assert only_codes.keys() == {array.name for array in codec.arrays}
+        assert isinstance(codec, TransformCodec)
+        last = store.read_batch([2, 0], "kv", layers=[-1], decoded=False)
+        assert last.keys() == {array.name for array in codec.arrays_of([3])} < only_codes.keys()
+        for row, i in enumerate([2, 0]):
+            n_tokens = int(store.lengths[i])
+            rows = {name: array[row] for name, array in last.items()} | {"tokens": store.read(i, "tokens")}
+            values = from_float32(codec.decode(rows, 0, n_tokens, [3]), "bfloat16")
+            np.testing.assert_array_equal(values, store.read(i, "kv", layers=[-1]))
 
 
 def test_tokens_must_be_given(tmp_path: Path, recipe):
