@@ -260,7 +260,7 @@ class EagleDrafter(Drafter):
         first = torch.tensor(state.n_true, device=tokens.device)[:, None] + level - 1
         rotation = self.rotary(first.expand(-1, tokens.shape[1]))  # a level stands at one position
         state.n_fed += tokens.shape[1]
-        is_alone = len(tokens) == 1 and tokens.shape[1] == 1
+        is_alone = len(tokens) == 1 and state.n_fed == level + 1
         mask = None if is_alone else masks.tree_mask([n - 1 for n in state.n_true], seen)
         x = self.join(frozen.embed(tokens), parent_features)
         for block, slots in zip(self.blocks, state.slots, strict=True):

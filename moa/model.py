@@ -330,7 +330,7 @@ class MoADrafter(Drafter):
         embeddings = frozen.embed(tokens)
         state.self_attention.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)))
         state.n_fed += tokens.shape[1]
-        return self._draft(state, frozen, embeddings, positions, seen, target_kv, is_chain=tokens.shape[1] == 1)
+        return self._draft(state, frozen, embeddings, positions, seen, target_kv, is_chain=state.n_fed == level + 1)
 
     def _draft(
         self,

@@ -1,18 +1,22 @@
 """Shapes of drafts, and static trees drafted level by level."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.decode import draft_session, generate_batch, plain_generate
+from moa_data.moa.drafter import Drafter
 from moa_data.moa.drafting import DrafterSession
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.target import Target
 from moa_data.moa.tree import StaticTree, TreeShape, parse_shape
 
 from .conftest import build_drafter, build_model
+from .test_eagle import build_eagle
+from .test_glide import build_glide
 
 
 @pytest.mark.parametrize("text", ["5", "6x8x62", "static:16"])
@@ -68,11 +72,16 @@ def test_a_cut_tree_loses_whole_levels() -> None:
     assert tree.cut(99) == tree
 
 
-def test_nodes_are_the_drafters_choices_of_their_rank() -> None:
+NEPHEW = StaticTree((-1, -1, 0, 1, 2), (0, 1, 0, 0, 0))
+"""Two nodes are fed at the first level and one at the second, which must not see the other branch."""
+
+
+@pytest.mark.parametrize("shape", [StaticTree.likeliest(12, 4), NEPHEW], ids=["likeliest", "nephew"])
+@pytest.mark.parametrize("build", [build_drafter, build_eagle, build_glide])
+def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Drafter], shape: StaticTree) -> None:
     """Each node is the child of its rank when its path is drafted as a chain of its own."""
     model = build_model(eos_token_id=None)
-    target, drafter = Target(model), build_drafter(model, 1)
-    shape = StaticTree.likeliest(12, 4)
+    target, drafter = Target(model), build(model)
     seen = []
     real = DrafterSession.propose
 
@@ -84,7 +93,7 @@ def test_nodes_are_the_drafters_choices_of_their_rank() -> None:
     def opened(cache, generators):
         return Watched(drafter, frozen, cache, None, generators)
 
-    frozen = FrozenTarget.from_model(model, 1)
+    frozen = FrozenTarget.from_model(model, 0)
     plain = plain_generate(target, [5, 6, 7], max_new_tokens=16)
     found = generate_batch(target, [[5, 6, 7]], max_new_tokens=16, open_session=opened, tree=shape)
     assert found[0].tokens == plain.tokens
