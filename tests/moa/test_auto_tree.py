@@ -121,9 +121,9 @@ def test_a_prompt_that_takes_longer_to_read_than_drafts_save_is_decoded_plainly(
     log = log_of([0, 2, 5])
     policy = AdaptivePolicy(rounds, log)
     saved_s = 10.0 - min(rounds.round_s(shape) / log.committed(shape) for shape in candidates())
-    policy.begin(int(100 * saved_s / 2) + 1, 100)
+    policy.begin(int(100 * saved_s / 4) + 1, 100)
     assert policy.next_shape() is None
-    policy.begin(int(100 * saved_s / 2) - 1, 100)
+    policy.begin(int(100 * saved_s / 4) - 1, 100)
     assert policy.next_shape() is not None
 
 
