@@ -166,7 +166,7 @@ class AdaptivePolicy:
         self._n_rounds, self._seen, self._expected = 0.0, 0.0, 0.0
         self._chosen: int | None = None
         saved_s = self._costs.round_s(None) - float((self._round_s / (1.0 + self._accepted)).min())
-        # How long the answer will be, and how well it is drafted, is not known: reading must pay within a quarter of it.
+        # How long the answer will be and how well it is drafted is not known: reading must pay within a quarter of it.
         self._drafts = saved_s * max_new_tokens / 4 > self._costs.prompt_token_s * n_prompt_tokens
 
     def next_shape(self) -> TreeShape | None:
