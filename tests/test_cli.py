@@ -228,9 +228,12 @@ def test_decoding_view_compares_with_plain() -> None:
         )  # fmt: skip
         return SimpleNamespace(tokens=tokens, stats=stats)
 
-    text = rendered(decoding_view(generation([1] * 9, [4, 4], 1.0), generation([1] * 9, [1] * 8, 2.0), 5))
+    text = rendered(decoding_view([generation([1] * 9, [4, 4], 1.0)], [generation([1] * 9, [1] * 8, 2.0)], "5"))
     assert "2.00 times the speed" in text
     assert "the same tokens" in text
     assert "4.00" in text
-    text = rendered(decoding_view(generation([1, 2], [1], 1.0), generation([1, 3], [1], 1.0), 5))
-    assert "OTHER tokens" in text
+    other = [generation([1, 2], [1], 1.0)], [generation([1, 3], [1], 1.0)]
+    assert "OTHER tokens" in rendered(decoding_view(*other, "5"))
+    assert "other random draws" in rendered(decoding_view(*other, "5", sampled=True))
+    text = rendered(decoding_view([generation([1], [4], 1.0), generation([1], [1, 1], 1.0)], None, "6x8x62"))
+    assert "2.00" in text  # six tokens in three calls of two prompts
