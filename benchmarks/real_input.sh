@@ -38,6 +38,6 @@ train long "$long_steps"
 for run in short long; do
   for draft_length in 4 5; do
     step "eval-$run-$draft_length" "$moa_data" eval --model "$model" --drafter "$out/$run" --prompts "$test_chats" \
-      --n-prompts "$n_prompts" --draft-length "$draft_length" --out "$out/eval-$run-$draft_length.json"
+      --method plain,chain,auto --n-prompts "$n_prompts" --draft-length "$draft_length" --out "$out/eval-$run-$draft_length.json"
   done
 done
