@@ -91,7 +91,7 @@ def _drafter_lines(report: EvaluationReport) -> list[str]:
     lines = []
     for name, facts in report.drafters.items():
         trained = f", {facts['n_steps']:,} steps" if facts["n_steps"] else ""
-        trained += f", {facts['n_tokens']:,} training tokens" if facts["n_tokens"] else ""
+        trained += f", {facts['n_tokens']:,} tokens in its last invocation" if facts["n_tokens"] else ""
         lines.append(f"\nDrafter {name}: {facts['kind']}, {facts['n_parameters']:,} weights{trained}.")
     return lines
 
