@@ -129,6 +129,18 @@ class Drafter(nn.Module, ABC):
         of the batch in place of its own drafts.
         """
 
+    def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
+        """What decoding and validation draft from; here the target's LM head on the features.
+
+        Args:
+            frozen: target pieces.
+            features: [..., E] of :meth:`root_features`, :meth:`level_features` or :meth:`drafted_features`.
+
+        Returns:
+            [..., V] over the target's vocabulary; -inf where the drafter can't draft a token.
+        """
+        return frozen.logits(features)
+
     @abstractmethod
     def new_state(self, n_rows: int) -> Any:
         """An empty :class:`DraftState` of B rows, which the methods below get back."""

@@ -106,7 +106,7 @@ class DrafterSession:
                 features = self.drafter.level_features(
                     self.state, self.frozen, tokens[-1], features, seen, level - 1, self.cache
                 )
-            logits = self.frozen.logits(features[:, 0])  # [B, V]
+            logits = self.drafter.draft_logits(self.frozen, features[:, 0])  # [B, V]
             if self._sampling is None:
                 tokens.append(logits.argmax(dim=-1, keepdim=True))
                 continue
@@ -129,7 +129,9 @@ class DrafterSession:
         n_candidates = 0
         for level in range(1, shape.depth + 1):
             # A log-probability that rounds above 0 would let a child outrank its parent.
-            log_p = self.frozen.logits(features).float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V]
+            log_p = (
+                self.drafter.draft_logits(self.frozen, features).float().log_softmax(dim=-1).clamp(max=0)
+            )  # [B, b, V]
             best = log_p.topk(b, dim=-1)
             score = (beam_score[..., None] + best.values).flatten(1)  # [B, b * b]
             tokens.append(best.indices.flatten(1))
@@ -159,7 +161,7 @@ class DrafterSession:
         fed = [-1]  # nodes of the last level that have children, the root at first
         fed_before: list[int] = [-1]
         for level in range(1, shape.depth + 1):
-            likeliest = self.frozen.logits(features).topk(n_ranks, dim=-1).indices  # [B, b, ranks]
+            likeliest = self.drafter.draft_logits(self.frozen, features).topk(n_ranks, dim=-1).indices  # [B, b, ranks]
             nodes = [node for node, depth in enumerate(depths) if depth == level]
             places = [fed.index(shape.parents[node]) for node in nodes]
             # A vocabulary smaller than a rank gives its last token again, which is verified like any other draft.

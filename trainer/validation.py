@@ -57,7 +57,7 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
     outputs = drafter.drafted_features(frozen, inputs, draws)
     queries, valid = outputs.queries, outputs.valid
     hidden = at_queries(inputs.hidden, queries)[valid]
-    kl, agree = _compare(frozen, outputs.features[valid], hidden.to(outputs.features.dtype))
+    kl, agree = _compare(drafter, frozen, outputs.features[valid], hidden.to(outputs.features.dtype))
     agree_at = torch.zeros_like(drafted)
     rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
     agree_at[rows[valid], queries[valid]] = agree
@@ -90,12 +90,12 @@ def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
     return agreements.long().cumprod(dim=-1).sum(dim=-1)
 
 
-def _compare(frozen: FrozenTarget, features: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _compare(drafter: Drafter, frozen: FrozenTarget, features: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """KL [P] and argmax agreement [P], a bounded number of logits at a time."""
     chunk = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0]))
     kl, agree = [], []
     for part, goal in zip(features.split(chunk), hidden.split(chunk), strict=True):
-        draft, target = frozen.logits(part).float(), frozen.logits(goal).float()
+        draft, target = drafter.draft_logits(frozen, part).float(), frozen.logits(goal).float()
         log_target = target.log_softmax(dim=-1)
         pointwise = log_target.exp() * (log_target - draft.log_softmax(dim=-1))
         kl.append(pointwise.nan_to_num(0.0, 0.0, 0.0).sum(dim=-1))
