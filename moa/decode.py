@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .bundle import FrozenTarget
+from .clock import DeviceClock
 from .drafter import Drafter
 from .drafting import DrafterSession, DraftSession
 from .errors import DrafterError
@@ -44,8 +45,13 @@ class ShapePolicy(Protocol):
         """Of the next round; None for a plain decoding step."""
         ...
 
-    def observe(self, accepted: Sequence[Sequence[int]]) -> None:
-        """The accepted nodes of each row in the round that has just ended."""
+    def observe(self, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+        """Learn from the round that has just ended.
+
+        Args:
+            accepted: the accepted nodes of each row.
+            round_s: seconds of drafting and verifying.
+        """
         ...
 
 
@@ -225,19 +231,22 @@ def generate_batch(
     policy = None if tree is None or isinstance(tree, TreeShape | StaticTree) else tree
     if policy is not None:
         policy.begin(max(map(len, prompts)), max_new_tokens)
+    clock = DeviceClock(target.device)
     while active := _drop_finished(active, cache, session):
-        began = time.perf_counter()
+        began = clock.mark()
         shape = fixed if policy is None else policy.next_shape()
         drafts = _propose(target, session, shape, active, sampling)
-        drafted_at = time.perf_counter()
+        drafted_at = clock.mark()
         accepted = _verify(target, cache, active, session, drafts, sampling)
+        verified_at = clock.mark()
+        draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
         if policy is not None:
-            policy.observe(accepted)
+            policy.observe(accepted, draft_s + verify_s)
         if on_round is not None:
             on_round(drafts, accepted)
         for row in active:
-            row.stats.draft_s += (drafted_at - began) / len(active) if session is not None else 0.0
-            row.stats.verify_s += (time.perf_counter() - drafted_at) / len(active)
+            row.stats.draft_s += draft_s / len(active) if session is not None else 0.0
+            row.stats.verify_s += verify_s / len(active)
             row.stats.n_drafted += drafts.n_nodes
     for row in rows:
         row.stats.total_s = (time.perf_counter() - started) / len(rows)

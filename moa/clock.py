@@ -1,0 +1,41 @@
+"""Times of the parts of decoding, on the device that does the work.
+
+A CUDA device runs behind the CPU that queues its work: a CPU clock read between draft and verification would book most
+of the drafting under the verification, and waiting for the device there would make decoding slower.
+"""
+
+import time
+
+import torch
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds of the CPU's clock, or an event in the device's queue."""
+
+
+class DeviceClock:
+    """Marks moments without waiting for the device; waits when their distance is asked for.
+
+    Args:
+        device: whose work is timed. A CUDA device's own time is taken; on any other the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        """This moment, as the device will see it behind all that is queued."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @staticmethod
+    def seconds(began: Mark, ended: Mark) -> float:
+        """Seconds between two marks of one clock."""
+        if isinstance(began, float) or isinstance(ended, float):
+            assert isinstance(began, float)
+            assert isinstance(ended, float)
+            return ended - began
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3

@@ -1,0 +1,112 @@
+"""The policy follows what its rounds show: acceptance of the answer, of late, and seconds."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from moa_data.moa.shape_costs import DecodingCosts, candidates, fastest
+from moa_data.moa.shape_policy import AdaptivePolicy
+from moa_data.moa.tree import TreeShape
+
+from .test_shape_costs import costs, log_of
+
+ROUNDS = costs(per_token=1.0, level=0.5)
+LOG = log_of([0, 2, 5], [0, 2, 5], [0])
+
+
+def shapes_of(policy: AdaptivePolicy, n_rounds: int, accepted: list[int]) -> list[TreeShape | None]:
+    """Shapes of rounds that take exactly as long as they should."""
+    found = []
+    for _ in range(n_rounds):
+        found.append(policy.next_shape())
+        policy.observe([accepted if found[-1] else []], ROUNDS.round_s(found[-1]))
+    return found
+
+
+def speed_ratio(
+    policy: AdaptivePolicy, actual: DecodingCosts, accepted: list[list[int]], n_answers: int, seed: int = 0
+) -> float:
+    """Tokens/s over plain decoding's on a machine of some costs whose speed wanders by a factor of two."""
+    draws, seconds, plain_s, slowness = random.Random(seed), 0.0, 0.0, 1.0
+    for _ in range(n_answers):
+        policy.begin(20, 100)
+        n_tokens = 0
+        while n_tokens < 100:
+            shape = policy.next_shape()
+            slowness = min(2.0, max(1.0, slowness * math.exp(draws.gauss(0, 0.05))))
+            spike = 5.0 if draws.random() < 0.02 else 1.0
+            round_s = actual.round_s(shape) * slowness * math.exp(draws.gauss(0, 0.1)) * spike
+            nodes = draws.choice(accepted)[: shape.depth] if shape else []
+            policy.observe([nodes], round_s)
+            n_tokens += 1 + len(nodes)
+            seconds += round_s
+            plain_s += (1 + len(nodes)) * actual.round_s(None) * slowness * spike
+    return plain_s / seconds
+
+
+def test_an_answer_on_which_the_drafter_fails_is_decoded_plainly_and_tried_again() -> None:
+    policy = AdaptivePolicy(ROUNDS, LOG)
+    policy.begin(10, 100)
+    shapes = shapes_of(policy, 200, [])
+    first_plain = shapes.index(None)
+    assert shapes[0] == fastest(ROUNDS, LOG)[0]
+    assert 1 <= first_plain <= 12
+    assert any(shape is not None for shape in shapes[first_plain:])
+    assert sum(shape is not None for shape in shapes[first_plain:]) < 0.2 * len(shapes)
+
+
+def test_an_answer_on_which_the_drafter_is_right_keeps_its_drafts() -> None:
+    policy = AdaptivePolicy(ROUNDS, LOG)
+    policy.begin(10, 100)
+    shapes = shapes_of(policy, 300, [0, 2, 5])
+    # Now and then a plain round is timed, which costs little.
+    assert 3 <= shapes.count(None) <= 10
+    assert None not in shapes[:6]
+
+
+def test_a_prompt_that_takes_longer_to_read_than_drafts_save_is_decoded_plainly() -> None:
+    rounds = dataclasses.replace(ROUNDS, prompt_token_s=1.0)
+    log = log_of([0, 2, 5])
+    policy = AdaptivePolicy(rounds, log)
+    saved_s = 10.0 - min(rounds.round_s(shape) / log.committed(shape) for shape in candidates())
+    policy.begin(int(100 * saved_s / 4) + 1, 100)
+    assert policy.next_shape() is None
+    policy.begin(int(100 * saved_s / 4) - 1, 100)
+    assert policy.next_shape() is not None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_drafts_that_take_longer_than_measured_are_given_up(seed: int) -> None:
+    promised = fastest(ROUNDS, LOG)[1]
+    actual = dataclasses.replace(ROUNDS, rest_s=25.0)
+    assert promised > 1.5
+    assert fastest(actual, LOG) == (None, 1.0)
+    accepted = [[0, 2, 5], [0, 2, 5], [0]]
+    policy = AdaptivePolicy(ROUNDS, LOG)
+    assert speed_ratio(policy, actual, accepted, 20, seed) > 0.97
+    # A policy that believes the measurement loses a tenth and more.
+    believer = AdaptivePolicy(ROUNDS, LOG)
+    believer._surcharge.observe_plain = believer._surcharge.observe_drafted = lambda ratio: None  # type: ignore[method-assign]
+    assert speed_ratio(believer, actual, accepted, 20, seed) < 0.9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_machine_that_keeps_its_proportions_keeps_its_drafts(seed: int) -> None:
+    accepted = [[0, 2, 5], [0, 2, 5], [0]]
+    expected = fastest(ROUNDS, LOG)[1]
+    assert speed_ratio(AdaptivePolicy(ROUNDS, LOG), ROUNDS, accepted, 20, seed) > 0.93 * expected
+
+
+def test_a_drafter_that_failed_on_the_last_answers_must_earn_its_drafts() -> None:
+    policy = AdaptivePolicy(ROUNDS, LOG)
+    policy.begin(10, 100)
+    first = shapes_of(policy, 40, [])
+    for _ in range(8):
+        policy.begin(10, 100)
+        shapes_of(policy, 40, [])
+    policy.begin(10, 100)
+    later = shapes_of(policy, 40, [])
+    assert first.index(None) >= 1
+    assert later[0] is None or later.count(None) > first.count(None)
