@@ -187,12 +187,14 @@ def main() -> None:
             floor = floor_bits(values) / 16
             report["bytes"][field] = {"floor": floor} | measure_bytes(values, options.repeats)
             print(f"{field}: order-0 floor {floor:.4f} of raw")
+            blosc = report["bytes"][field]["blosc"]
             for name in ("blosc", "hand-made"):
                 figures = report["bytes"][field][name]
-                print(
-                    f"  {name:10} {figures['ratio']:.4f} ({figures['ratio'] / floor - 1:+.2%}), encode "
-                    f"{figures['encode_gb_per_s']:.2f} GB/s, decode {figures['decode_gb_per_s']:.2f} GB/s"
+                speeds = ", ".join(
+                    f"{what} {figures[key]:.2f} GB/s ({figures[key] / blosc[key]:.2f} times blosc's)"
+                    for what, key in (("encode", "encode_gb_per_s"), ("decode", "decode_gb_per_s"))
                 )
+                print(f"  {name:10} {figures['ratio']:.4f} ({figures['ratio'] / floor - 1:+.2%}), {speeds}")
         for name in options.codecs:
             for row in measure_codec(name, store, chosen, options.repeats, options.device):
                 report["codecs"].append(row)

@@ -27,7 +27,7 @@ _UNSPLIT_ZSTD = 0x90
 # Blosc splits a block only where each plane has at least 128 bytes.
 _MIN_PLANE_BYTES = 128
 _WORD_BYTES = 8
-_N_SAMPLE_COLUMNS, _N_SAMPLE_ROWS = 8, 64
+_N_SAMPLE_COLUMNS, _N_SAMPLE_ROWS = 4, 64
 # Matches cost speed, and cost size where they are few: a chunk of eight layers in which layer 0 repeats is below this.
 _REPEATED_SHARE = 1 / 12
 
@@ -75,7 +75,10 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     scratch = _scratch(2 * n)
     low, high = scratch[:n], scratch[n:]
     np.copyto(low, words, casting="unsafe")
-    np.right_shift(words, np.uint16(8), out=high, casting="unsafe")
+    # Words read from the second byte on have the high bytes below: half the time of shifting all of them.
+    shifted = words.view(np.uint8)[1:-1].view("<u2")
+    np.copyto(high[:-1], shifted, casting="unsafe")
+    high[-1] = words[-1] >> 8
     return low, high
 
 
@@ -100,12 +103,15 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
     if width % _WORD_BYTES:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
-    words = np.sort(rows.view(np.uint64)[:, ::step], axis=None)
-    n_same = np.count_nonzero((words[1:] == words[:-1]) & (words[1:] != 0))
-    # Padding is zero; 256 bytes of noise have about 162 different values.
-    n_values = np.count_nonzero(np.bincount(words.view(np.uint8)[:: max(1, len(words) // 32)][:256], minlength=256))
-    is_noise = words[0] != 0 and plane[-_WORD_BYTES:].any() and n_values > 128
-    return bool(n_same > _REPEATED_SHARE * len(words)), bool(is_noise)
+    sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
+    # Plain Python here: what a NumPy call costs where its code has left the caches, this costs in all.
+    words = memoryview(sample).cast("Q").tolist()
+    n_zeros = words.count(0)  # padding
+    n_same = len(words) - n_zeros - len(set(words) - {0})
+    # 256 bytes of noise have about 162 different values.
+    n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
+    is_noise = not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
+    return n_same > _REPEATED_SHARE * len(words), is_noise
 
 
 def _literals(plane: np.ndarray) -> Piece:
