@@ -45,6 +45,15 @@ _CALIBRATION_TOKENS = 32
     help="Dtype of target and drafter; only float32 promises the very tokens of plain decoding.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option(
+    "--compile",
+    "compile_slots",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Compile the target's calls for texts of up to N tokens (CUDA graphs on a CUDA device); slower on a CPU.",
+)
 @click.option("--plain/--no-plain", default=True, help="Also decode plainly and compare (default) or not.")
 def generate(
     model: str,
@@ -59,6 +68,7 @@ def generate(
     seed: int,
     dtype: str,
     device: str,
+    compile_slots: int,
     plain: bool,
 ) -> None:
     """Answer prompts with target and drafter; drafted and accepted text is green.
@@ -90,6 +100,8 @@ def generate(
     shape = None if tree == "auto" else parse_shape(tree)
     loaded = Target.load(model, getattr(torch, dtype), device)
     check_template(loaded.tokenizer, model)
+    if compile_slots:
+        loaded.compile(compile_slots)
     network = load_drafter(drafter, loaded.model.dtype, loaded.device)
     check_drafter_matches(network, loaded)
     rows = [prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}]) for text in texts]

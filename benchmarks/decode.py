@@ -86,6 +86,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     else:
         target = random_target(options.shape, dtype, options.device)
         drafter = random_drafter(target)
+    if options.compile:
+        target.compile(options.prompt_tokens + options.max_new_tokens + 128)
+        for shape in (None, *ROUNDS):  # each size once, and the sizes of the last rounds
+            rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
     costs = measure_costs(target, draft_session(target, drafter), [prompt], options.repeats)
@@ -95,6 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "n_threads": torch.get_num_threads(),
         "dtype": options.dtype,
         "target": options.model or options.shape,
+        "compiled": options.compile,
         "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "prompt_tokens": options.prompt_tokens,
         "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
@@ -116,7 +121,8 @@ def describe(found: dict[str, Any]) -> str:
     """The figures as Markdown."""
     plain = found["rounds"]["plain"]["round_ms"]
     lines = [
-        f"{found['target']}, {found['dtype']} on {found['device']} ({found['n_threads']} threads), drafter of "
+        f"{found['target']}, {found['dtype']} on {found['device']} ({found['n_threads']} threads)"
+        f"{', compiled' if found['compiled'] else ''}, drafter of "
         f"{found['drafter_parameters']:,} weights, {found['prompt_tokens']} tokens of context",
         "",
         "| drafts | round, ms | draft | verify | rest | round over a plain step |",
@@ -148,6 +154,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--compile", action="store_true", help="static shapes, compiled; CUDA graphs on a CUDA device")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -57,6 +57,9 @@ class EvalConfig:
     """Dtype of target and drafter: float32, bfloat16 or float16; only float32 promises the tokens of plain decoding."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
+    compile: int = 0
+    """Compile the target's calls for texts of up to this many tokens: static shapes, as CUDA graphs on a CUDA device. 0
+    does not. The first call of each size takes a minute; raise --warmup. Slower on a CPU."""
     warmup: int = 2
     """Prompts that each method decodes before anything is measured; auto calibrates on them."""
 
@@ -67,8 +70,11 @@ class EvalConfig:
             for name in ("max_new_tokens", "draft_length", "n_prompts", "batch_size", "repeats")
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
-        if self.warmup < 0:
-            found.append(f"warmup is {self.warmup}, expected 0 or more")
+        found += [
+            f"{name} is {getattr(self, name)}, expected 0 or more"
+            for name in ("warmup", "compile")
+            if getattr(self, name) < 0
+        ]
         if self.dtype not in DTYPES:
             found.append(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
         from ..moa.errors import DrafterError

@@ -43,6 +43,8 @@ def evaluate(
     prompts = load_prompts(config.prompts, config.n_prompts)
     target = Target.load(config.model, getattr(torch, config.dtype), config.device)
     check_template(target.tokenizer, config.model)
+    if config.compile:
+        target.compile(config.compile)
     calibration_prompts = opening_tokens(target, prompts.prompts[: max(1, config.warmup)])
     if "auto" in config.method and not calibration_prompts:
         raise EvalConfigError(

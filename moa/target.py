@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from . import masks
 from .bundle import check_weight_file, hash_target, layer_kinds, layer_windows, target_sizes
 from .errors import TargetError
+from .static_calls import StaticCalls
 from .target_cache import TargetCache
 
 _CHUNK_TOKENS = 1024
@@ -127,6 +128,7 @@ class Target:
         self.max_positions: int = model.config.max_position_embeddings
         self.eos_token_ids = _eos_token_ids(model)
         self._identity: dict[str, str] | None = None
+        self._static: StaticCalls | None = None
 
     @classmethod
     def load(cls, path_or_id: str, dtype: torch.dtype = torch.float32, device: str = "auto") -> "Target":
@@ -147,6 +149,15 @@ class Target:
             self._identity = hash_target(self.folder) if self.folder else {}
         return self._identity
 
+    def compile(self, n_slots: int, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile the calls behind a prompt, with static shapes; on a CUDA device they are CUDA graphs.
+
+        Args:
+            n_slots: tokens of the longest text that will be decoded; longer ones are compiled for anew.
+            backend: of torch.compile.
+        """
+        self._static = StaticCalls(self.model.model, n_slots, backend, self.device)
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
         """Run tokens behind the committed part of each row; they stay pending until ``cache.commit``.
@@ -164,6 +175,8 @@ class Target:
             Hidden states [B, n, E] after the final norm.
         """
         n_tokens, device = tokens.shape[1], tokens.device
+        if self._static is not None and self._static.takes(n_tokens, cache):
+            return self._static.forward(tokens, seen, cache, self._attention_mask)
         if seen is not None:
             cache.begin_call(n_tokens, device)
             positions = torch.tensor(cache.lengths, device=device)[:, None] + seen.sum(dim=2) - 1
@@ -223,7 +236,9 @@ class Target:
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """An empty cache for :meth:`forward`."""
-        return TargetCache(self.config.num_hidden_layers, n_rows)
+        if self._static is None:
+            return TargetCache(self.config.num_hidden_layers, n_rows)
+        return TargetCache(self.config.num_hidden_layers, n_rows, self._static.n_slots)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -5,6 +5,8 @@ Shapes: B rows, L target layers, H_kv key/value heads, d head dim, n tokens of o
 Slot i of a row holds the token at position i once it is committed. A call writes its tokens behind the committed part
 of each row (``pending``); :meth:`TargetCache.commit` moves the accepted ones next to it and forgets the rest, which
 costs nothing proportional to the context. Nothing is ever dropped, also in models with a sliding window.
+
+In a static call (``static_calls``) a layer sees all slots of the buffer, and only tensors say where its tokens stand.
 """
 
 from collections.abc import Sequence
@@ -25,17 +27,19 @@ class TargetCache(Cache):
     Args:
         n_layers: L.
         n_rows: B.
+        n_slots: to allocate at first; the buffer grows by doubling.
 
     Attributes:
         lengths: committed tokens of each row.
         n_pending: tokens per row written by the last call, all its pieces, and not yet committed.
     """
 
-    def __init__(self, n_layers: int, n_rows: int = 1) -> None:
+    def __init__(self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS) -> None:
         self.lengths: list[int] = [0] * n_rows
         self.n_pending = 0
         self._n_before = 0  # of the pending tokens, those of earlier pieces of one call
-        self._n_layers = n_layers
+        self._n_layers, self._initial_slots = n_layers, n_slots
+        self._is_static = False
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, capacity, d]
         self._slots: Tensor | None = None  # [B, n] of the pending tokens; None while all rows have one length
         super().__init__(layers=[_Layer(self, layer) for layer in range(n_layers)])
@@ -61,10 +65,27 @@ class TargetCache(Cache):
         """
         self._n_before = self.n_pending if goes_on else 0
         self.n_pending = self._n_before + n_tokens
-        self._slots = None
+        self._slots, self._is_static = None, False
         if len(set(self.lengths)) > 1:
             starts = torch.tensor(self.lengths, device=device) + self._n_before
             self._slots = starts[:, None] + torch.arange(n_tokens, device=device)  # [B, n]
+
+    def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
+        """As :meth:`begin_call`, behind a prompt, for a graph that is run again wherever the rows have got to.
+
+        Args:
+            n_tokens: n.
+            device: of the tokens.
+        """
+        assert self._buffer is not None
+        self._n_before, self.n_pending, self._is_static = 0, n_tokens, True
+        self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
+        self._reserve(self.n_slots, self._buffer[0, 0])
+
+    @property
+    def capacity(self) -> int:
+        """Slots that are allocated."""
+        return 0 if self._buffer is None else self._buffer.shape[4]
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
@@ -120,6 +141,14 @@ class TargetCache(Cache):
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
+        if self._is_static:
+            assert self._buffer is not None
+            assert self._slots is not None
+            all_keys, all_values = self._buffer[0, layer], self._buffer[1, layer]
+            rows = torch.arange(all_keys.shape[0], device=keys.device)[:, None]
+            all_keys[rows, :, self._slots] = keys.transpose(1, 2)
+            all_values[rows, :, self._slots] = values.transpose(1, 2)
+            return all_keys, all_values
         n_tokens = self.n_pending - self._n_before
         if keys.shape[2] != n_tokens:
             raise DrafterError(f"the cache expects {n_tokens} tokens, got {keys.shape[2]}; call begin_call first.")
@@ -140,7 +169,7 @@ class TargetCache(Cache):
         """Grow the buffer by doubling. New slots are zero: a masked slot must not hold NaN."""
         if self._buffer is not None and n_slots <= self._buffer.shape[4]:
             return
-        capacity = _INITIAL_SLOTS
+        capacity = self._initial_slots
         while capacity < n_slots:
             capacity *= 2
         shape = (2, self._n_layers, len(self.lengths), like.shape[1], capacity, like.shape[3])
@@ -148,6 +177,8 @@ class TargetCache(Cache):
         if self._buffer is not None:
             grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer
         self._buffer = grown
+        # A CUDA graph may write to it only where it stays.
+        torch._dynamo.mark_static_address(grown)
 
 
 class _Layer(CacheLayerMixin):

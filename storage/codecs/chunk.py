@@ -77,10 +77,10 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
         raise ShardCorrupt(f"chunk of {len(buffer)} bytes is shorter than its own header and checksum")
     frame = buffer[:-CRC_BYTES]
-    (expected,) = _CRC.unpack_from(buffer, len(frame))
+    (expected,) = _CRC.unpack_from(buffer.data, len(frame))
     if (got := crc32c(frame)) != expected:
         raise ShardCorrupt(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
-    header = _BLOSC_HEADER.unpack_from(frame)
+    header = _BLOSC_HEADER.unpack_from(frame.data)
     n_raw_bytes, n_frame_bytes = header[4], header[6]
     if n_raw_bytes != out.nbytes or n_frame_bytes != len(frame):  # blosc believes its header
         raise ShardCorrupt(
