@@ -6,6 +6,7 @@ Attentions) and ``drafter.safetensors``.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -86,7 +87,16 @@ def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     Raises:
         TargetMismatch: sizes or weights differ.
     """
-    config, sizes = drafter.config, target.sizes
+    check_sizes_fit(drafter.config, target.sizes)
+    check_identity_fits(drafter.config, target.identity)
+
+
+def check_sizes_fit(config: DrafterSizes, sizes: dict[str, Any]) -> None:
+    """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``).
+
+    Raises:
+        TargetMismatch: naming the first that differs.
+    """
     sizes = sizes | {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
@@ -94,7 +104,15 @@ def check_drafter_matches(drafter: Drafter, target: Target) -> None:
                 f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
                 f"{sizes[name]}. Pass the target that its store was extracted from."
             )
-    expected, got = config.target.get("weights_sha256"), target.identity.get("weights_sha256")
+
+
+def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:
+    """Refuse a drafter that names other weights than the target's (``bundle.hash_target``).
+
+    Raises:
+        TargetMismatch: both are known and differ.
+    """
+    expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetMismatch(
             f"the drafter was trained for a target with weights {expected[:12]}, this one has {got[:12]}. "
