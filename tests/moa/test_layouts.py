@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.checkpoint import check_drafter_matches, load_drafter
@@ -258,3 +260,35 @@ def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide():
     drafter = build_drafter(model, layer_attention_heads=6)
     assert drafter.config.layer_attention_head_dim == 10
     assert drafter.layer_self_attention.self_attn.q_proj.weight.shape == (60, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "input_norm"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", True)]
+)
+@torch.no_grad()
+def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path, family, input_norm):
+    """Transformers' layers, the first without its norm as in vLLM, SGLang and the EAGLE authors' code."""
+    model = build_model(family)
+    drafter = build_eagle(model, eagle_input_norm=input_norm)
+    write(drafter, "sglang-eagle", tmp_path, model)
+    weights, written = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    written |= {"architectures": None, "model_type": "llama", "attention_bias": written["qkv_bias"]}
+    config = LlamaConfig(**written, attn_implementation="eager")
+    hidden = torch.randn(1, 12, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    embeddings = model.model.embed_tokens(torch.arange(3, 15)[None])
+    x = torch.cat((embeddings, hidden), dim=-1) @ weights["fc.weight"].T + weights["fc.bias"]
+    rotation = LlamaRotaryEmbedding(config)(x, torch.arange(12)[None])
+    mask = torch.full((1, 1, 12, 12), float("-inf")).triu(1)
+    for index in range(config.num_hidden_layers):
+        layer = LlamaDecoderLayer(config, index).eval()
+        if not index:
+            layer.input_layernorm = torch.nn.Identity()
+        prefix = f"layers.{index}."
+        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        missing, unexpected = layer.load_state_dict(own, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"self_attn.o_proj.bias"}
+        if missing:
+            layer.self_attn.o_proj.bias.zero_()
+        x = layer(x, attention_mask=mask, position_embeddings=rotation)
+    torch.testing.assert_close(x, features(drafter, model), rtol=0, atol=2e-5)
