@@ -55,6 +55,7 @@ for _command in (
     cli_store.recode,
     cli_store.export_command,
     cli_store.import_command,
+    cli_store.export_drafter_command,
 ):
     main.add_command(_command)
 

@@ -19,7 +19,11 @@ _CALIBRATION_TOKENS = 32
 
 @click.command()
 @click.option("--model", required=True, help="The target: a folder or a hub id.")
-@click.option("--drafter", required=True, help="A run of `moa-data train`, or a folder with a drafter.")
+@click.option(
+    "--drafter",
+    required=True,
+    help="A run of `moa-data train`, or a folder with a drafter, also one of the EAGLE or MoA authors.",
+)
 @click.option(
     "--prompt", "prompts", required=True, multiple=True,
     help="What the user says; - reads it from standard input. Given several times, the prompts are decoded together.",

@@ -6,7 +6,7 @@ import click
 
 from .cli_support import Findings, ProgressLine, StageFailure, out
 from .configuration import config_options
-from .interop.config import ExportConfig, ImportConfig
+from .interop.config import DrafterExportConfig, ExportConfig, ImportConfig
 from .provenance import collect_provenance
 
 
@@ -157,7 +157,7 @@ def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None
 @click.command("export")
 @config_options(ExportConfig, arguments=("store",))
 def export_command(config: ExportConfig) -> None:
-    """Write a store in the layout of speculators, SpecForge or EAGLE.
+    """Write a store in the layout of speculators, SpecForge or EAGLE; `export-drafter` writes drafters.
 
     Numbers of layers and norms are converted; files that are there already are kept. If the store lacks a field that
     the layout needs, the command names the `extract --activations` that stores it.
@@ -171,6 +171,24 @@ def export_command(config: ExportConfig) -> None:
     with ProgressLine("seq") as progress:
         report = export_store(config, progress=progress)
     out.print(report.describe(), markup=False)
+
+
+@click.command("export-drafter")
+@config_options(DrafterExportConfig, arguments=("drafter",))
+def export_drafter_command(config: DrafterExportConfig) -> None:
+    """Write a trained drafter for vLLM, SGLang, or the code of the authors of EAGLE or MoA.
+
+    A drafter that the other program would run differently is refused. The folder is loaded again and compared before it
+    gets its name; --drafter of `eval` and `generate` takes it, too.
+
+    \b
+    Examples:
+      moa-data export-drafter runs/eagle --format vllm-eagle --out eagle-vllm
+      moa-data export-drafter runs/moa --format moa --model ./llama3-8b --out moa-official
+    """
+    from .interop.drafter_export import export_drafter
+
+    out.print(export_drafter(config).describe(), markup=False)
 
 
 @click.command("import")

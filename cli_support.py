@@ -34,7 +34,8 @@ _GO_ON = {
     "demo": "Run the same command again; finished phases are kept.",
     "eval": "No report was written; run the same command again.",
     **dict.fromkeys(
-        ("plan", "inspect", "verify", "audit", "generate"), "Nothing was written; run the same command again."
+        ("plan", "inspect", "verify", "audit", "generate", "export-drafter"),
+        "Nothing was written; run the same command again.",
     ),
 }
 

@@ -21,7 +21,8 @@ class EvalConfig:
     prompts: str
     """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions."""
     drafter: tuple[str, ...] = ()
-    """Runs of `moa-data train`, or folders with a drafter; several, separated by commas, are compared."""
+    """Runs of `moa-data train`, or folders with a drafter, also of the EAGLE or MoA authors; several, separated by
+    commas, are compared."""
     method: tuple[str, ...] = ("plain", "chain", "auto")
     """Methods to compare, the baseline first: plain; with each drafter chain, tree, auto (the shape that is fastest
     here, from measured costs and acceptance); without one prompt-lookup, assisted (transformers with --assistant),

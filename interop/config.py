@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .errors import OptionInvalid
 
 FORMATS = ("speculators", "specforge", "eagle")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,31 @@ class ImportConfig:
         if self.target_layers < 0:
             found.append(f"target_layers is {self.target_layers}, expected 0 or more")
         _refuse(found)
+
+
+@dataclass(frozen=True)
+class DrafterExportConfig:
+    """Which drafter to write for which program, to where."""
+
+    drafter: str
+    """A run of `moa-data train`, or a folder with a drafter in any format that can be loaded."""
+    format: str
+    """moa, moa-vllm, eagle, vllm-eagle, sglang-eagle or moa-eagle; docs/interop.md says who loads which."""
+    out: str
+    """Folder to write; it must not exist, or be empty."""
+    model: str | None = None
+    """The target (a folder, a hub id, or a store), of which moa and moa-eagle hold the config.json and eagle the
+    embeddings; default: the store that the run was trained from."""
+    dtype: str = "float32"
+    """Dtype of the weights: float32, bfloat16 or float16; engines cast them to their own."""
+
+    def check(self) -> None:
+        """Refuse values that cannot be used.
+
+        Raises:
+            OptionInvalid: naming all of them.
+        """
+        _refuse([] if self.dtype in DTYPES else [f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}"])
 
 
 def _problems(name: str, layers: tuple[int, ...], counts: dict[str, int | None]) -> list[str]:

@@ -17,5 +17,9 @@ class ForeignInvalid(InteropError, ValueError):
     """A file of another project does not hold what its layout says."""
 
 
+class TargetUnknown(InteropError, LookupError):
+    """The target of a drafter is needed and cannot be found."""
+
+
 class FolderOccupied(InteropError, FileExistsError):
     """The output folder holds an export of other data, or something else."""

@@ -1,33 +1,28 @@
-"""Drafter checkpoints: our own layout, and the official one.
+"""Drafter checkpoints: our own layout, and those of other programs (``layouts.py``).
 
 Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
 Attentions) and ``drafter.safetensors``.
-Official (``huawei-noah/MOASpec-*``): ``model.safetensors`` or ``pytorch_model.bin`` with 29 keys for a Llama target and
-the TARGET's config.json; drafter sizes are read off the shapes.
 """
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
-from .config import DrafterConfig, DrafterSizes
+from .config import DrafterSizes
 from .drafter import Drafter
 from .errors import CheckpointError, TargetMismatch
+from .layouts import CONFIG_NAME, LAYOUTS, read_layout, read_safetensors
 from .model import MoADrafter
 from .registry import drafter_class
 from .target import Target
+from .tensor_list import TensorSpec, check_tensors
 
 CONFIG_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
-_OFFICIAL_PROJECTION = "Ekv2E"
-_OWN_PROJECTION = "kv_to_hidden"
 
 
 def save_drafter(drafter: Drafter, folder: str | Path) -> None:
@@ -44,7 +39,7 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
-    """Load a drafter from its own layout, the official layout, or a training run that contains ``drafter/``.
+    """Load a drafter: a training run that contains ``drafter/``, its own layout, or one of :data:`layouts.LAYOUTS`.
 
     Raises:
         CheckpointError: nothing there, or keys and shapes that differ from what the sizes call for.
@@ -59,11 +54,14 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
         except json.JSONDecodeError as error:
             raise CheckpointError(f"{folder / CONFIG_FILE} is not JSON: {error}") from error
         config = drafter_class(values.get("kind", MoADrafter.kind)).config_class.from_dict(values)
-        weights = _read_weights(folder / WEIGHTS_FILE)
-    elif (folder / "config.json").is_file():
-        weights, config = _read_official(folder)
+        weights = read_safetensors(folder / WEIGHTS_FILE)
+    elif (folder / CONFIG_NAME).is_file():
+        config, weights = read_layout(folder)
     else:
-        raise CheckpointError(f"{folder} holds no drafter: expected {CONFIG_FILE}, or an official config.json.")
+        raise CheckpointError(
+            f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {CONFIG_NAME} of one of the formats "
+            f"{', '.join(LAYOUTS)}."
+        )
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
 
 
@@ -75,76 +73,12 @@ def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str 
     """
     build = drafter_class(config.kind)
     with torch.device("meta"):
-        expected = {name: value.shape for name, value in build(config).state_dict().items()}
-    problems = [f"missing key {name}" for name in expected if name not in weights]
-    problems += [f"unexpected key {name}" for name in weights if name not in expected]
-    problems += [
-        f"{name} has shape {tuple(weights[name].shape)}, expected {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in weights and weights[name].shape != shape
-    ]
-    if problems:
-        raise CheckpointError(f"{source} does not fit its sizes: {problems[0]} ({len(problems)} problems in all).")
+        state = build(config).state_dict()
+    expected = {name: TensorSpec(tuple(value.shape)) for name, value in state.items()}
+    check_tensors(weights, expected, source)
     drafter = build(config)
     drafter.load_state_dict(weights, strict=True)
     return drafter
-
-
-def to_official_keys(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Own state-dict keys -> official ones."""
-    return {name.replace(_OWN_PROJECTION, _OFFICIAL_PROJECTION): value for name, value in weights.items()}
-
-
-def from_official_keys(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Official state-dict keys -> own ones."""
-    return {name.replace(_OFFICIAL_PROJECTION, _OWN_PROJECTION): value for name, value in weights.items()}
-
-
-def save_official(drafter: MoADrafter, folder: str | Path, target_config: Any) -> None:
-    """Write the official layout: 29 keys (Llama) and the target's config.json.
-
-    Target identity and target layer inference have no place there and are lost.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
-    save_file(to_official_keys(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    target_config.save_pretrained(folder)
-
-
-def sizes_from_official(weights: dict[str, Tensor], target_config: Any) -> DrafterConfig:
-    """Infer drafter sizes from the shapes of official weights.
-
-    Layer self-attention has the target's query heads and the head dim that its q_proj implies, also where that does not
-    divide the KV width evenly (the official code rounds down).
-    """
-    try:
-        layer_q = weights["layer_self_attention.self_attn.q_proj.weight"].shape[0]
-        n_heads = target_config.num_attention_heads
-        head_dim = getattr(target_config, "head_dim", None) or target_config.hidden_size // n_heads
-        layer_head_dim = layer_q // n_heads
-        kv_rows = {
-            name: weights[f"{name}.self_attn.k_proj.weight"].shape[0]
-            for name in ("self_attention", "cross_attention", "layer_self_attention")
-        }
-        mlp = {name: weights[f"{name}.mlp.gate_proj.weight"].shape[0] for name in kv_rows}
-    except KeyError as error:
-        raise CheckpointError(f"official drafter weights lack {error.args[0]}.") from error
-    base = DrafterConfig.from_target(target_config).to_dict()
-    return DrafterConfig.from_dict(
-        base
-        | {
-            "self_attention_kv_heads": kv_rows["self_attention"] // head_dim,
-            "self_attention_mlp_width": mlp["self_attention"],
-            "cross_attention_kv_heads": kv_rows["cross_attention"] // head_dim,
-            "cross_attention_mlp_width": mlp["cross_attention"],
-            "layer_attention_heads": n_heads,
-            "layer_attention_head_dim": layer_head_dim,
-            "layer_attention_kv_heads": kv_rows["layer_self_attention"] // layer_head_dim,
-            "layer_attention_mlp_width": mlp["layer_self_attention"],
-            "qkv_bias": "self_attention.self_attn.q_proj.bias" in weights,
-        }
-    )
 
 
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
@@ -153,51 +87,34 @@ def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     Raises:
         TargetMismatch: sizes or weights differ.
     """
-    config, sizes = drafter.config, target.sizes
+    check_sizes_fit(drafter.config, target.sizes)
+    check_identity_fits(drafter.config, target.identity)
+
+
+def check_sizes_fit(config: DrafterSizes, sizes: dict[str, Any]) -> None:
+    """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``).
+
+    Raises:
+        TargetMismatch: naming the first that differs.
+    """
     sizes = sizes | {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        if getattr(config, name, sizes[name]) != sizes[name]:
+        if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
             raise TargetMismatch(
                 f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
                 f"{sizes[name]}. Pass the target that its store was extracted from."
             )
-    expected, got = config.target.get("weights_sha256"), target.identity.get("weights_sha256")
+
+
+def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:
+    """Refuse a drafter that names other weights than the target's (``bundle.hash_target``).
+
+    Raises:
+        TargetMismatch: both are known and differ.
+    """
+    expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetMismatch(
             f"the drafter was trained for a target with weights {expected[:12]}, this one has {got[:12]}. "
             "Pass the target that its store was extracted from."
         )
-
-
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing.")
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {file}: {error}") from error
-
-
-def _read_official(folder: Path) -> tuple[dict[str, Tensor], DrafterConfig]:
-    if (folder / "model.safetensors").is_file():
-        weights = _read_weights(folder / "model.safetensors")
-    elif (folder / "pytorch_model.bin").is_file():
-        weights = _read_pickled(folder / "pytorch_model.bin")
-    else:
-        raise CheckpointError(f"{folder} has a config.json but neither model.safetensors nor pytorch_model.bin.")
-    if "layer_self_attention.self_attn.q_proj.weight" not in weights:
-        raise CheckpointError(f"{folder} holds no drafter: expected {CONFIG_FILE}, or official MoA weights.")
-    try:
-        target_config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{folder}/config.json is not the target's config ({str(error).splitlines()[0]}); copy the target's there."
-        ) from error
-    return from_official_keys(weights), sizes_from_official(weights, target_config)
-
-
-def _read_pickled(file: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, IndexError, KeyError) as error:
-        raise CheckpointError(f"cannot read {file}: {(str(error).splitlines() or ['truncated'])[0]}") from error

@@ -22,7 +22,7 @@ class DrafterSizes:
     head_dim: int
     """Head dim of the target, likewise."""
     n_layers: int
-    """L, decoder layers of the target."""
+    """L, decoder layers of the target; 0 where a checkpoint of another project does not say."""
     vocab_size: int
     """V, vocabulary of the target."""
     max_position_embeddings: int
@@ -161,7 +161,8 @@ class DrafterConfig(DrafterSizes):
         half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)
         mlp_width = _multiple_of_32(config.intermediate_size * 3 / 7)
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, facts["n_heads"])
-        if kv_width % heads:
+        # The official code gives layer self-attention the target's heads and rounds their dim down.
+        if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
             raise DrafterError(
                 f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
                 f"{_layer_attention_heads(kv_width, facts['n_heads'])}."

@@ -14,7 +14,7 @@ makes those of accepted tokens anew.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -53,6 +53,10 @@ class EagleConfig(DrafterSizes):
     """MLP width of each layer."""
     eagle_layers: int = 1
     """Decoder layers."""
+    eagle_input_norm: bool = True
+    """The first layer has a norm before its attention, as in the MoA authors' EAGLE; the EAGLE authors' has none."""
+    eagle_fc_bias: bool = False
+    """The linear layer that joins token and hidden state has a bias, as in some of the EAGLE authors' checkpoints."""
 
     def __post_init__(self) -> None:
         if self.self_attention_kv_heads < 1 or self.n_heads % self.self_attention_kv_heads:
@@ -110,8 +114,9 @@ class EagleDrafter(Drafter):
         super().__init__()
         self.config = config
         sizes = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, config.qkv_bias)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(config.eagle_layers))
+        first = replace(sizes, input_norm=config.eagle_input_norm)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
+        self.layers = nn.ModuleList(DecoderBlock(sizes if i else first) for i in range(config.eagle_layers))
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
 
     @property

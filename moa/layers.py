@@ -34,6 +34,7 @@ class BlockSizes:
     output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: bool = False
+    input_norm: bool = True
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -255,7 +256,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.self_attn = Attention(sizes)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width, sizes.mlp_bias)
-        self.input_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self.input_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps) if sizes.input_norm else nn.Identity()
         self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
     def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -293,7 +294,7 @@ class DecoderBlock(nn.Module):
 
     def _self_attention(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         norm, scale = self.input_layernorm, None
-        if torch.is_grad_enabled() and not x.requires_grad:
+        if isinstance(norm, RMSNorm) and torch.is_grad_enabled() and not x.requires_grad:
             # Stored activations: with the norm's weight folded into the projections, nothing is differentiated by x.
             normed, scale = F.rms_norm(x, norm.normalized_shape, eps=norm.eps), norm.weight
         else:

@@ -37,7 +37,7 @@ OUTSIDE: dict[str, set[str]] = {
         "fsspec",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"},
-    "interop": {"torch", "numpy", "pyarrow", "safetensors", "datasets"},
+    "interop": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml"},
 }
 
 

@@ -103,6 +103,8 @@ class TrainConfig:
     """MLP width of layer self-attention; default: 1.5 times the KV width."""
     eagle_layers: int | None = None
     """Decoder layers of EAGLE; default: 1."""
+    eagle_input_norm: bool = True
+    """EAGLE's first layer has a norm before its attention; without it vLLM and SGLang run the drafter as it is."""
     block_size: int | None = None
     """Tokens of a block in GLIDE's training, which see the target's keys and values of blocks before; default: 5."""
     precision: str = "auto"

@@ -1,13 +1,15 @@
 """Both checkpoint layouts round-trip, and a wrong key, shape or target is refused."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moa_data.moa.checkpoint import check_drafter_matches, load_drafter, save_drafter, save_official
+from moa_data.moa.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.errors import CheckpointError, TargetMismatch
+from moa_data.moa.layouts import LAYOUTS, write_layout
 from moa_data.moa.target import Target
 
 from .conftest import build_drafter, build_model
@@ -31,27 +33,36 @@ def test_own_layout_keeps_sizes_identity_and_target_layers(tmp_path):
 @pytest.mark.parametrize(("family", "n_keys"), [("llama", 29), ("qwen2", 35)])
 def test_official_layout(tmp_path, family, n_keys):
     model = build_model(family)
-    drafter = build_drafter(model)
-    save_official(drafter, tmp_path, model.config)
+    drafter = build_drafter(model, 2)
+    write_layout(drafter, LAYOUTS["moa"], tmp_path, target_config=model.config)
     keys = set(load_file(tmp_path / "model.safetensors"))
     assert len(keys) == n_keys
     assert {"Ekv2E.weight", "Ekv2E.bias", "layer_self_attention.mlp.up_proj.weight"} <= keys
+    assert load_drafter(tmp_path).config == drafter.config
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == family
+    model.config.save_pretrained(tmp_path)  # the target's own, as the official checkpoints have it
     again = load_drafter(tmp_path)
     assert same_weights(again, drafter)
-    assert again.config == drafter.config
+    assert again.config == dataclasses.replace(drafter.config, target_layer_inference=0)
 
 
 def test_official_layout_as_pickle_and_its_faults(tmp_path):
     model = build_model()
     drafter = build_drafter(model)
-    save_official(drafter, tmp_path, model.config)
+    write_layout(drafter, LAYOUTS["moa"], tmp_path, target_config=model.config)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     assert same_weights(load_drafter(tmp_path), drafter)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "moa_spec"}))
+    config.pop("moa_data")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
     with pytest.raises(CheckpointError, match="is not the target's config"):
         load_drafter(tmp_path)
+    for content in ([torch.zeros(1)], {"a": 1}):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="expected a state dict"):
+            load_drafter(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
         load_drafter(tmp_path)

@@ -14,8 +14,9 @@ from transformers import LlamaConfig
 
 from moa_data.moa import kv_layout, losses, masks
 from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.checkpoint import build_drafter, from_official_keys, sizes_from_official, to_official_keys
+from moa_data.moa.checkpoint import build_drafter
 from moa_data.moa.config import DrafterConfig
+from moa_data.moa.layout_moa import from_official_keys, sizes_from_official, to_official_keys
 from moa_data.moa.objective import Draws, TrainingInputs, moa_objective
 
 ORACLE = Path(os.environ.get("MOA_ORACLE", Path(__file__).parents[2] / ".." / "shared" / "oracle")).resolve()

@@ -5,9 +5,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.checkpoint import build_drafter, from_official_keys, sizes_from_official
+from moa_data.moa.checkpoint import build_drafter
 from moa_data.moa.decode import generate_batch, plain_generate
 from moa_data.moa.drafting import DrafterSession
+from moa_data.moa.layout_moa import from_official_keys, sizes_from_official
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape, ancestors
 
