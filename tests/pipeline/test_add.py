@@ -1,37 +1,15 @@
 """Adding fields gives the bytes of one extraction of all fields, whatever interrupts it; the old fields keep theirs."""
 
 import dataclasses
-import json
-import os
-import shutil
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import zarr
 
-from moa_data.moa.bundle import FrozenTarget
-from moa_data.pipeline import add as add_module
-from moa_data.pipeline import forwards as forwards_module
 from moa_data.pipeline.add import add
-from moa_data.pipeline.add_plan import plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.errors import AdditionRefused, ConfigError, ExtractionInterrupted, NotEnoughDisk
 from moa_data.pipeline.extract import extract
-from moa_data.pipeline.recode import recode
-from moa_data.pipeline.repair import repair
-from moa_data.storage.errors import StoreMismatch
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.repair import plan_repair
 from moa_data.storage.verify import verify_store
-
-from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
 
