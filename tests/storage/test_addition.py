@@ -136,8 +136,9 @@ def put(state: dict[str, bytes], path: Path) -> Path:
 
 
 def check_states(
-    recipe, wanted, tree: Callable[[Path], dict[str, bytes]], folder: Path, monkeypatch, go_on_every: int
+    recipe, wanted, tree: Callable[[Path], dict[str, bytes]], folder: Path, monkeypatch, every: int
 ) -> None:
+    """Check the states in which something else than a file of a part has changed, of the others one in ``every``."""
     expected = tree(write_store(wanted, folder / "fresh", NEW_WEIGHTS))
     store = write_store(recipe, folder / "store")
     before = tree(store)
@@ -150,14 +151,17 @@ def check_states(
     assert tree(store) == states[-1] == expected
     assert len(states) > 60
     arrays = {name: content for name, content in before.items() if name.startswith("parts/")}
-    is_new = []
+    is_new, around_before = [], None
     for number, state in enumerate(states):
         assert {name: state[name] for name in arrays} == arrays
-        path = put(state, folder / f"state-{number}")
-        is_new.append(check_whole(path, wanted))
-        if number % go_on_every == 0:
-            add(path, wanted)
-            assert tree(path) == expected, number
+        around = {name: content for name, content in state.items() if not name.startswith("parts/")}
+        if number % every == 0 or around != around_before:
+            path = put(state, folder / f"state-{number}")
+            is_new.append(check_whole(path, wanted))
+            if number % (3 * every - 2) == 0:
+                add(path, wanted)
+                assert tree(path) == expected, number
+        around_before = around
     assert is_new == sorted(is_new)
     assert is_new[0] < is_new[-1]
 
@@ -165,12 +169,12 @@ def check_states(
 def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
     recipe, wanted, tree, tmp_path: Path, monkeypatch
 ) -> None:
-    check_states(recipe, wanted, tree, tmp_path, monkeypatch, go_on_every=7)
+    check_states(recipe, wanted, tree, tmp_path, monkeypatch, every=9)
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_step_is_gone_on_from(recipe, wanted, tree, tmp_path: Path, monkeypatch) -> None:
-    check_states(recipe, wanted, tree, tmp_path, monkeypatch, go_on_every=1)
+    check_states(recipe, wanted, tree, tmp_path, monkeypatch, every=1)
 
 
 def test_a_full_disk_at_any_write_leaves_a_whole_store(recipe, wanted, tree, tmp_path: Path, monkeypatch) -> None:
