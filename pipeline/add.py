@@ -18,7 +18,7 @@ from ..storage.addition import StoreAddition, load_next_basis, save_next_basis
 from ..storage.card import CardOrigin, public_name, write_card
 from ..storage.codecs.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
-from ..storage.commit import commit_path, read_part_commit
+from ..storage.commit import PLAN_NAME, commit_path, read_part_commit
 from ..storage.dtypes import to_float32
 from ..storage.plan import read_plan
 from ..storage.reader import ActivationStore
@@ -113,13 +113,15 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
     plan = plan_addition(config)
     plan.check_disk()
     timings = Timings()
-    with StoreWriter.create_or_resume(plan.store, plan.stored, read_plan(plan.store / "plan.parquet")) as writer:
+    with StoreWriter.create_or_resume(plan.store, plan.stored, read_plan(plan.store / PLAN_NAME)) as writer:
         try:
-            report = _Addition(plan, writer, timings, progress).run()
+            with ActivationStore(plan.store) as reader:
+                report = _Addition(plan, writer, reader, timings, progress).run()
         except KeyboardInterrupt as error:
+            added = ", ".join(plan.fields) or "the target's layers"
             raise ExtractionInterrupted(
-                f"Interrupted; the part in flight was discarded. Until every part has {', '.join(plan.fields)}, "
-                f"{plan.store} is as it was. Run the same command again to go on."
+                f"Interrupted; the part in flight was discarded. Until all of {added} is there, {plan.store} is as it "
+                "was. Run the same command again to go on."
             ) from error
         recorded = _recorded(plan)
         if recorded is not None:
@@ -135,10 +137,16 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
 class _Addition:
     """One run of an addition, the store being locked."""
 
-    def __init__(self, plan: AddPlan, writer: StoreWriter, timings: Timings, progress: Progress | None) -> None:
-        self.plan, self.writer, self.timings, self.progress = plan, writer, timings, progress
+    def __init__(
+        self,
+        plan: AddPlan,
+        writer: StoreWriter,
+        reader: ActivationStore,
+        timings: Timings,
+        progress: Progress | None,
+    ) -> None:
+        self.plan, self.writer, self.reader, self.timings, self.progress = plan, writer, reader, timings, progress
         self.dtype = getattr(torch, plan.dtype)
-        self.reader = ActivationStore(plan.store)
         self.rows = {key: i for i, key in enumerate(self.reader.sequences["sequence_id"].to_pylist())}
 
     def run(self) -> AddReport:

@@ -13,9 +13,9 @@ import numpy as np
 
 from .addition import unfinished_fields
 from .codecs.registry import StoreCodec
-from .commit import PLAN_NAME, PartCommit
+from .commit import PLAN_NAME, PartCommit, read_commits
 from .plan import check_plan, read_plan
-from .reader import read_commits, read_manifest
+from .reader import read_manifest
 from .seal import check_seal
 
 

@@ -175,7 +175,9 @@ def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractCon
         if n_calls == at_call:
             raise KeyboardInterrupt
 
-    with pytest.raises(ExtractionInterrupted, match=r"Until every part has hidden/layer_0, hidden/layer_1, .* is as"):
+    with pytest.raises(
+        ExtractionInterrupted, match=r"Until all of hidden/layer_0, hidden/layer_1 is there, .* is as it was"
+    ):
         add(addition(config), progress=interrupt)
     assert not list(Path(config.out).rglob("*.partial"))
     with ActivationStore(config.out) as store:

@@ -13,10 +13,10 @@ import zarr
 
 from moa_data.storage import durable, seal
 from moa_data.storage.addition import StoreAddition, addition_command, extended_codec, unfinished_fields
-from moa_data.storage.commit import commit_path
+from moa_data.storage.commit import commit_path, read_commits
 from moa_data.storage.errors import DiskFull, PartIncomplete, WriteInvalid
 from moa_data.storage.plan import read_plan
-from moa_data.storage.reader import ActivationStore, read_commits, read_manifest
+from moa_data.storage.reader import ActivationStore, read_manifest
 from moa_data.storage.repair import drop_damage, plan_repair
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.summary import summarize_store
