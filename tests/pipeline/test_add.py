@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,9 @@ from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.reader import ActivationStore
 from moa_data.storage.repair import plan_repair
 from moa_data.storage.verify import verify_store
+from moa_data.trainer.batch_reader import BatchReader, needed_fields
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.errors import MissingField
 
 from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer, random_chats, write_jsonl
 
@@ -407,3 +411,21 @@ def test_nothing_is_added_to_sequences_that_are_not_what_they_are_named_after(
     with pytest.raises(AdditionRefused, match=r"tokens of sequence [0-9a-f]{12} are not those"):
         add(addition(config, target_layers=0))
     assert data_bytes(config.out) == before
+
+
+def test_training_reads_the_new_field(config: ExtractConfig) -> None:
+    begun(config)
+    settings = TrainConfig(store=config.out, out="", batch_size=2, target_layer_inference=1, reader_threads=1)
+    how = (
+        f"lacks hidden/layer_1; add with `moa-data add {config.out} --model MODEL --activations hidden:layer:1 --target"
+    )
+    with ActivationStore(config.out) as store, pytest.raises(MissingField, match=re.escape(how)):
+        needed_fields(store, settings)
+    add(addition(config, activations=("hidden:layer:1",)))
+    with ActivationStore(config.out) as store:
+        batch, _ = BatchReader(store, settings, torch.device("cpu")).read(np.array([0, 1]), store.lengths[:2])
+        assert batch.entering_hidden is not None
+        for i in range(2):
+            stored = torch.from_numpy(store.read(i, "hidden/layer_1")).view(torch.bfloat16)
+            assert torch.equal(batch.entering_hidden[i, : len(stored)], stored)
+        assert FrozenTarget.load(store.target_path, 1).n_layers == 1

@@ -13,8 +13,9 @@ import zarr
 
 from moa_data.storage import durable, seal
 from moa_data.storage.addition import StoreAddition, addition_command, extended_codec, unfinished_fields
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import commit_path, read_commits
-from moa_data.storage.errors import DiskFull, PartIncomplete, WriteInvalid
+from moa_data.storage.errors import DiskFull, PartIncomplete, ShardCorrupt, WriteInvalid
 from moa_data.storage.plan import read_plan
 from moa_data.storage.reader import ActivationStore, read_manifest
 from moa_data.storage.repair import drop_damage, plan_repair
@@ -339,3 +340,27 @@ def test_the_command_that_adds_is_named_in_full() -> None:
         "`moa-data add s --model MODEL --activations kv,hidden:last,hidden:layer:12 --target-layers 1`"
     )
     assert addition_command(Path("s"), [], 2) == "`moa-data add s --model MODEL --target-layers 2`"
+
+
+def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(
+    recipe, wanted, tmp_path: Path, monkeypatch
+) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    real, calls = StoreCodec.open.__func__, []
+
+    def not_the_basis(cls: type[StoreCodec], manifest: Any, path: Path) -> StoreCodec:
+        calls.append(manifest)
+        if len(calls) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(StoreCodec, "open", classmethod(real))
+                add(store, wanted)
+            raise ShardCorrupt("another basis")
+        return real(cls, manifest, path)
+
+    monkeypatch.setattr(StoreCodec, "open", classmethod(not_the_basis))
+    with ActivationStore(store) as reader:
+        assert "hidden/layer_2" in reader.fields
+    assert len(calls) == 2
+    calls.clear()
+    with pytest.raises(ShardCorrupt, match="another basis"):
+        ActivationStore(store)
