@@ -240,7 +240,7 @@ KILL_SCRIPT = """
 @pytest.mark.parametrize(
     ("codec", "names"),
     [
-        ("lossless", ["bundle", "mid_part", "before_commit", "before_manifest", "before_seal"]),
+        ("lossless", ["bundle", "mid_part", "before_seal"]),
         pytest.param("transform:3", ["basis", "before_name"], marks=pytest.mark.slow),
     ],
 )
