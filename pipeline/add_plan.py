@@ -15,10 +15,11 @@ from ..moa.target import load_target_config, load_target_tokenizer, pick_device,
 from ..storage.addition import extended_codec, lacking_fields
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import PLAN_NAME
-from ..storage.errors import StoreMismatch
+from ..storage.errors import ManifestInvalid, SchemaVersionError, StoreMismatch, StoreNotFound
 from ..storage.plan import read_plan
 from ..storage.reader import ActivationStore, read_manifest
 from ..storage.schema import StoreManifest
+from ..storage.seal import find_seal_damage
 from .config import ActivationSpec, AddConfig, parse_activations, parse_fields
 from .errors import AdditionRefused, ConfigError, NotEnoughDisk
 from .identity import check_weights, target_identities
@@ -208,14 +209,15 @@ def addition_of(plan: ExtractPlan) -> AddConfig | None:
 
     Args:
         plan: of the extraction; its fields are a superset of the store's, and all else agrees.
-
-    Raises:
-        StoreError: the store's manifest or plan is damaged.
     """
     path = Path(plan.config.out).expanduser()
-    if not (path / "store.json").exists() or not (path / PLAN_NAME).exists():
+    if find_seal_damage(path):
+        return None  # opening the store for writing mends it, or names the damage
+    try:
+        old, old_table = read_manifest(path), read_plan(path / PLAN_NAME)
+    except (StoreNotFound, ManifestInvalid, SchemaVersionError):
         return None
-    old, new = read_manifest(path), plan.manifest
+    new = plan.manifest
     n_layers = [manifest.extraction.get("target_layers", -1) for manifest in (old, new)]
     is_more = (set(old.fields) < set(new.fields) and n_layers[0] <= n_layers[1]) or (
         set(old.fields) == set(new.fields) and n_layers[0] < n_layers[1]
@@ -225,7 +227,7 @@ def addition_of(plan: ExtractPlan) -> AddConfig | None:
     alike = dataclasses.replace(new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities)
     if not is_more or alike != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
         return None
-    if not read_plan(path / PLAN_NAME).equals(plan.table.replace_schema_metadata(None)):
+    if not old_table.equals(plan.table.replace_schema_metadata(None)):
         return None
     config = plan.config
     return AddConfig(str(path), config.model, config.activations, config.target_layers, config.device)
