@@ -7,6 +7,7 @@ import click
 from .cli_support import Findings, ProgressLine, StageFailure, out
 from .configuration import config_options
 from .interop.config import DrafterExportConfig, ExportConfig, ImportConfig
+from .pipeline.config import AddConfig
 from .provenance import collect_provenance
 
 
@@ -63,6 +64,33 @@ def recode(store: Path, codec: str, folder: Path) -> None:
 
     with ProgressLine("tok") as progress:
         report = run_recode(store, codec, folder, progress=progress, provenance=collect_provenance())
+    out.print(report.describe(), markup=False)
+
+
+@click.command()
+@config_options(AddConfig, arguments=("store",))
+@click.option("--dry-run", is_flag=True, help="Print what would be added and what it costs, and stop.")
+def add(config: AddConfig, dry_run: bool) -> None:
+    """Add activations to a store; what it holds already is kept, byte for byte.
+
+    Runs the target again over the stored tokens, in the batches of the extraction; the dataset is not needed. Until all
+    parts have the new fields the store is as it was. Run the same command again to go on after an interruption.
+
+    \b
+    Examples:
+      moa-data add store --model ./llama3-8b --activations hidden:layer:1,hidden:layer:15
+      moa-data add store --model ./llama3-8b --target-layers 1
+    """
+    from .pipeline.add import add as run_add
+    from .pipeline.add_plan import plan_addition
+
+    if dry_run:
+        plan = plan_addition(config)
+        out.print(plan.describe(), markup=False)
+        plan.check_disk()
+        return
+    with ProgressLine("tok") as progress:
+        report = run_add(config, progress=progress, provenance=collect_provenance())
     out.print(report.describe(), markup=False)
 
 
@@ -160,7 +188,7 @@ def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE; `export-drafter` writes drafters.
 
     Numbers of layers and norms are converted; files that are there already are kept. If the store lacks a field that
-    the layout needs, the command names the `extract --activations` that stores it.
+    the layout needs, the command names the `moa-data add` that adds it.
 
     \b
     Example:

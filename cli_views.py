@@ -84,6 +84,10 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
     if summary.n_pending_parts:
         advice = f"{summary.n_pending_parts} parts are still to be extracted: run the same extract command again."
         blocks.insert(1, Text(advice, style="yellow"))
+    if summary.unfinished:
+        found = ", ".join(f"{name} (in {n} of {summary.n_parts} parts)" for name, n in summary.unfinished.items())
+        advice = f"Being added, not to be read yet: {found}; run the same add command again."
+        blocks.insert(1, Text(advice, style="yellow"))
     return Group(*[piece for block in blocks for piece in (block, Text())][:-1])
 
 

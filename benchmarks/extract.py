@@ -20,7 +20,8 @@ import torch
 from moa_data.moa.kv_layout import new_cache
 from moa_data.moa.target import Target
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.extract import Timings, batches, extract
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.forwards import Timings, batches
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.provenance import collect_provenance
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..storage.addition import addition_command
 from .errors import FieldMissing, OptionInvalid
 
 LAST = "hidden/last"
@@ -82,7 +83,7 @@ def vllm_layer_id(layer: int) -> int:
 
 
 def require_fields(needed: Iterable[str], present: Iterable[str], store: str, purpose: str) -> None:
-    """Refuse a store that lacks fields, and say how to extract them.
+    """Refuse a store that lacks fields, and say how to add them.
 
     Args:
         needed: fields that the layout is made of.
@@ -91,23 +92,16 @@ def require_fields(needed: Iterable[str], present: Iterable[str], store: str, pu
         purpose: the layout, for the message.
 
     Raises:
-        FieldMissing: naming the missing fields and the ``extract --activations`` that would store all of them.
+        FieldMissing: naming the missing fields and the command that adds them.
     """
     held = list(present)
     missing = [name for name in dict.fromkeys(needed) if name not in held]
     if not missing:
         return
-    names = [name for name in (*held, *missing) if name == "kv" or name.startswith("hidden/")]
-    activations = ",".join(_activation(name) for name in names)
     why = ""
     if any(name != LAST for name in missing) and purpose == "speculators":
         why = " It takes the last layer's output before the final norm, which hidden/last cannot give back."
     raise FieldMissing(
-        f"{store} lacks {', '.join(missing)}, needed for {purpose}.{why} Extract to a new store with "
-        f"--activations {activations}, or choose other --layers."
+        f"{store} lacks {', '.join(missing)}, needed for {purpose}.{why} Add with "
+        f"{addition_command(store, missing)}, or choose other --layers."
     )
-
-
-def _activation(field: str) -> str:
-    """Name of a field for ``extract --activations``: ``hidden/layer_6`` is ``hidden:layer:6``."""
-    return field.replace("hidden/layer_", "hidden:layer:").replace("/", ":")

@@ -159,6 +159,17 @@ def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path,
     save_file(_frozen_weights(model, n_layers_kept), path / FROZEN_FILE, metadata={"format": "pt"})
 
 
+def held_layers(path: str | Path) -> int:
+    """How many of the target's last decoder layers a bundle holds; 0 for a folder that is none."""
+    file = Path(path) / FROZEN_FILE
+    if not file.is_file():
+        return 0
+    check_weight_file(file)
+    with safe_open(file, framework="pt") as weights:
+        keys: list[str] = weights.keys()
+    return len({key.split(".")[1] for key in keys if key.startswith("layers.")})
+
+
 def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
     body, n_layers = model.model, model.config.num_hidden_layers
     weights = {
@@ -229,7 +240,7 @@ class FrozenTarget(nn.Module):
         if held < n_layers:
             raise TargetError(
                 f"{path} holds {held} decoder layers, {n_layers} are needed; "
-                f"extract again with --target-layers {n_layers}."
+                f"add them with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
             )
         if dtype is not None:
             weights = {name: value.to(dtype) for name, value in weights.items()}

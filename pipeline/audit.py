@@ -236,7 +236,7 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
     sequence_id = stored.sequences["sequence_id"][index].as_py()
     rows = []
     for name in names:
-        tolerance = _tolerance(stored, stored.fields[name].dtype)
+        tolerance = stored_tolerance(stored, stored.fields[name].dtype)
         values = torch.from_numpy(to_float32(stored.read(index, name), stored.fields[name].dtype))
         max_error, relative, detail = _compare(values, live.fields[name][0].cpu(), name)
         ok = relative <= tolerance
@@ -248,7 +248,8 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
     return rows
 
 
-def _tolerance(stored: ActivationStore, dtype: str) -> float:
+def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
+    """Relative L2 error that rounding and the store's codec may make between a stored field and a live one."""
     computed = stored.manifest.extraction.get("compute_dtype", "float32")
     of_forward = TOLERANCES[dtype] * (1.0 if computed == "float32" else LOW_PRECISION_FACTOR)
     return of_forward + CODEC_TOLERANCES[stored.codec.name.split(":")[0]]

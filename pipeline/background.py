@@ -6,11 +6,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from ..storage.part_writer import PartWriter
-from ..storage.writer import StoreWriter
 from .capture import HostCapture
 
 Task = Callable[[], None]
@@ -81,15 +82,25 @@ class BackgroundWriter:
             self.busy_s = time.thread_time()
 
 
+class PartSink(Protocol):
+    """What takes parts: a store that is written, or fields that are added to one."""
+
+    def part_sequences(self, part: int) -> pa.Table:
+        """Return the plan's rows of one part."""
+
+    def part(self, part: int) -> PartWriter:
+        """Open a part for writing; the writer's ``fields`` say what it takes."""
+
+
 class PartTasks:
     """The tasks of one part: open, write batches, commit; and its disposal.
 
     Args:
-        store: the store.
+        store: takes the part.
         part: number of the part.
     """
 
-    def __init__(self, store: StoreWriter, part: int) -> None:
+    def __init__(self, store: PartSink, part: int) -> None:
         self._store = store
         self._number = part
         self._writer: PartWriter | None = None
@@ -105,7 +116,7 @@ class PartTasks:
         texts: Sequence[tuple[np.ndarray, np.ndarray]],
         names: Sequence[str],
     ) -> None:
-        """Check and write one batch.
+        """Check one batch and write those of its fields that the part takes.
 
         Args:
             capture: the batch's activations.
@@ -120,13 +131,14 @@ class PartTasks:
         assert self._writer is not None
         capture.wait()
         capture.check_finite(names)
-        fields = capture.plain_fields
+        wanted = self._writer.fields
         for index, (first, (tokens, mask)) in enumerate(zip(first_tokens, texts, strict=True)):
-            self._writer.write("tokens", first, tokens)
-            self._writer.write("response_mask", first, mask)
-            for field in fields:
+            for field, values in (("tokens", tokens), ("response_mask", mask)):
+                if field in wanted:
+                    self._writer.write(field, first, values)
+            for field in (name for name in capture.plain_fields if name in wanted):
                 self._writer.write(field, first, capture.array(field, index))
-            for field in capture.codecs:
+            for field in (name for name in capture.codecs if name in wanted):
                 self._writer.write_codes(field, first, len(tokens), capture.codes(field, index))
 
     def commit(self) -> None:

@@ -170,7 +170,13 @@ def _check_finite(finite: Mapping[str, Tensor], names: Sequence[str]) -> None:
             )
 
 
-def capture(model: Any, sequences: Sequence[np.ndarray], spec: ActivationSpec, dtype: torch.dtype) -> Capture:
+def capture(
+    model: Any,
+    sequences: Sequence[np.ndarray],
+    spec: ActivationSpec,
+    dtype: torch.dtype,
+    uses_cache: bool | None = None,
+) -> Capture:
     """Run the target over a batch.
 
     Args:
@@ -178,6 +184,8 @@ def capture(model: Any, sequences: Sequence[np.ndarray], spec: ActivationSpec, d
         sequences: B arrays of token ids, int32 [n_tokens].
         spec: what to keep.
         dtype: dtype in which activations are kept.
+        uses_cache: whether the forward fills a cache; default: where keys and values are kept. A cache may change the
+            kernels that attention picks, and so last bits.
 
     Returns:
         The activations, equal to those of each sequence alone up to rounding.
@@ -188,11 +196,11 @@ def capture(model: Any, sequences: Sequence[np.ndarray], spec: ActivationSpec, d
     padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
     input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
     valid = torch.arange(width, device=model.device) < torch.tensor(n_tokens, device=model.device)[:, None]  # [B, T]
-    cache = new_cache() if spec.kv else None
+    cache = new_cache() if spec.kv or uses_cache else None
     fields: dict[str, Tensor] = {}
     with torch.inference_mode(), _keep_layer_outputs(model, spec.layers) as outputs:
-        last = model.model(input_ids=input_ids, past_key_values=cache, use_cache=spec.kv).last_hidden_state
-        if cache is not None:
+        last = model.model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+        if cache is not None and spec.kv:
             keys, values = cache_layers(cache)
             packed = pack_kv([key.to(dtype) for key in keys], [value.to(dtype) for value in values])  # [B, T, L, D]
             fields["kv"] = packed.unflatten(-1, (keys[0].shape[1], 2, -1))  # [B, T, L, H_kv, 2, d]

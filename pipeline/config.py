@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import ConfigError
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 STORAGE_DTYPES = ("bfloat16", "float16", "float32")
+TEXT_FIELDS = ("tokens", "response_mask")
+"""Fields of every store that are no activations."""
+_FIELD_LAYER = re.compile(r"hidden/layer_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,33 @@ class ExtractConfig:
 
 
 @dataclass(frozen=True)
+class AddConfig:
+    """What to add to an existing store. Everything else - lengths, dtype, codec, batches - is as the store has it."""
+
+    store: str
+    """The store, made by `extract`."""
+    model: str
+    """The target that the store was made with: a folder in Hugging Face layout, or a hub id."""
+    activations: tuple[str, ...] = ()
+    """What to add: hidden:layer:K (output of decoder layer K, from 0), hidden:last, kv; what is there is kept."""
+    target_layers: int = 0
+    """Decoder layers to keep for Target Layer Inference; the hidden state that enters them is added too."""
+    device: str = "auto"
+    """Device of the forward, of the kind that the store was extracted on; auto is that kind."""
+
+    def check(self) -> None:
+        """Refuse unusable values.
+
+        Raises:
+            ConfigError: naming the value.
+        """
+        if self.target_layers < 0:
+            raise ConfigError(f"target_layers is {self.target_layers}, expected 0 or more. Mend --target-layers.")
+        if not self.activations and not self.target_layers:
+            raise ConfigError("There is nothing to add. Give --activations, for example hidden:layer:3.")
+
+
+@dataclass(frozen=True)
 class ActivationSpec:
     """Which activations a forward gives, with layers counted from 0.
 
@@ -99,6 +131,16 @@ class ActivationSpec:
         """Store fields of the hidden states, `hidden/last` first."""
         names = ("hidden/last",) if self.last else ()
         return names + tuple(f"hidden/layer_{layer}" for layer in self.layers)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All store fields, in their order in the store."""
+        return (("kv",) if self.kv else ()) + self.hidden_fields
+
+    def __or__(self, other: ActivationSpec) -> ActivationSpec:
+        """Both together."""
+        layers = tuple(sorted({*self.layers, *other.layers}))
+        return ActivationSpec(self.kv or other.kv, self.last or other.last, layers)
 
 
 def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int) -> ActivationSpec:
@@ -135,6 +177,20 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
     if 0 < target_layers < n_layers:
         layers.add(n_layers - 1 - target_layers)
     return ActivationSpec(kv=kv, last=last, layers=tuple(sorted(layers)))
+
+
+def parse_fields(fields: Iterable[str]) -> ActivationSpec:
+    """Return the activations that are stored as these fields.
+
+    Raises:
+        ConfigError: a field that no extraction gives.
+    """
+    names = [name for name in fields if name not in TEXT_FIELDS]
+    layers = [_FIELD_LAYER.fullmatch(name) for name in names]
+    unknown = [n for n, layer in zip(names, layers, strict=True) if not layer and n not in ("kv", "hidden/last")]
+    if unknown:
+        raise ConfigError(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
+    return ActivationSpec("kv" in names, "hidden/last" in names, tuple(sorted(int(m[1]) for m in layers if m)))
 
 
 def _layer_index(name: str, n_layers: int) -> int:

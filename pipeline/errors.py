@@ -41,5 +41,9 @@ class ExtractionInterrupted(PipelineError):
     """Ctrl-C: the part in flight was discarded, everything committed stays."""
 
 
+class AdditionRefused(PipelineError, ValueError):
+    """Nothing can be added to this store, or not this."""
+
+
 class RepairRefused(PipelineError):
     """The damaged parts of a store cannot be extracted again."""

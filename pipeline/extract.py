@@ -4,63 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from ..moa.bundle import save_target_bundle
-from ..moa.target import Target, load_target_config, load_target_model
+from ..moa.target import Target
 from ..storage.card import CardOrigin, public_name, write_card
 from ..storage.codecs.field import TOKENS
 from ..storage.commit import commit_path, read_part_commit
 from ..storage.writer import StoreWriter
-from .background import BackgroundWriter, PartTasks
+from .add import AddReport, add
+from .add_plan import addition_of
 from .calibrate import calibrate, learned_before
 from .capture import capture
 from .chats import Progress
 from .config import ExtractConfig
 from .errors import ExtractionInterrupted
+from .forwards import Forwards, Timings, run_parts, save_bundle
 from .plan import ExtractPlan, build_plan, format_bytes, format_hours
-
-
-@dataclass
-class Timings:
-    """Where a run's time went.
-
-    Attributes:
-        forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
-        wait_s: seconds in which the next forward waited for the writer.
-        writer_s: seconds of CPU that the writer thread spent on copying, encoding and writing.
-        extract_s: seconds from the first forward to the last commit.
-        wall_s: seconds of the whole run.
-        n_tokens: tokens of this run.
-        n_padded_tokens: tokens of its batches, padding included.
-        n_before_tokens: tokens that earlier runs had committed.
-    """
-
-    forward_s: float = 0.0
-    wait_s: float = 0.0
-    writer_s: float = 0.0
-    extract_s: float = 0.0
-    wall_s: float = 0.0
-    n_tokens: int = 0
-    n_padded_tokens: int = 0
-    n_before_tokens: int = 0
-
-    @property
-    def padding_fraction(self) -> float:
-        """Share of padding in what the target computed."""
-        return 1.0 - self.n_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens stored per second, from the first forward to the last commit."""
-        return self.n_tokens / self.extract_s if self.extract_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +45,7 @@ class ExtractReport:
         n_rows: rows read.
         n_duplicates: rows whose sequence was there already.
         timings: of this run.
+        added: what was added to a store that lacked some of the fields.
     """
 
     store: Path
@@ -94,6 +60,7 @@ class ExtractReport:
     n_rows: int
     n_duplicates: int
     timings: Timings = field(repr=False)
+    added: AddReport | None = None
 
     def describe(self) -> str:
         """The report as text for people."""
@@ -106,7 +73,11 @@ class ExtractReport:
             f"rejected     {sum(self.rejections.values()):,} of {self.n_rows:,} rows, {self.n_duplicates:,} duplicates "
             "left out" + "".join("\n" + line for line in self.rejection_lines),
         ]
+        if self.added is not None:
+            lines.append(self.added.describe())
         if not self.n_parts_done:
+            if self.added is not None:
+                return "\n".join(lines)
             return "\n".join([*lines, "this run     nothing to do, every part was there"])
         lines.append(
             f"this run     {self.n_parts_done:,} parts, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
@@ -124,6 +95,8 @@ def extract(
     redo_target: bool = False,
 ) -> ExtractReport:
     """Extract activations to a store, or go on where an earlier run stopped.
+
+    A store that lacks only some of the fields, or of the target's kept layers, is given them; the others stay.
 
     Args:
         config: what to extract.
@@ -149,6 +122,8 @@ def extract(
             "Interrupted while planning; nothing was written. Run the same command again to start."
         ) from error
     plan.check_disk()
+    addition = addition_of(plan)
+    added = add(addition, progress, provenance) if addition is not None else None
     try:
         plan, target = _learn_codec(plan, progress)
     except KeyboardInterrupt as error:
@@ -175,7 +150,7 @@ def extract(
         licences = config.target_license, config.dataset_license
         write_card(store.path, CardOrigin(*names, "moa-data extract", *licences))
         timings.wall_s = time.perf_counter() - start
-        report = _report(plan, store, len(pending), timings)
+        report = dataclasses.replace(_report(plan, store, len(pending), timings), added=added)
         store.record_run(_run_record(plan, report, provenance))
     return report
 
@@ -214,115 +189,21 @@ def _extract_pending(
 ) -> None:
     target = target or _load_target(plan)
     if not store.has_target:
-        _save_bundle(plan, store, target)
+        save_bundle(store, target, plan.folder, plan.config.target_layers)
     start = time.perf_counter()
-    writer = BackgroundWriter()
     pending = store.pending_parts()
     is_done = np.isin(store.plan["part"].to_numpy(), pending, invert=True)
     timings.n_before_tokens = int(store.plan["n_tokens"].to_numpy()[is_done].sum(dtype=np.int64))
-    open_parts: list[PartTasks] = []
-    try:
-        for part in pending:
-            tasks = PartTasks(store, part)
-            open_parts = [*open_parts[-1:], tasks]  # the part before may still be on its way to the disk
-            writer.submit(tasks.open)
-            for batch in batches(store.part_sequences(part), plan.batch_tokens):
-                _run_batch(plan, target, batch, tasks, writer, timings)
-                _report_progress(plan, store, timings, start, progress)
-            writer.submit(tasks.commit)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        for tasks in open_parts:
-            tasks.discard()
-        raise
-    finally:
-        timings.writer_s = writer.busy_s
-        timings.extract_s = time.perf_counter() - start
-
-
-def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
-    """Cut the sequences of a part, longest first, into batches.
-
-    Args:
-        sequences: rows of the plan in its order.
-        batch_tokens: most tokens per batch, padding included; a longer sequence makes a batch of its own.
-
-    Yields:
-        Consecutive rows.
-    """
-    lengths = sequences["n_tokens"].to_numpy()
-    start = 0
-    while start < len(lengths):
-        count = max(1, batch_tokens // int(lengths[start]))
-        yield sequences.slice(start, count)
-        start += count
-
-
-def _run_batch(
-    plan: ExtractPlan,
-    target: Target,
-    batch: pa.Table,
-    tasks: PartTasks,
-    writer: BackgroundWriter,
-    timings: Timings,
-) -> None:
-    ids = batch["sequence_id"].to_pylist()
-    first_tokens = batch["first_token"].to_pylist()
-    names = [
-        f"{sequence_id[:12]} (row {row} of the dataset)"
-        for sequence_id, row in zip(ids, batch["source_row"].to_pylist(), strict=True)
-    ]
-    texts = [(plan.sequences.tokens(key), plan.sequences.response_mask(key)) for key in ids]
-    watch = _Stopwatch(target.device)
-    captured = capture(target.model, [tokens for tokens, _ in texts], plan.spec, getattr(torch, plan.config.dtype))
-    watch.stop()
-    copied = captured.encode(plan.codec, names).to_host()
-
-    def write() -> None:
-        tasks.write(copied, first_tokens, texts, names)
-        timings.forward_s += watch.seconds()
-
-    waiting = time.perf_counter()
-    writer.submit(write)
-    timings.wait_s += time.perf_counter() - waiting
-    timings.n_tokens += sum(captured.n_tokens)
-    timings.n_padded_tokens += len(ids) * max(captured.n_tokens)
-
-
-class _Stopwatch:
-    """Seconds of work on a device; a GPU is asked only after the work is known to be done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._start = self._mark()
-        self._stop = self._start
-
-    def stop(self) -> None:
-        self._stop = self._mark()
-
-    def seconds(self) -> float:
-        if not self._on_gpu:
-            return float(self._stop - self._start)
-        self._stop.synchronize()
-        return float(self._start.elapsed_time(self._stop)) / 1000
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _save_bundle(plan: ExtractPlan, store: StoreWriter, target: Target) -> None:
-    """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
-    own_dtype = getattr(load_target_config(plan.folder), "dtype", None) or torch.float32
-    model: Any = target.model
-    if model.dtype != own_dtype:
-        model = load_target_model(plan.folder, own_dtype, "cpu")
-    with store.target() as folder:
-        save_target_bundle(model, target.tokenizer, folder, plan.config.target_layers)
+    forwards = Forwards(
+        target=target,
+        spec=plan.spec,
+        codec=plan.codec,
+        dtype=getattr(torch, plan.config.dtype),
+        batch_tokens=plan.batch_tokens,
+        uses_cache=plan.spec.kv,
+        text=lambda key: (plan.sequences.tokens(key), plan.sequences.response_mask(key)),
+    )
+    run_parts(forwards, store, pending, timings, lambda: _report_progress(plan, store, timings, start, progress))
 
 
 def _report_progress(

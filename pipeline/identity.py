@@ -35,8 +35,12 @@ def collect_identities(folder: Path, tokenizer: Any, source: ChatSource, with_we
         Dotted key -> sha256 in hex: dataset.sha256, tokenizer.sha256, template.sha256, and target.weights_sha256 and
         target.config_sha256.
     """
+    return {"dataset.sha256": source.identity()} | target_identities(folder, tokenizer, with_weights)
+
+
+def target_identities(folder: Path, tokenizer: Any, with_weights: bool) -> dict[str, str]:
+    """Hash the target: what ``collect_identities`` gives, without the dataset."""
     identities = {
-        "dataset.sha256": source.identity(),
         "tokenizer.sha256": _hash_files(folder, TOKENIZER_FILES),
         "template.sha256": hashlib.sha256(template_text(tokenizer).encode()).hexdigest(),
     }

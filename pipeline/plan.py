@@ -118,7 +118,7 @@ class ExtractPlan:
             f"on disk      about {format_bytes(self.stored_bytes)} "
             f"({', '.join(f'{name} {bits:.1f} bits per value' for name, bits in self._expected_bits().items())})",
             f"parts        {self.n_parts:,} of up to {self.config.part_tokens:,} tokens",
-            f"free disk    {format_bytes(self.free_bytes)} at {_existing_parent(Path(self.config.out))}"
+            f"free disk    {format_bytes(self.free_bytes)} at {existing_parent(Path(self.config.out))}"
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
             f"time         about {format_hours(self.forward_s)} of forwards on {self.device} in {self.compute_dtype} "
             f"(2 x {self.n_parameters / 1e6:,.1f} M weights x tokens at {FORWARD_EFFICIENCY:.0%} of the measured "
@@ -139,7 +139,7 @@ class ExtractPlan:
         needed = max(0, self.stored_bytes - self.present_bytes)
         if needed > self.free_bytes:
             raise NotEnoughDisk(
-                f"The store needs about {format_bytes(needed)}, but {_existing_parent(Path(self.config.out))} has "
+                f"The store needs about {format_bytes(needed)}, but {existing_parent(Path(self.config.out))} has "
                 f"{format_bytes(self.free_bytes)} free. Free some space, choose another --out, lower --max-sequences, "
                 "or store fewer --activations."
             )
@@ -189,8 +189,8 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         alignment_tokens=ALIGNMENT_TOKENS,
     )
     raw_bytes = {spec_.name: spec_.token_bytes * n_tokens for spec_ in fields}
-    layer_parameters, kept_parameters = _count_parameters(model_config, config.target_layers)
-    flops = _matmul_flops(device, getattr(torch, compute_dtype))
+    layer_parameters, kept_parameters = count_parameters(model_config, config.target_layers)
+    flops = matmul_flops(device, getattr(torch, compute_dtype))
     out = Path(config.out).expanduser()
     return ExtractPlan(
         config=config,
@@ -204,10 +204,10 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         compute_dtype=compute_dtype,
         batch_tokens=batch_tokens,
         raw_bytes=raw_bytes,
-        stored_bytes=_stored_bytes(codec, n_tokens)
+        stored_bytes=expected_bytes(codec, n_tokens)
         + _feature_bytes(codec, sizes)
-        + kept_parameters * _weight_bytes(model_config),
-        free_bytes=shutil.disk_usage(_existing_parent(out)).free,
+        + kept_parameters * weight_bytes(model_config),
+        free_bytes=shutil.disk_usage(existing_parent(out)).free,
         present_bytes=_folder_bytes(out),
         forward_s=2 * layer_parameters * n_tokens / (flops * FORWARD_EFFICIENCY),
         n_parameters=layer_parameters,
@@ -275,7 +275,7 @@ def _extraction(
     }
 
 
-def _stored_bytes(codec: StoreCodec, n_tokens: int) -> int:
+def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:
     """Expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
     bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
     return int(1.03 * bits / 8 * n_tokens)
@@ -288,7 +288,7 @@ def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
     return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
 
 
-def _count_parameters(model_config: Any, target_layers: int) -> tuple[int, int]:
+def count_parameters(model_config: Any, target_layers: int) -> tuple[int, int]:
     """Weights of all decoder layers, and those that the target bundle keeps."""
     from transformers import AutoModelForCausalLM
 
@@ -299,12 +299,13 @@ def _count_parameters(model_config: Any, target_layers: int) -> tuple[int, int]:
     return layers, frozen + layers * target_layers // model_config.num_hidden_layers
 
 
-def _weight_bytes(model_config: Any) -> int:
+def weight_bytes(model_config: Any) -> int:
+    """Bytes of one of the target's weights on disk."""
     dtype = getattr(model_config, "dtype", None)
     return torch.empty(0, dtype=dtype).element_size() if isinstance(dtype, torch.dtype) else 4
 
 
-def _matmul_flops(device: str, dtype: torch.dtype) -> float:
+def matmul_flops(device: str, dtype: torch.dtype) -> float:
     """Floating point operations per second of a matrix product, from a fraction of a second of them."""
     size = 4096 if torch.device(device).type == "cuda" else 768
     left = torch.randn(size, size, device=device).to(dtype)
@@ -323,7 +324,8 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
     path = path.expanduser().absolute()
     while not path.exists():
         path = path.parent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,6 +93,24 @@ def read_part_commit(path: Path) -> PartCommit:
         # A commit guards the other files and has no checksum of its own; but it is written in one way only.
         raise _invalid(path, ValueError("not the bytes that were written"))
     return commit
+
+
+def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
+    """Read the commits of those parts that have one, in order of parts.
+
+    Raises:
+        ManifestInvalid: a commit is damaged or names another part.
+    """
+    commits: dict[int, PartCommit] = {}
+    for part in sorted(parts):
+        path = commit_path(store, part)
+        if not path.exists():
+            continue
+        commit = read_part_commit(path)
+        if commit.part != part:
+            raise ManifestInvalid(f"{path} is the commit of part {commit.part}. Delete it and run extract again.")
+        commits[part] = commit
+    return commits
 
 
 def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:

@@ -182,6 +182,11 @@ class PartWriter:
             array.name: ArrayWriter(self._partial / array.name, array, allocated_tokens) for array in codec.arrays
         }
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that are to be written."""
+        return tuple(self._codec.fields)
+
     def _write_metadata(self) -> dict[str, FileRecord]:
         files = {}
         for name, content in part_metadata(self._codec.arrays, self.allocated_tokens).items():
@@ -281,8 +286,7 @@ class PartWriter:
                 self._files |= {f"{name}/{key}": record for key, record in array.files.items()}
             for root, _, _ in os.walk(self._partial):
                 fsync_directory(Path(root))
-            os.rename(self._partial, self._path)
-            fsync_directory(self._path.parent)
+            self._move_into_place()
         commit = PartCommit(
             part=self.part,
             n_sequences=self.sequences.num_rows,
@@ -294,6 +298,11 @@ class PartWriter:
         self._is_open = False
         self._on_commit(self.part)
         return commit
+
+    def _move_into_place(self) -> None:
+        """Give what was written, synced, its name."""
+        os.rename(self._partial, self._path)
+        fsync_directory(self._path.parent)
 
     def _check_complete(self) -> None:
         first_token = self.sequences["first_token"].to_numpy()

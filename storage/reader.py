@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +20,20 @@ from .commit import (
     MANIFEST_NAME,
     PLAN_NAME,
     TARGET_NAME,
-    PartCommit,
     commit_path,
     find_size_damage,
     part_path,
-    read_part_commit,
+    read_commits,
 )
-from .errors import ManifestInvalid, PartUncommitted, SliceInvalid, StoreNotFound, UnknownField
+from .errors import (
+    ManifestInvalid,
+    PartUncommitted,
+    ShardCorrupt,
+    ShardMissing,
+    SliceInvalid,
+    StoreNotFound,
+    UnknownField,
+)
 from .files import RemotePath, open_path
 from .part_arrays import PartArrays
 from .plan import check_plan, read_plan
@@ -80,8 +87,7 @@ class ActivationStore:
     ) -> None:
         self.path = open_path(path)
         self._selected = parts
-        self.manifest = read_manifest(self.path)
-        check_seal(self.path)
+        self.manifest, self.codec = _open_manifest(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
         self._check_plan(plan)
@@ -103,7 +109,6 @@ class ActivationStore:
         self._parts = self.sequences["part"].to_numpy()
         self._first_tokens = self.sequences["first_token"].to_numpy()
         self._n_tokens = self.sequences["n_tokens"].to_numpy()
-        self.codec = StoreCodec.open(self.manifest, self.path)
         self._arrays = PartArrays(self.path, self.commits)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 
@@ -376,19 +381,13 @@ def read_manifest(store: Path) -> StoreManifest:
     return StoreManifest.from_json(text, str(path))
 
 
-def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
-    """Read the commits of those parts that have one, in order of parts.
-
-    Raises:
-        ManifestInvalid: a commit is damaged or names another part.
-    """
-    commits: dict[int, PartCommit] = {}
-    for part in sorted(parts):
-        path = commit_path(store, part)
-        if not path.exists():
-            continue
-        commit = read_part_commit(path)
-        if commit.part != part:
-            raise ManifestInvalid(f"{path} is the commit of part {commit.part}. Delete it and run extract again.")
-        commits[part] = commit
-    return commits
+def _open_manifest(store: Path) -> tuple[StoreManifest, StoreCodec]:
+    """Read the manifest, and the codec with what it has learned, of one and the same moment."""
+    while True:
+        manifest = read_manifest(store)
+        check_seal(store)
+        try:
+            return manifest, StoreCodec.open(manifest, store)
+        except (ShardMissing, ShardCorrupt):
+            if read_manifest(store) == manifest:  # else fields were added, and with them the basis was replaced
+                raise

@@ -24,7 +24,7 @@ from .commit import (
     target_commit_path,
 )
 from .durable import file_crc32, write_atomic
-from .errors import ManifestInvalid, ShardCorrupt
+from .errors import ManifestInvalid, ShardCorrupt, StoreError
 from .shard import FileRecord
 
 SEALED_NAMES = (MANIFEST_NAME, PLAN_NAME)
@@ -55,10 +55,10 @@ def read_seal(store: Path) -> dict[str, FileRecord] | None:
         ManifestInvalid: the seal is damaged.
     """
     path = seal_path(store)
-    if not path.exists():
-        return None
     try:
         records = read_file_records(path)
+    except FileNotFoundError:
+        return None
     except ManifestInvalid as error:
         raise ManifestInvalid(f"{path}, which guards {' and '.join(SEALED_NAMES)}, is damaged. {_RESTORE}") from error
     if sorted(records) != sorted(SEALED_NAMES):
@@ -68,6 +68,15 @@ def read_seal(store: Path) -> dict[str, FileRecord] | None:
 
 def find_seal_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
     """Return (path, error) for each of the two files that is not as recorded, or for the seal itself."""
+    while True:
+        before = _content(seal_path(store))
+        damage = _compare_sealed(store)
+        # A store that is given more fields has its seal taken away and made anew: what was compared may be of both.
+        if not damage or _content(seal_path(store)) == before:
+            return damage
+
+
+def _compare_sealed(store: Path) -> list[tuple[Path, ManifestInvalid]]:
     try:
         records = read_seal(store)
     except ManifestInvalid as error:
@@ -75,11 +84,19 @@ def find_seal_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
     damage = []
     for name, record in (records or {}).items():
         path = store / name
-        content = path.read_bytes() if path.exists() else b""
+        content = _content(path) or b""
         if not is_sealed(content, record):
             message = f"{path} is not the file that was written: its checksum differs from the one in {COMMITS_NAME}/."
             damage.append((path, ManifestInvalid(f"{message} {_RESTORE}")))
     return damage
+
+
+def _content(path: Path) -> bytes | None:
+    """Return a file's bytes, or None where there is no such file."""
+    try:
+        return path.read_bytes() if path.exists() else None
+    except FileNotFoundError:
+        return None
 
 
 def is_sealed(content: bytes, record: FileRecord) -> bool:
@@ -133,15 +150,28 @@ def check_target_bundle(store: Path, folder: Path) -> None:
         ManifestInvalid: the commit is damaged.
     """
     commit = target_commit_path(store)
-    files = read_target_commit(commit) if commit.exists() else {}
+    while (content := _content(commit)) is not None:
+        error = _bundle_error(commit, folder)
+        if error is None:
+            return
+        if _content(commit) == content:  # else the bundle was given more layers while it was compared
+            raise error
+
+
+def _bundle_error(commit: Path, folder: Path) -> StoreError | None:
+    try:
+        files = read_target_commit(commit)
+    except FileNotFoundError:
+        return None
     for _, error in find_size_damage(folder, files):
-        raise error
+        return error
     for name, record in files.items():
         if file_crc32(folder / name) != record.crc32:
-            raise ShardCorrupt(
+            return ShardCorrupt(
                 f"{folder / name} is not the file that was written: its checksum differs from the one in {commit}. "
                 "Run `moa-data repair` with --model."
             )
+    return None
 
 
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from .addition import unfinished_fields
 from .codecs.registry import StoreCodec
-from .commit import PLAN_NAME, PartCommit
+from .commit import PLAN_NAME, PartCommit, read_commits
 from .plan import check_plan, read_plan
-from .reader import read_commits, read_manifest
+from .reader import read_manifest
 from .seal import check_seal
 
 
@@ -105,6 +106,7 @@ class StoreSummary:
         n_response_tokens: of these, written by the assistant.
         lengths: histogram over the committed sequences.
         has_target: whether ``target/`` is there.
+        unfinished: fields that an addition has written to some parts only -> how many parts.
     """
 
     path: Path
@@ -123,6 +125,7 @@ class StoreSummary:
     n_response_tokens: int
     lengths: LengthHistogram
     has_target: bool
+    unfinished: Mapping[str, int]
 
     @property
     def raw_bytes(self) -> int:
@@ -199,6 +202,7 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
         n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
         lengths=length_histogram(lengths, n_bins),
         has_target=(store / "target" / "config.json").exists(),
+        unfinished=unfinished_fields(commits.values(), codec),
     )
 
 

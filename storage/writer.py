@@ -6,20 +6,21 @@ leaves behind without a commit is deleted by the next run, which then redoes exa
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from .codecs.registry import StoreCodec
+from .codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from .commit import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -141,10 +142,8 @@ class StoreWriter:
                 partial.mkdir()
                 yield partial
                 files = _sync_tree(partial)
-                target_commit_path(self.path).unlink(missing_ok=True)
-                _remove(self.target_path)
-                os.rename(partial, self.target_path)
-                fsync_directory(self.path)
+                self._retract(target_commit_path(self.path))
+                _replace_tree(partial, self.target_path, files)
             finally:
                 _remove(partial)
             write_atomic(target_commit_path(self.path), target_commit_json(files))
@@ -153,6 +152,10 @@ class StoreWriter:
     def n_parts(self) -> int:
         """Planned parts."""
         return len(self._lengths)
+
+    def committed_parts(self) -> list[int]:
+        """Return the parts that have a commit, in order."""
+        return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
         """Return the parts that have no commit yet, in order."""
@@ -184,16 +187,33 @@ class StoreWriter:
 
     def drop_part(self, part: int) -> None:
         """Delete a part; it is pending again. Readers that hold it open read on, others do not see it."""
-        commit_path(self.path, part).unlink(missing_ok=True)
-        fsync_directory(self.path / COMMITS_NAME)
+        self._retract(commit_path(self.path, part))
         _remove(part_path(self.path, part))
         self._committed.discard(part)
 
     def drop_target(self) -> None:
         """Delete the target bundle; until it is written again, the store cannot be trained from."""
-        target_commit_path(self.path).unlink(missing_ok=True)
-        fsync_directory(self.path / COMMITS_NAME)
+        self._retract(target_commit_path(self.path))
         _remove(self.target_path)
+
+    def replace_manifest(self, manifest: StoreManifest) -> None:
+        """Give the store another store.json, of which every file is there already.
+
+        The seal goes first and comes back last: a store without one is read as it is, so that at every moment readers
+        find the old manifest or the new one.
+
+        Args:
+            manifest: of the same plan.
+
+        Raises:
+            DiskFull: no room; the store is the old one, or the new one without a seal until it is opened again.
+        """
+        if manifest != self.manifest:
+            self._retract(seal_path(self.path))
+            write_atomic(self.path / MANIFEST_NAME, manifest.to_json().encode())
+            self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
+            write_seal(self.path)
+            name_next_basis(self.path, manifest)
 
     def record_run(self, record: Mapping[str, Any]) -> Path:
         """Write a record of this run (command, versions, timings) to ``runs/``.
@@ -224,6 +244,11 @@ class StoreWriter:
     ) -> None:
         self.close()
 
+    def _retract(self, commit: Path) -> None:
+        """Delete a file of commits/, durably, before what it names changes."""
+        commit.unlink(missing_ok=True)
+        fsync_directory(self.path / COMMITS_NAME)
+
     def _clean(self) -> None:
         """Delete what a kill left behind; make parts with lost files pending again."""
         with disk_full_guard(self.path):
@@ -233,12 +258,14 @@ class StoreWriter:
             for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
                 _remove(leftover)
         self._clean_target()
+        name_next_basis(self.path, self.manifest)
         repaired = []
         for part in range(self.n_parts):
             commit = commit_path(self.path, part)
             if commit.exists():
                 if self._is_whole(part):
                     self._committed.add(part)
+                    remove_uncommitted(part_path(self.path, part), read_part_commit(commit).files)
                 else:
                     commit.unlink()
                     repaired.append(part)
@@ -272,6 +299,14 @@ class StoreWriter:
         )
 
 
+def name_next_basis(store: Path, manifest: StoreManifest) -> None:
+    """Let the basis that was learned for added fields take its name, once store.json is the one with these fields."""
+    path = store / CODEC_NAME / NEXT_BASIS_NAME
+    if path.exists() and hashlib.sha256(read_basis(path)).hexdigest() == manifest.codec.get("basis_sha256"):
+        os.replace(path, path.with_name(BASIS_NAME))
+        fsync_directory(path.parent)
+
+
 def _write_codec(store: Path, files: Mapping[str, bytes]) -> None:
     """Write what the codec has learned, unless it is there; the manifest, written later, holds its hash."""
     for name, content in files.items():
@@ -293,6 +328,34 @@ def _sync_tree(folder: Path) -> dict[str, FileRecord]:
             files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32(path))
         fsync_directory(Path(root))
     return files
+
+
+def _replace_tree(source: Path, target: Path, files: Collection[str]) -> None:
+    """Put the files of a synced folder in the place of another's, one at a time, so that none is ever missing."""
+    if not target.is_dir():
+        _remove(target)
+        os.rename(source, target)
+        fsync_directory(target.parent)
+        return
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
+    remove_uncommitted(target, files)
+    for root, _, _ in os.walk(target):
+        fsync_directory(Path(root))
+
+
+def remove_uncommitted(folder: Path, files: Collection[str]) -> None:
+    """Delete everything below ``folder`` but these files, given by their relative paths."""
+    kept_folders = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
+    for root, folders, names in os.walk(folder):
+        below = Path(root).relative_to(folder)
+        for name in [name for name in folders if (below / name).as_posix() not in kept_folders]:
+            shutil.rmtree(Path(root, name))
+            folders.remove(name)
+        for name in names:
+            if (below / name).as_posix() not in files:
+                Path(root, name).unlink()
 
 
 def _remove(path: Path) -> None:

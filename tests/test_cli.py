@@ -20,7 +20,7 @@ from moa_data.cli_support import ProgressLine, TokenStream, user_message
 from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view
 
 COMMANDS = (
-    "extract", "plan", "inspect", "verify", "repair", "audit", "train", "generate", "eval", "export", "import",
+    "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval", "export", "import",
     "export-drafter", "demo",
 )  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -107,6 +107,36 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(kit
                 np.testing.assert_array_equal(out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row))
 
 
+def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(kit: ModuleType, tmp_path: Path):
+    from moa_data.storage.addition import StoreAddition, extended_codec
+
+    recipe = kit.make_recipe(lengths=(70, 3, 200), part_tokens=300)
+    store = recipe.write(tmp_path / "store")
+    more = recipe.with_manifest(fields=(*recipe.manifest.fields, schema.hidden_field("layer_2", 16)))
+    with kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        addition = StoreAddition(writer, more.manifest, extended_codec(writer.codec, more.manifest.fields))
+        for part in addition.pending_parts():
+            with addition.part(part) as out:
+                for row in out.sequences.to_pylist():
+                    out.write("hidden/layer_2", row["first_token"], more.values(more.manifest.fields[-1], row))
+                out.commit()
+            manifest = json.loads((store / "store.json").read_text())
+            assert "hidden/layer_2" not in [field["name"] for field in manifest["fields"]]
+        addition.finish()
+    manifest = json.loads((store / "store.json").read_text())
+    assert (manifest["schema_version"], manifest["fields"][-1]["name"]) == (1, "hidden/layer_2")
+    for row in pq.read_table(store / "plan.parquet").to_pylist():
+        part = f"part-{row['part']:05d}"
+        commit = json.loads((store / "commits" / f"{part}.json").read_text())
+        for name, record in commit["files"].items():
+            content = (store / "parts" / f"{part}.zarr" / name).read_bytes()
+            assert record == {"bytes": len(content), "crc32": zlib.crc32(content)}
+        group = zarr.open_group(store / "parts" / f"{part}.zarr", mode="r")
+        for spec in more.manifest.fields:
+            got = group[spec.name][row["first_token"] : row["first_token"] + row["n_tokens"]]
+            np.testing.assert_array_equal(got, more.values(spec, row))
+
+
 def test_metadata_and_checksums_are_as_the_document_says(kit: ModuleType, tmp_path: Path):
     store = kit.make_recipe().write(tmp_path / "store")
     part = store / "parts" / "part-00000.zarr"

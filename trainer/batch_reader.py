@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..moa.objective import TrainingInputs
 from ..moa.registry import drafter_class
+from ..storage.addition import addition_command
 from ..storage.codecs.field import StoredArray
 from ..storage.reader import ActivationStore
 from ..storage.selection import layer_indices, own_arrays, row_shape, token_shape
@@ -28,7 +29,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     """Fields that the drafter is trained on, by the attribute of ``TrainingInputs`` that they become.
 
     Raises:
-        MissingField: the store lacks one; the message names the flags that would add it.
+        MissingField: the store lacks one; the message names the command that adds it.
         TrainingError: N is not below the target's number of layers.
     """
     n_layers = int(store.manifest.target["n_layers"])
@@ -39,13 +40,8 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     needed = drafter_class(config.drafter).needs(n_layers, config.target_layer_inference)
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        wanted = {*store.fields, *missing} - set(_TEXT_FIELDS)  # a store made anew should serve the old drafter too
-        names = sorted(wanted, key=lambda name: (name != "kv", name))
-        flags = ",".join(name.replace("/", ":").replace("_", ":") for name in names)
-        raise MissingField(
-            f"{store.path} lacks {', '.join(missing)}; extract again with --activations {flags} "
-            f"--target-layers {config.target_layer_inference}."
-        )
+        how = addition_command(store.path, missing, config.target_layer_inference)
+        raise MissingField(f"{store.path} lacks {', '.join(missing)}; add with {how}.")
     return needed
 
 

@@ -65,8 +65,8 @@ def test_default_layers_are_those_of_eagle_3() -> None:
             default_layers(n_layers)
 
 
-def test_a_missing_field_names_the_extract_that_adds_it() -> None:
-    with pytest.raises(FieldMissing, match="--activations kv,hidden:last,hidden:layer:7,"):
+def test_a_missing_field_names_the_command_that_adds_it() -> None:
+    with pytest.raises(FieldMissing, match="`moa-data add store --model MODEL --activations hidden:layer:7`,"):
         require_fields(("hidden/layer_7",), ("tokens", "kv", "hidden/last"), "store", "speculators")
     with pytest.raises(FieldMissing, match="before the final norm"):
         require_fields(("hidden/layer_7",), ("tokens", "kv", "hidden/last"), "store", "speculators")

@@ -162,13 +162,13 @@ def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path
 
 
 def test_a_store_without_the_fields_is_refused_in_one_line(recipe_store: Path, tmp_path: Path) -> None:
-    with pytest.raises(FieldMissing, match=r"lacks hidden/layer_1, hidden/layer_3.*--activations kv,hidden:last,hid"):
+    with pytest.raises(FieldMissing, match=r"lacks hidden/layer_1, .*`moa-data add .*--activations hidden:layer:1,hid"):
         export(recipe_store, "speculators", tmp_path / "out", layers=(1,))
     result = CliRunner().invoke(
         main, ["export", str(recipe_store), "--format", "specforge", "--layers", "2", "--out", str(tmp_path / "out")]
     )
     assert result.exit_code == 2
-    assert "--activations kv,hidden:last,hidden:layer:2" in result.stderr
+    assert f"`moa-data add {recipe_store} --model MODEL --activations hidden:layer:2" in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()
 
 

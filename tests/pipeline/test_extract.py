@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from moa_data.moa.bundle import FrozenTarget
 from moa_data.pipeline import extract as extract_module
+from moa_data.pipeline import forwards as forwards_module
 from moa_data.pipeline.background import BackgroundWriter
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import ExtractionInterrupted, NonFiniteActivation
-from moa_data.pipeline.extract import batches, extract
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.forwards import batches
 from moa_data.storage import shard
 from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
 from moa_data.storage.reader import ActivationStore
@@ -224,7 +226,7 @@ def test_ctrl_c_while_loading_and_while_writing_the_bundle(
         raise KeyboardInterrupt
 
     extract(elsewhere(config))
-    for owner, name in ((extract_module.Target, "load"), (extract_module, "save_target_bundle")):
+    for owner, name in ((extract_module.Target, "load"), (forwards_module, "save_target_bundle")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt)
             with pytest.raises(ExtractionInterrupted, match=r"0 of \d parts are committed"):
@@ -274,7 +276,7 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
 KILL_SCRIPT = """
     import os, signal, sys
     import torch
-    from moa_data.pipeline import extract as extract_module
+    from moa_data.pipeline import extract as extract_module, forwards as forwards_module
     from moa_data.pipeline.config import ExtractConfig
     from moa_data.storage import part_writer, writer
 
@@ -298,7 +300,7 @@ KILL_SCRIPT = """
 
     POINTS = {
         "manifest": lambda: die_at(writer, "write_atomic", 2),
-        "bundle": lambda: die_at(extract_module, "save_target_bundle", 1, after=True),
+        "bundle": lambda: die_at(forwards_module, "save_target_bundle", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
         "before_commit": lambda: die_at(part_writer, "write_atomic", 1),
         "after_commit": lambda: die_at(part_writer, "write_atomic", 2, after=True),

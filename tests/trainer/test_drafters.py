@@ -116,10 +116,10 @@ def test_only_what_the_drafter_needs_is_read(store_path, monkeypatch):
 
 
 def test_refusals(store_path, hidden_store, tmp_path):
-    with pytest.raises(MissingField, match=r"lacks kv; extract again with --activations kv,hidden:last,hidden:layer:1"):
+    with pytest.raises(MissingField, match=r"lacks kv; add with `moa-data add .* --model MODEL --activations kv`"):
         run(hidden_store, tmp_path / "run", max_steps=2)
     bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
-    with pytest.raises(MissingField, match=r"lacks hidden/last; extract again with --activations kv,hidden:last"):
+    with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):
         run(bare, tmp_path / "run", max_steps=2, **EAGLE)
     for changes, message in (
         ({"drafter": "condor"}, "drafter must be one of moa, eagle, glide, got 'condor'"),

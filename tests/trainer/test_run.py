@@ -257,9 +257,9 @@ def test_resume_refuses_another_store(store_path, tmp_path):
     assert run(moved, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
 
 
-def test_a_missing_activation_names_the_flag(tmp_path):
+def test_a_missing_activation_names_the_command_that_adds_it(tmp_path):
     store = build_store(tmp_path / "store", activations=("kv",), n_sequences=20)
-    with pytest.raises(MissingField, match=r"lacks hidden/last; extract again with --activations kv,hidden:last"):
+    with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):
         run(store, tmp_path / "run", max_steps=2)
 
 

@@ -1,0 +1,269 @@
+"""The plan of an addition to a store, complete before the target is loaded: what is new, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..moa.bundle import target_sizes
+from ..moa.target import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
+from ..storage.addition import extended_codec, lacking_fields
+from ..storage.codecs.registry import StoreCodec
+from ..storage.commit import PLAN_NAME
+from ..storage.errors import ManifestInvalid, SchemaVersionError, StoreMismatch, StoreNotFound
+from ..storage.plan import read_plan
+from ..storage.reader import ActivationStore, read_manifest
+from ..storage.schema import StoreManifest
+from ..storage.seal import find_seal_damage
+from .config import ActivationSpec, AddConfig, parse_activations, parse_fields
+from .errors import AdditionRefused, ConfigError, NotEnoughDisk
+from .identity import check_weights, target_identities
+from .plan import (
+    FORWARD_EFFICIENCY,
+    ExtractPlan,
+    count_parameters,
+    expected_bytes,
+    field_specs,
+    format_bytes,
+    format_hours,
+    matmul_flops,
+    weight_bytes,
+)
+
+_SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
+
+
+@dataclass(frozen=True)
+class AddPlan:
+    """What an addition will do.
+
+    Attributes:
+        config: the configuration.
+        store: the store's folder.
+        stored: the store's manifest as it is.
+        manifest: as it will be; of a codec that learns, without what the new fields will learn.
+        codec: of all fields; new ones that learn have not learned yet.
+        spec: the new activations.
+        all_activations: fields of all activations, old and new.
+        n_layers_before: decoder layers that the store keeps.
+        n_layers_kept: that it will keep.
+        folder: the target's folder.
+        device: where the forward will run.
+        n_tokens: tokens of the committed parts.
+        n_left_tokens: of these, in parts that lack new fields.
+        n_parts: committed parts.
+        n_left_parts: of these, lacking new fields.
+        raw_bytes: bytes of the new values of the parts that lack them, before compression.
+        stored_bytes: expected bytes of these on disk, and of the layers for target/.
+        free_bytes: free bytes on the store's disk.
+        forward_s: expected seconds of forwards.
+    """
+
+    config: AddConfig
+    store: Path
+    stored: StoreManifest
+    manifest: StoreManifest
+    codec: StoreCodec = field(repr=False)
+    spec: ActivationSpec
+    all_activations: tuple[str, ...]
+    n_layers_before: int
+    n_layers_kept: int
+    folder: Path
+    device: str
+    n_tokens: int
+    n_left_tokens: int
+    n_parts: int
+    n_left_parts: int
+    raw_bytes: int
+    stored_bytes: int
+    free_bytes: int
+    forward_s: float
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the new fields."""
+        return self.spec.fields
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens per forward, as in the extraction."""
+        return int(self.stored.extraction["batch_tokens"])
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the stored activations."""
+        return str(self.stored.extraction["dtype"])
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the forward, as in the extraction."""
+        return str(self.stored.extraction["compute_dtype"])
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether the forward of an extraction of all these fields fills a cache."""
+        return "kv" in self.all_activations
+
+    def describe(self) -> str:
+        """The plan as text for people."""
+        kept = f"{self.n_layers_kept} decoder layers instead of {self.n_layers_before}"
+        lines = [
+            f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.dtype}, codec "
+            f"{self.codec.name}; all of it is kept",
+            f"adds         {', '.join(self.fields) or 'no field, the store has them all'}"
+            + (f"; target/ keeps {kept}" if self.n_layers_kept > self.n_layers_before else ""),
+            f"tokens       {self.n_left_tokens:,} of {self.n_tokens:,}, in {self.n_left_parts:,} of {self.n_parts:,} "
+            "parts" + (" (the others have the new fields already)" if self.n_left_parts < self.n_parts else ""),
+            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / max(self.n_left_tokens, 1):,.0f} bytes "
+            "per token)",
+            f"on disk      about {format_bytes(self.stored_bytes)} more",
+            f"free disk    {format_bytes(self.free_bytes)} at {self.store}",
+            f"time         about {format_hours(self.forward_s)} of forwards on {self.device} in {self.compute_dtype}",
+        ]
+        return "\n".join(lines)
+
+    def check_disk(self) -> None:
+        """Refuse what the disk cannot hold.
+
+        Raises:
+            NotEnoughDisk: with what is needed and what is free.
+        """
+        if self.stored_bytes > self.free_bytes:
+            raise NotEnoughDisk(
+                f"The new fields need about {format_bytes(self.stored_bytes)}, but {self.store} has "
+                f"{format_bytes(self.free_bytes)} free. Free some space, or add fewer --activations."
+            )
+
+
+def plan_addition(config: AddConfig) -> AddPlan:
+    """Decide everything; no forward, nothing written.
+
+    Args:
+        config: what to add.
+
+    Raises:
+        AdditionRefused: `extract` did not make the store.
+        ConfigError: unknown activations, or nothing to add.
+        StoreMismatch: the store was made with another target, or on another kind of device.
+        StoreError: the store cannot be read.
+        TargetError: the model folder has no config, weights or tokenizer.
+    """
+    config.check()
+    with ActivationStore(Path(config.store).expanduser()) as reader:
+        stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, Path(reader.path)
+        n_tokens = int(reader.lengths.sum())
+    _check_settings(path, stored)
+    folder = resolve_model_folder(config.model)
+    check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
+    model_config = load_target_config(folder)
+    sizes = target_sizes(model_config)
+    device = _check_same_target(config, path, stored, folder)
+    old = parse_fields(spec.name for spec in stored.fields)
+    n_before = int(stored.extraction["target_layers"])
+    n_kept = max(n_before, config.target_layers)
+    full = old | parse_activations(config.activations, n_kept, sizes["n_layers"])
+    new = ActivationSpec(full.kv and not old.kv, full.last and not old.last, _without(full.layers, old.layers))
+    specs = field_specs(full, sizes, str(stored.extraction["dtype"]))
+    if not set(stored.fields) <= set(specs):
+        raise AdditionRefused(f"{path} describes its fields in another way than this release. Extract to a new store.")
+    codec = extended_codec(old_codec, specs)
+    activations = list(full.fields)
+    settings = {**stored.extraction, "activations": activations, "target_layers": n_kept}
+    new_codec = codec.only(new.fields)
+    described = stored.codec if not new.fields or new_codec.learned else codec.describe()
+    left = [commit for commit in commits.values() if lacking_fields(commit, new.fields)]
+    n_left_tokens = sum(commit.n_tokens for commit in left)
+    layer_parameters, kept_parameters = count_parameters(model_config, n_kept)
+    kept_bytes = kept_parameters * weight_bytes(model_config) if n_kept > n_before else 0
+    flops = matmul_flops(device, getattr(torch, str(stored.extraction["compute_dtype"]))) if left else 1.0
+    return AddPlan(
+        config=config,
+        store=path,
+        stored=stored,
+        manifest=dataclasses.replace(stored, fields=specs, extraction=settings, codec=described),
+        codec=codec,
+        spec=new,
+        all_activations=full.fields,
+        n_layers_before=n_before,
+        n_layers_kept=n_kept,
+        folder=folder,
+        device=device,
+        n_tokens=n_tokens,
+        n_left_tokens=n_left_tokens,
+        n_parts=len(commits),
+        n_left_parts=len(left),
+        raw_bytes=sum(item.spec.token_bytes for item in new_codec.fields.values()) * n_left_tokens,
+        stored_bytes=expected_bytes(new_codec, n_left_tokens) + kept_bytes,
+        free_bytes=shutil.disk_usage(path).free,
+        forward_s=2 * layer_parameters * n_left_tokens / (flops * FORWARD_EFFICIENCY),
+    )
+
+
+def addition_of(plan: ExtractPlan) -> AddConfig | None:
+    """Return the addition that makes a store what an extraction asks for; None where it differs otherwise, or is new.
+
+    Args:
+        plan: of the extraction; its fields are a superset of the store's, and all else agrees.
+    """
+    path = Path(plan.config.out).expanduser()
+    if find_seal_damage(path):
+        return None  # opening the store for writing mends it, or names the damage
+    try:
+        old, old_table = read_manifest(path), read_plan(path / PLAN_NAME)
+    except (StoreNotFound, ManifestInvalid, SchemaVersionError):
+        return None
+    new = plan.manifest
+    n_layers = [manifest.extraction.get("target_layers", -1) for manifest in (old, new)]
+    is_more = (set(old.fields) < set(new.fields) and n_layers[0] <= n_layers[1]) or (
+        set(old.fields) == set(new.fields) and n_layers[0] < n_layers[1]
+    )
+    settings = dict(new.extraction) | {key: old.extraction.get(key) for key in ("activations", "target_layers")}
+    identities = {key: value for key, value in old.identities.items() if key in new.identities}
+    alike = dataclasses.replace(new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities)
+    if not is_more or alike != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
+        return None
+    if not old_table.equals(plan.table.replace_schema_metadata(None)):
+        return None
+    config = plan.config
+    return AddConfig(str(path), config.model, config.activations, config.target_layers, config.device)
+
+
+def _without(layers: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(layer for layer in layers if layer not in others)
+
+
+def _check_settings(path: Path, stored: StoreManifest) -> None:
+    """Refuse a store whose forwards cannot be repeated."""
+    missing = [name for name in _SETTINGS if name not in stored.extraction]
+    if missing:
+        origin = stored.extraction.get("imported_from")
+        how = f"was imported from {origin}" if origin else f"does not say its {missing[0]}"
+        raise AdditionRefused(
+            f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
+        )
+    try:
+        parse_fields(spec.name for spec in stored.fields)
+    except ConfigError as error:
+        raise AdditionRefused(f"{path}: {error} Extract to a new store.") from error
+
+
+def _check_same_target(config: AddConfig, path: Path, stored: StoreManifest, folder: Path) -> str:
+    """Return the device; refuse another target, tokenizer or template than the store's, or another kind of device."""
+    live: dict[str, Any] = target_identities(folder, load_target_tokenizer(folder), with_weights=True)
+    changes = {
+        f"identities.{key}": (stored.identities[key], value)
+        for key, value in live.items()
+        if stored.identities.get(key, value) != value
+    }
+    wanted = str(stored.extraction["device"])
+    device = config.device if config.device != "auto" else wanted
+    if (kind := torch.device(pick_device(device)).type) != wanted:
+        changes["extraction.device"] = (wanted, kind)
+    if changes:
+        raise StoreMismatch(str(path), changes)
+    return device

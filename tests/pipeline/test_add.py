@@ -1,0 +1,431 @@
+"""Adding fields gives the bytes of one extraction of all fields, whatever interrupts it; the old fields keep theirs."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from transformers import AutoModelForCausalLM
+
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.pipeline import add as add_module
+from moa_data.pipeline.add import add
+from moa_data.pipeline.add_plan import plan_addition
+from moa_data.pipeline.config import AddConfig, ExtractConfig
+from moa_data.pipeline.errors import AdditionRefused, ConfigError, ExtractionInterrupted, NotEnoughDisk
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.recode import recode
+from moa_data.pipeline.repair import repair
+from moa_data.storage.errors import StoreMismatch
+from moa_data.storage.reader import ActivationStore
+from moa_data.storage.repair import plan_repair
+from moa_data.storage.verify import verify_store
+from moa_data.trainer.batch_reader import BatchReader, needed_fields
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.errors import MissingField
+
+from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer, random_chats, write_jsonl
+
+OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the chats, in which the stores that several tests start from or compare with are made once."""
+    folder = tmp_path_factory.mktemp("stores")
+    write_jsonl(folder / "chats.jsonl", random_chats(14))
+    return folder
+
+
+@pytest.fixture
+def config(target_folder: Path, stores: Path, tmp_path: Path) -> ExtractConfig:
+    return ExtractConfig(
+        model=str(target_folder), dataset=str(stores / "chats.jsonl"), out=str(tmp_path / "store"), max_length=128,
+        device="cpu", part_tokens=512, batch_tokens=256, activations=OLD,
+    )  # fmt: skip
+
+
+def made_once(config: ExtractConfig, **changes: Any) -> Path:
+    config = dataclasses.replace(config, **changes)
+    name = f"{config.codec}-{','.join(config.activations)}".replace(":", "_")
+    folder = Path(config.dataset).with_name(name)
+    if not folder.exists():
+        extract(dataclasses.replace(config, out=str(folder)))
+    return folder
+
+
+def begun(config: ExtractConfig) -> dict[str, bytes]:
+    """Put a store of the old fields to ``config.out``; return its files."""
+    shutil.copytree(made_once(config), config.out)
+    return data_bytes(config.out)
+
+
+def fresh(config: ExtractConfig, **changes: Any) -> dict[str, bytes]:
+    """The files of one extraction of all fields."""
+    return data_bytes(made_once(config, activations=NEW, target_layers=1, **changes))
+
+
+def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
+    return dataclasses.replace(AddConfig(config.out, config.model, ("hidden:layer:0",), target_layers=1), **changes)
+
+
+def data_bytes(store: str | Path) -> dict[str, bytes]:
+    """Every file that must not differ between runs."""
+    return {
+        path.relative_to(store).as_posix(): path.read_bytes()
+        for path in sorted(Path(store).rglob("*"))
+        if path.is_file() and "runs" not in path.parts and path.name != "store.lock"
+    }
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int4", "transform:3,tokens"])
+def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig, codec: str) -> None:
+    config = dataclasses.replace(config, codec=codec)
+    before = begun(config)
+    calls: list[tuple[int, int, str]] = []
+    Path(config.dataset).rename(f"{config.dataset}.away")  # the tokens are in the store
+    report = add(addition(config), progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
+    Path(f"{config.dataset}.away").rename(config.dataset)
+    after = data_bytes(config.out)
+    assert report.fields == ("hidden/layer_0", "hidden/layer_1")
+    assert report.n_parts == report.n_parts_done > 1
+    assert "bit for bit" in report.agreement
+    assert calls[-1][:2] == (report.n_tokens, report.n_tokens)
+    arrays = [name for name in before if name.startswith("parts/")]
+    assert {name: after[name] for name in arrays} == {name: before[name] for name in arrays}
+    assert sum(len(after[name]) for name in after if "/hidden/layer_" in name) == report.stored_bytes
+    assert after == fresh(config)
+    assert verify_store(config.out).ok
+    assert not list(Path(config.out).rglob("*.partial"))
+
+
+def test_extract_adds_what_a_store_lacks_and_goes_on_with_the_rest(config: ExtractConfig) -> None:
+    begun(config)
+    (Path(config.out) / "commits/part-00001.json").unlink()  # a part that is still to be extracted
+    wanted = dataclasses.replace(config, activations=NEW, target_layers=1)
+    report = extract(wanted)
+    assert report.added is not None
+    assert report.added.fields == ("hidden/layer_0", "hidden/layer_1")
+    assert report.added.n_pending_parts == report.n_parts_done == 1
+    assert "added        hidden/layer_0, hidden/layer_1 to" in report.describe()
+    assert "pending      1 parts are still to be extracted" in report.describe()
+    expected = fresh(config)
+    assert data_bytes(config.out) == expected
+    again = extract(wanted)
+    assert again.added is None
+    assert "nothing to do" in again.describe()
+    with pytest.raises(StoreMismatch, match=r"fields\.hidden/layer_0\.axes: store has"):
+        extract(config)
+    assert data_bytes(config.out) == expected
+
+
+def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
+    begun(config)
+    with pytest.raises(ConfigError, match="nothing to add"):
+        add(AddConfig(config.out, config.model))
+    add(AddConfig(config.out, config.model, ("hidden:layer:1", "hidden:layer:0")))
+    before = data_bytes(config.out)
+    report = add(AddConfig(config.out, config.model, target_layers=1))
+    assert (report.fields, report.target_layers) == ((), 1)
+    assert "target/ keeps the last 1 decoder layers" in report.describe()
+    assert FrozenTarget.load(Path(config.out) / "target", 1).n_layers == 1
+    after = data_bytes(config.out)
+    assert {name for name in after if after[name] != before[name]} == {
+        "README.md", "commits/store.json", "commits/target.json", "store.json", "target/frozen.safetensors",
+    }  # fmt: skip
+    assert after == fresh(config)
+    assert add(AddConfig(config.out, config.model, target_layers=1)).n_parts_done == 0
+    assert data_bytes(config.out) == after
+
+
+def test_what_a_plan_shows(config: ExtractConfig) -> None:
+    begun(config)
+    report = extract(config)
+    plan = plan_addition(addition(config))
+    assert plan.fields == ("hidden/layer_0", "hidden/layer_1")
+    assert plan.raw_bytes == report.n_tokens * 2 * 32 * 2  # two fields of width 32 in bfloat16
+    assert plan.n_left_tokens == plan.n_tokens == report.n_tokens
+    for text in (
+        "kv, hidden/last in bfloat16, codec lossless; all of it is kept",
+        "adds         hidden/layer_0, hidden/layer_1; target/ keeps 1 decoder layers instead of 0",
+        f"tokens       {report.n_tokens:,} of {report.n_tokens:,}, in {report.n_parts} of {report.n_parts} parts",
+        "(128 bytes per token)",
+        "on disk      about",
+    ):
+        assert text in plan.describe()
+    with pytest.raises(NotEnoughDisk, match=r"new fields need about .* has 10 B free"):
+        dataclasses.replace(plan, free_bytes=10).check_disk()
+
+
+@pytest.mark.parametrize("at_call", [1, 4])
+def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractConfig, at_call: int) -> None:
+    begun(config)
+    n_calls = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == at_call:
+            raise KeyboardInterrupt
+
+    with pytest.raises(
+        ExtractionInterrupted, match=r"Until all of hidden/layer_0, hidden/layer_1 is there, .* is as it was"
+    ):
+        add(addition(config), progress=interrupt)
+    assert not list(Path(config.out).rglob("*.partial"))
+    with ActivationStore(config.out) as store:
+        assert "hidden/layer_0" not in store.fields
+    assert verify_store(config.out).ok
+    plan = plan_addition(addition(config))
+    assert (plan.n_left_parts < plan.n_parts) == (at_call > 1)
+    report = add(addition(config))
+    assert report.n_parts_done == plan.n_left_parts
+    assert data_bytes(config.out) == fresh(config)
+
+
+KILL_SCRIPT = """
+    import os, signal, sys
+    import torch
+    from moa_data.pipeline.add import add
+    from moa_data.pipeline.config import AddConfig
+    from moa_data.storage import addition, part_writer, writer
+
+    torch.set_num_threads(1)
+    model, out, *names = sys.argv[1:]
+
+    def die_at(owner, name, at_call, after=False):
+        real, calls = getattr(owner, name), [0]
+        def wrapper(*arguments, **named):
+            calls[0] += 1
+            if calls[0] == at_call and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*arguments, **named)
+            if calls[0] == at_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        setattr(owner, name, wrapper)
+
+    POINTS = {
+        "bundle": lambda: die_at(writer, "_replace_tree", 1, after=True),
+        "basis": lambda: die_at(addition, "write_atomic", 1, after=True),
+        "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 11),
+        "before_commit": lambda: die_at(part_writer, "write_atomic", 2),
+        "before_manifest": lambda: die_at(writer, "write_atomic", 2),
+        "before_seal": lambda: die_at(writer, "write_seal", 1),
+        "before_name": lambda: die_at(writer, "name_next_basis", 2),
+    }
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            POINTS[name]()
+            add(AddConfig(f"{out}-{name}", model, ("hidden:layer:0",), 1))
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
+        print(name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("codec", "names"),
+    [
+        ("lossless", ["bundle", "mid_part", "before_seal"]),
+        pytest.param("transform:3", ["basis", "before_name"], marks=pytest.mark.slow),
+    ],
+)
+def test_kill_9_leaves_the_old_store_or_the_new_one_and_the_next_run_ends_in_the_same_bytes(
+    config: ExtractConfig, codec: str, names: list[str]
+) -> None:
+    config = dataclasses.replace(config, codec=codec)
+    begun(config)
+    for name in names:
+        shutil.copytree(config.out, f"{config.out}-{name}")
+    arguments = [sys.executable, "-c", textwrap.dedent(KILL_SCRIPT), config.model, config.out, *names]
+    run = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == names
+    expected = fresh(config)
+    for name in names:
+        killed = f"{config.out}-{name}"
+        with ActivationStore(killed) as store:
+            is_new = name in ("before_seal", "before_name")
+            assert ("hidden/layer_0" in store.fields) == is_new
+            assert {field: len(store.read(0, field)) for field in store.fields}
+        assert verify_store(killed).ok
+        add(addition(config, store=killed))
+        assert data_bytes(killed) == expected, name
+
+
+def test_another_addition_drops_what_an_unfinished_one_had_learned(config: ExtractConfig) -> None:
+    config = dataclasses.replace(config, codec="transform:3")
+    begun(config)
+
+    def interrupt(_done: int, _total: int, message: str) -> None:
+        if message.startswith("add 1/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(ExtractionInterrupted):
+        add(addition(config, activations=("hidden:layer:2",), target_layers=0), progress=interrupt)
+    add(addition(config))
+    assert data_bytes(config.out) == fresh(config)
+    (Path(config.out) / "commits/part-00000.json").unlink()
+    with pytest.raises(AdditionRefused, match="must learn from all sequences, but 1 parts are still to be extracted"):
+        add(addition(config, activations=("hidden:layer:2",)))
+
+
+def test_a_damaged_added_field_is_extracted_again(config: ExtractConfig) -> None:
+    begun(config)
+    add(addition(config))
+    whole = data_bytes(config.out)
+    path = next(Path(config.out).glob("parts/part-00001.zarr/hidden/layer_1/c/*/*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    plan = plan_repair(config.out)
+    assert plan.parts == (1,)
+    assert repair(plan, config.model).n_parts_done == 1
+    assert data_bytes(config.out) == whole
+
+
+def test_the_new_field_is_what_a_plain_forward_gives_and_plain_zarr_reads_it(config: ExtractConfig) -> None:
+    config = dataclasses.replace(config, batch_tokens=1)  # one sequence per forward, so that every bit can agree
+    extract(config)
+    add(addition(config))
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    with ActivationStore(config.out) as store:
+        for i, row in enumerate(store.sequences.to_pylist()[::5]):
+            i *= 5
+            tokens = torch.from_numpy(store.read(i, "tokens").astype(np.int64))[None]
+            with torch.inference_mode():
+                expected = model(tokens, output_hidden_states=True).hidden_states[1][0].bfloat16()
+            got = store.read(i, "hidden/layer_0")
+            assert torch.equal(torch.from_numpy(got).view(torch.bfloat16), expected)
+            part = zarr.open_group(Path(config.out) / f"parts/part-{row['part']:05d}.zarr", mode="r")
+            span = slice(row["first_token"], row["first_token"] + row["n_tokens"])
+            np.testing.assert_array_equal(part["hidden/layer_0"][span], got)
+
+
+def test_a_recoded_store_takes_fields_too(config: ExtractConfig, tmp_path: Path) -> None:
+    begun(config)
+    recode(config.out, "int8", tmp_path / "int8")
+    shutil.rmtree(config.out)
+    add(addition(config, store=str(tmp_path / "int8")))
+    expected = fresh(config, codec="int8")
+    expected.pop("README.md")  # `recode` writes none
+    assert data_bytes(tmp_path / "int8") == expected
+
+
+def test_keys_and_values_can_be_added(config: ExtractConfig) -> None:
+    extract(dataclasses.replace(config, activations=("hidden:last",), codec="int8"))
+    add(addition(config, activations=("kv", "hidden:layer:0")))
+    assert data_bytes(config.out) == fresh(config, codec="int8")
+
+
+def test_another_target_and_another_device_are_refused(
+    config: ExtractConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = begun(config)
+    other = tmp_path / "other"
+    build_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(other)
+    with pytest.raises(StoreMismatch, match=r"identities\.target\.weights_sha256: store has"):
+        add(addition(config, model=str(other)))
+    with pytest.raises(StoreMismatch, match=r"extraction\.device: store has 'cpu', given 'meta'"):
+        add(addition(config, device="meta"))
+    for changes, message in (
+        ({"activations": ("hidden:middle",)}, "Unknown activation 'hidden:middle'"),
+        ({"activations": ("hidden:layer:3",)}, "the target has 3 decoder layers, 0 to 2"),
+        ({"target_layers": 9}, "target_layers is 9, but the target has 3"),
+        ({"target_layers": -1}, "target_layers is -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            add(addition(config, **changes))
+    for changes, key in (
+        ({"dtype": "float32"}, r"extraction\.dtype"),
+        ({"codec": "int8"}, r"codec\.name"),
+        ({"max_length": 64}, r"extraction\.max_length"),
+        ({"model": str(other)}, r"weights_sha256"),
+    ):
+        wanted = dataclasses.replace(config, activations=NEW, **changes)
+        with pytest.raises(StoreMismatch, match=key):
+            extract(wanted)
+    assert data_bytes(config.out) == before
+
+
+def test_a_target_that_computes_something_else_is_refused(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = begun(config)
+    real = add_module.capture
+
+    def scaled(factor: float) -> Callable[..., Any]:
+        def capture(*arguments: Any) -> Any:
+            found = real(*arguments)
+            return dataclasses.replace(found, fields={name: x * factor for name, x in found.fields.items()})
+
+        return capture
+
+    with monkeypatch.context() as patch:
+        patch.setattr(add_module, "capture", scaled(1.1))
+        with pytest.raises(AdditionRefused, match=r"hidden/last that differs by 9.\d% from the stored one"):
+            add(addition(config, target_layers=0))
+        assert data_bytes(config.out) == before
+        patch.setattr(add_module, "capture", scaled(1.004))
+        assert "differ in last bits" in add(addition(config)).agreement
+    assert data_bytes(config.out) == fresh(config)
+
+
+def test_a_store_whose_forwards_are_unknown_is_refused(config: ExtractConfig) -> None:
+    begun(config)
+    store = Path(config.out)
+    (store / "commits/store.json").unlink()
+    document = json.loads((store / "store.json").read_text())
+    del document["extraction"]["batch_tokens"]
+    (store / "store.json").write_text(json.dumps(document))
+    with pytest.raises(
+        AdditionRefused, match=r"does not say its batch_tokens, so the forwards .* Extract to a new store"
+    ):
+        add(addition(config))
+    document["extraction"]["imported_from"] = "eagle"
+    (store / "store.json").write_text(json.dumps(document))
+    with pytest.raises(AdditionRefused, match="was imported from eagle"):
+        add(addition(config))
+
+
+def test_nothing_is_added_to_sequences_that_are_not_what_they_are_named_after(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = begun(config)
+    monkeypatch.setattr(add_module, "content_id", lambda *_: "0" * 64)
+    with pytest.raises(AdditionRefused, match=r"tokens of sequence [0-9a-f]{12} are not those"):
+        add(addition(config, target_layers=0))
+    assert data_bytes(config.out) == before
+
+
+def test_training_reads_the_new_field(config: ExtractConfig) -> None:
+    begun(config)
+    settings = TrainConfig(store=config.out, out="", batch_size=2, target_layer_inference=1, reader_threads=1)
+    how = (
+        f"lacks hidden/layer_1; add with `moa-data add {config.out} --model MODEL --activations hidden:layer:1 --target"
+    )
+    with ActivationStore(config.out) as store, pytest.raises(MissingField, match=re.escape(how)):
+        needed_fields(store, settings)
+    add(addition(config, activations=("hidden:layer:1",)))
+    with ActivationStore(config.out) as store:
+        batch, _ = BatchReader(store, settings, torch.device("cpu")).read(np.array([0, 1]), store.lengths[:2])
+        assert batch.entering_hidden is not None
+        for i in range(2):
+            stored = torch.from_numpy(store.read(i, "hidden/layer_1")).view(torch.bfloat16)
+            assert torch.equal(batch.entering_hidden[i, : len(stored)], stored)
+        assert FrozenTarget.load(store.target_path, 1).n_layers == 1
