@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from .report import EvaluationReport, MethodSummary
 
@@ -40,11 +41,17 @@ def markdown_report(report: EvaluationReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_report(report: EvaluationReport, path: Path) -> None:
-    """Write the JSON file and the Markdown file beside it; each replaces its predecessor in one step."""
+def write_report(values: dict[str, Any], markdown: str, path: Path) -> None:
+    """Write a JSON file and a Markdown file beside it; each replaces its predecessor in one step.
+
+    Args:
+        values: of the JSON file.
+        markdown: text of the Markdown file.
+        path: of the JSON file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path.with_suffix(".md"), markdown_report(report))
-    _replace(path, json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+    _replace(path.with_suffix(".md"), markdown)
+    _replace(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
 
 
 def _settings(report: EvaluationReport) -> str:
@@ -76,22 +83,26 @@ def _method_line(report: EvaluationReport, summary: MethodSummary) -> str:
 def _length(summary: MethodSummary) -> str:
     if summary.acceptance_length is None:
         return "-"
-    return f"{summary.acceptance_length:.2f}" + _interval(summary.acceptance_length_interval)
+    return f"{summary.acceptance_length:.2f}" + interval_text(summary.acceptance_length_interval)
 
 
 def _ratio(summary: MethodSummary) -> str:
-    return f"{summary.ratio:.2f}" + _interval(summary.ratio_interval)
+    return f"{summary.ratio:.2f}" + interval_text(summary.ratio_interval)
 
 
-def _interval(bounds: tuple[float, float] | None) -> str:
-    return "" if bounds is None else f" ({bounds[0]:.2f}-{bounds[1]:.2f})"
+def interval_text(bounds: tuple[float, float] | None, form: str = "{:.2f}") -> str:
+    """An interval in brackets, behind a figure; nothing where there is none."""
+    if bounds is None:
+        return ""
+    to = " to " if bounds[0] < 0 else "-"
+    return f" ({form.format(bounds[0])}{to}{form.format(bounds[1])})"
 
 
 def _drafter_lines(report: EvaluationReport) -> list[str]:
     lines = []
     for name, facts in report.drafters.items():
         trained = f", {facts['n_steps']:,} steps" if facts["n_steps"] else ""
-        trained += f", {facts['n_tokens']:,} tokens in its last invocation" if facts["n_tokens"] else ""
+        trained += f", {facts['n_tokens']:,} tokens" if facts["n_tokens"] else ""
         lines.append(f"\nDrafter {name}: {facts['kind']}, {facts['n_parameters']:,} weights{trained}.")
     return lines
 

@@ -68,6 +68,29 @@ def speed_ratio_interval(
     return _interval(sums, lambda total: total[:, 0] / total[:, 1] / (total[:, 2] / total[:, 3]))
 
 
+def ratio_with_interval(
+    prompt_ids: Sequence[str], values: Sequence[tuple[float, float]]
+) -> tuple[float | None, tuple[float, float] | None]:
+    """A ratio of sums over prompts, such as a mean over the tokens of all prompts, and its bootstrap interval.
+
+    Args:
+        prompt_ids: the prompt of each row.
+        values: per row numerator and denominator.
+
+    Returns:
+        (ratio, interval); None for both where the denominators are all 0, for the interval where fewer than two prompts
+        have one.
+    """
+    if not values:
+        return None, None
+    sums = sums_by_prompt(prompt_ids, values)
+    sums = sums[sums[:, 1] > 0]
+    if not len(sums):
+        return None, None
+    total = sums.sum(axis=0)
+    return float(total[0] / total[1]), _interval(sums, lambda drawn: drawn[:, 0] / drawn[:, 1])
+
+
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
     """Share of target calls that accepted the draft at each position, the first draft of a call being position 0.
 
