@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
+from .comparison import ComparisonReport
 from .disconnection import TARGET
 from .disconnection_report import DisconnectionReport
 from .report import EvaluationReport
@@ -100,6 +102,38 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
         axes.plot(spread, [row.runs[name].tokens_per_s for row in rows], ".", color="black", markersize=3)
     axes.set_ylabel("tokens per second")
     axes.set_title(f"Speed on {report.environment['device']}")
+    _save(figure, path)
+
+
+def comparison_figure(report: ComparisonReport, path: Path) -> None:
+    """Draw acceptance length against weights, training tokens and the cost of drafting.
+
+    Args:
+        report: a report.
+        path: of the PNG file.
+    """
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    titles = ("weights", "training tokens", "ms of drafting per target call")
+    for index, run in enumerate(report.runs):
+        for method, marker in (("chain", "o"), ("tree", "^")):
+            summary = run.methods[method]
+            length, bounds = summary.acceptance_length, summary.acceptance_length_interval
+            if length is None:
+                continue
+            arms = None if bounds is None else [[max(0.0, length - bounds[0])], [max(0.0, bounds[1] - length)]]
+            places = (run.n_parameters, run.n_tokens, summary.call_ms("draft"))
+            for ax, place in zip(axes, places, strict=True):
+                if place is not None:
+                    label = f"{run.name}, {method}"
+                    ax.errorbar([place], [length], arms, fmt=marker, color=f"C{index}", capsize=2, label=label)
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set_xlabel(title)
+        ax.margins(x=0.2)
+    for ax in axes[:2]:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes[0].set_ylabel("acceptance length")
+    axes[2].legend(fontsize=8)
     _save(figure, path)
 
 

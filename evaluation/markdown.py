@@ -74,19 +74,21 @@ def _method_line(report: EvaluationReport, summary: MethodSummary) -> str:
     lower, median, upper = summary.ratio_quartiles
     exact = "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"
     return (
-        f"| {summary.method} | {_length(summary)} | {summary.n_target_calls:,} | {summary.calls_saved:.1%} "
-        f"| {summary.n_tokens:,} | {summary.tokens_per_s:.1f} | {_ratio(summary)} "
+        f"| {summary.method} | {length_text(summary)} | {summary.n_target_calls:,} | {summary.calls_saved:.1%} "
+        f"| {summary.n_tokens:,} | {summary.tokens_per_s:.1f} | {ratio_text(summary)} "
         f"| {median:.2f} ({lower:.2f}-{upper:.2f}) | {exact} |"
     )
 
 
-def _length(summary: MethodSummary) -> str:
+def length_text(summary: MethodSummary) -> str:
+    """The acceptance length with its interval."""
     if summary.acceptance_length is None:
         return "-"
     return f"{summary.acceptance_length:.2f}" + interval_text(summary.acceptance_length_interval)
 
 
-def _ratio(summary: MethodSummary) -> str:
+def ratio_text(summary: MethodSummary) -> str:
+    """The speed ratio with its interval."""
     return f"{summary.ratio:.2f}" + interval_text(summary.ratio_interval)
 
 
@@ -125,7 +127,9 @@ def _category_lines(report: EvaluationReport) -> list[str]:
     titles = [f"{s.method} {column}" for s in others for column in ("acceptance length", "ratio")]
     lines = ["| category | answers | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 2)]
     for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
-        cells = [cell for summary in (summaries[1:] or summaries) for cell in (_length(summary), _ratio(summary))]
+        cells = [
+            cell for summary in (summaries[1:] or summaries) for cell in (length_text(summary), ratio_text(summary))
+        ]
         lines.append(f"| {name} | {summaries[0].n_answers} | " + " | ".join(cells) + " |")
     return lines
 

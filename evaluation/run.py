@@ -1,4 +1,4 @@
-"""``evaluate`` and ``disconnect``: load target, drafters and prompts, measure, and write the report."""
+"""``evaluate``, ``compare`` and ``disconnect``: load target, drafters and prompts, measure, and write the report."""
 
 import dataclasses
 import platform
@@ -9,13 +9,15 @@ import torch
 
 from ..moa.target import Target
 from ..pipeline.prompts import check_template
-from .config import DisconnectConfig, EvalConfig
+from .comparison import KIND as COMPARISON
+from .comparison import ComparisonReport, build_comparison, comparison_markdown
+from .config import CompareConfig, DisconnectConfig, EvalConfig
 from .disconnection import measure_disconnections
 from .disconnection_report import KIND as DISCONNECTION
 from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
 from .drafters import load_drafters
 from .errors import EvalConfigError
-from .figures import disconnection_figure, write_figures
+from .figures import comparison_figure, disconnection_figure, write_figures
 from .markdown import markdown_report, write_report
 from .measure import Progress, measure, opening_tokens
 from .methods import build_methods
@@ -87,6 +89,34 @@ def run_methods(
     )
 
 
+def compare(
+    config: CompareConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> ComparisonReport:
+    """Measure several drafters on the same prompts, and set beside it how they were trained.
+
+    Args:
+        config: what to compare.
+        progress: called with (done, total, message) per prompt.
+        provenance: command, versions and commit, for the report.
+
+    Returns:
+        The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
+
+    Raises:
+        EvaluationError: as :func:`evaluate`.
+        DrafterError: as :func:`evaluate`.
+        PipelineError: as :func:`evaluate`.
+    """
+    _check(config)
+    out = check_output(config.out, COMPARISON)
+    evaluation = run_methods(config.evaluation(), progress, provenance)
+    report = build_comparison(evaluation)
+    write_figures(evaluation, out)
+    comparison_figure(report, out.with_suffix(".png"))
+    write_report(report.to_json(), comparison_markdown(report), out)
+    return report
+
+
 def disconnect(
     config: DisconnectConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> DisconnectionReport:
@@ -136,7 +166,7 @@ def disconnect(
     return report
 
 
-def _check(config: EvalConfig | DisconnectConfig) -> None:
+def _check(config: EvalConfig | CompareConfig | DisconnectConfig) -> None:
     if problems := config.problems():
         raise EvalConfigError("; ".join(problems) + ".")
 

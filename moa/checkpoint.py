@@ -104,7 +104,12 @@ def save_official(drafter: MoADrafter, folder: str | Path, target_config: Any) -
     """Write the official layout: 29 keys (Llama) and the target's config.json.
 
     Target identity and target layer inference have no place there and are lost.
+
+    Raises:
+        CheckpointError: the drafter has no layer self-attention.
     """
+    if not drafter.config.layer_attention:
+        raise CheckpointError("the official layout always has a layer self-attention, this drafter has none.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
