@@ -164,7 +164,7 @@ def compare(config: CompareConfig) -> None:
     """Compare training runs: one table of what they cost, and what they give in decoding.
 
     Decodes the same prompts plainly and with chains and trees of each drafter, as `eval` does, and sets beside it what
-    the runs say of themselves: weights, steps, training tokens, bytes read. Warns where the runs were not trained alike.
+    the runs say of themselves: weights, steps, training tokens, bytes read. Warns where runs were not trained alike.
 
     \b
     Example:

@@ -20,7 +20,6 @@ def settings(store_path, **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layer_attention": False},
         {"layer_attention": False, "target_layer_inference": 1},
         {"step_bound": False},
         {"step_bound_min": 4, "step_bound_max": 4},
@@ -28,14 +27,12 @@ def settings(store_path, **changes):
     ],
     ids=str,
 )
-def test_each_variant_trains_and_resumes(store_path, tmp_path, changes):
-    whole = run(store_path, tmp_path / "whole", max_steps=4, micro_batch_size=4, **changes)
-    run(store_path, tmp_path / "parts", max_steps=4, micro_batch_size=4, stop_after_steps=2, **changes)
-    run(store_path, tmp_path / "parts", max_steps=4, micro_batch_size=4, resume=True, **changes)
-    for name, value in last_state(tmp_path / "whole")["state_dict"].items():
-        assert torch.equal(value, last_state(tmp_path / "parts")["state_dict"][name]), name
-    assert whole.best_expected_acceptance_length >= 1
-    assert load_drafter(tmp_path / "whole").config.layer_attention == changes.get("layer_attention", True)
+def test_each_variant_trains(store_path, tmp_path, changes):
+    report = run(store_path, tmp_path / "run", max_steps=3, micro_batch_size=4, validate_every=3, **changes)
+    assert report.best_expected_acceptance_length >= 1
+    assert all(torch.isfinite(weight).all() for weight in last_state(tmp_path / "run")["state_dict"].values())
+    drafter = load_drafter(tmp_path / "run")
+    assert drafter.config.layer_attention == changes.get("layer_attention", True)
 
 
 def test_without_layer_attention_one_layer_is_read(store_path):
