@@ -138,7 +138,7 @@ def differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
     parts = (
         ("steps", {name: {"steps": facts["n_steps"]} for name, facts in told.items()}),
         ("training tokens", {name: {"training tokens": facts["n_tokens"]} for name, facts in told.items()}),
-        ("store", {name: facts["store"] for name, facts in told.items()}),
+        ("stores", {name: facts["store"] for name, facts in told.items()}),
         ("settings", {name: _shared_settings(facts["settings"]) for name, facts in told.items()}),
     )
     for part, values in parts:
