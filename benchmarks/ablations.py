@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from train_step import add_size_options, chosen_sizes
 
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
@@ -36,7 +38,7 @@ from moa_data.storage.reader import ActivationStore
 from moa_data.trainer.batch_reader import needed_fields
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.errors import TrainingError
-from moa_data.trainer.run import REPORT_FILE, train
+from moa_data.trainer.run import REPORT_FILE, RUN_FILE, train
 
 FULL = "full"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -155,6 +157,11 @@ def trained(config: TrainConfig) -> dict[str, Any]:
     """Train, or go on training, unless the run is finished; returns its report."""
     out = Path(config.out)
     report = out / REPORT_FILE
+    if report.is_file():
+        before, now = yaml.safe_load((out / RUN_FILE).read_text()), dataclasses.asdict(config)
+        changed = [name for name, value in now.items() if name != "resume" and before.get(name, value) != value]
+        if changed:
+            sys.exit(f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT.")
     if report.is_file() and json.loads(report.read_text())["n_steps"] >= (config.max_steps or 0):
         return json.loads(report.read_text())
     resume = (out / "checkpoints" / "last.ckpt").is_file()
