@@ -163,34 +163,39 @@ def _continue_batch(
     target: Target, drafters: Mapping[str, LoadedDrafter], cuts: Sequence[_Cut], n_tokens: int, scorer: Scorer | None
 ) -> None:
     """Fill ``by_writer`` of some cuts."""
-    cache, hidden = _prefill(target, [cut.committed[:-1] for cut in cuts])
-    texts = {TARGET: [cut.reference for cut in cuts]}
-    for name, loaded in drafters.items():
-        texts[name] = _continue_alone(target, loaded, cuts, cache, hidden, n_tokens)
-    for name, continuations in texts.items():
-        scores = continuation_log_probs(target, cache, [cut.committed[-1] for cut in cuts], continuations)
-        for cut, tokens, log_probs in zip(cuts, continuations, scores, strict=True):
+    for name in (TARGET, *drafters):
+        cache = target.new_cache(len(cuts))
+        if name == TARGET:
+            _prefill(target, cache, cuts)
+            continuations = [cut.reference for cut in cuts]
+        else:
+            continuations = _continue_alone(target, drafters[name], cuts, cache, n_tokens)
+        found = continuation_log_probs(target, cache, [cut.committed[-1] for cut in cuts], continuations)
+        for cut, tokens, log_probs in zip(cuts, continuations, found, strict=True):
             padded = [*tokens, *[-1] * len(cut.reference)]
             agrees = tuple(ours == theirs for ours, theirs in zip(padded, cut.reference, strict=False))
             score = None if scorer is None else _score(target, scorer, cut, tokens)
             cut.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
 
 
-def _prefill(target: Target, rows: Sequence[list[int]]) -> tuple[TargetCache, Tensor]:
-    """A cache with all of these tokens committed, and their hidden states [B, n, E]."""
-    cache = target.new_cache(len(rows))
+def _prefill(target: Target, cache: TargetCache, cuts: Sequence[_Cut], session: DrafterSession | None = None) -> None:
+    """Commit all but the last token before each cut, as the end of a round leaves it."""
+    rows = [cut.committed[:-1] for cut in cuts]
     hidden = target.forward(_padded(rows, target.device), cache)
-    cache.commit([range(len(row)) for row in rows])
-    return cache, hidden
+    kept = [range(len(row)) for row in rows]
+    cache.commit(kept)
+    if session is not None:
+        session.observe(hidden, kept)
 
 
 def _continue_alone(
-    target: Target, loaded: LoadedDrafter, cuts: Sequence[_Cut], cache: TargetCache, hidden: Tensor, n_tokens: int
+    target: Target, loaded: LoadedDrafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
-    """One chain behind each cut, up to the end of sequence and the target's positions."""
+    """One chain behind each cut, up to the end of sequence, the target's positions and what the drafter can make."""
     session = DrafterSession(loaded.drafter, loaded.frozen, cache)
-    session.observe(hidden, [range(len(cut.committed) - 1) for cut in cuts])
-    room = [min(n_tokens, target.max_positions - len(cut.committed)) for cut in cuts]
+    _prefill(target, cache, cuts, session)
+    most = min(n_tokens, getattr(loaded.drafter.config, "max_depth", None) or n_tokens)
+    room = [min(most, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = session.propose([cut.committed for cut in cuts], TreeShape(max(room)))
     return [
         _up_to_end(tokens[:own], target.eos_token_ids) for tokens, own in zip(drafts.tokens.tolist(), room, strict=True)

@@ -18,7 +18,8 @@ CONVENTIONS = {
     "continuation": "a chain of the drafter's likeliest tokens without verification, up to its first end of sequence; "
     "nothing behind the cut has target activations",
     "agreement": "share of the tokens of the target's own greedy continuation that the writer has at the same place; a "
-    "place where the target has ended is not counted, one where only the writer has ended counts as different",
+    "place where the target has ended is not counted, one where only the writer has ended or can write no more counts "
+    "as different",
     "common_prefix": "tokens up to the first that differs from the target's own, mean over cuts",
     "log_prob": "mean over tokens of the target's log-probability of what was written, given the text before it, that "
     "of the writer included; nats",
