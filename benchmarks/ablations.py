@@ -44,7 +44,7 @@ FULL = "full"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     FULL: ("Mixture of Attentions", {}),
     "last-layer": ("no layer self-attention, KV of the last layer only", {"layer_attention": False}),
-    "no-bound": ("no step bound: cross-attention sees the prompt alone", {"step_bound": False}),
+    "no-bound": ("no step bound: cross-attention sees what precedes the response", {"step_bound": False}),
     "fixed-bound": ("one step bound of 10", {"step_bound_min": 10, "step_bound_max": 10}),
     "no-staircase": ("no staircase curriculum", {"staircase": False}),
     "standard": ("teacher-forced in place of on-policy", {"on_policy": False}),

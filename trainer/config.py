@@ -76,8 +76,8 @@ class TrainConfig:
     feature_weight: float = 1.0
     """Weight of the smooth-L1 loss on hidden states."""
     step_bound: bool = True
-    """Bound the draft rounds of training; without, a response is one round, which sees the target's activations of the
-    prompt alone."""
+    """Bound the draft rounds of training; without, a response is one round, which sees the target's activations of what
+    comes before it alone."""
     step_bound_min: int = 5
     """Smallest step bound: a position becomes verified context again every so many tokens."""
     step_bound_max: int = 15
