@@ -105,7 +105,7 @@ def build_comparison(evaluation: EvaluationReport) -> ComparisonReport:
     runs = [
         ComparedRun(
             name,
-            *(facts[key] for key in names),
+            **{key: facts[key] for key in names},
             methods={
                 method: evaluation.method(f"{method} {name}" if several else method) for method in ("chain", "tree")
             },
