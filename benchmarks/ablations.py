@@ -199,6 +199,12 @@ def measured(options: argparse.Namespace, variant: str, seed: int, training: dic
     return Result(variant, seed, training, kept(decoding, evaluate), kept(alone, disconnect))
 
 
+def validated(result: Result) -> float | None:
+    """The best expected acceptance length; None where the store is too small to hold sequences out."""
+    best = float(result.training["best_expected_acceptance_length"])
+    return best if best > 0 else None
+
+
 def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, Any]:
     """All figures of one variant, seeds together; relative ones against the full variant with the same seeds."""
     row: dict[str, Any] = {
@@ -208,7 +214,7 @@ def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, 
         "n_parameters": results[0].training["n_parameters"],
         "n_tokens": results[0].training.get("n_tokens_total"),
         "n_bytes_read": results[0].training.get("n_bytes_read"),
-        "expected_acceptance_length": [result.training["best_expected_acceptance_length"] for result in results],
+        "expected_acceptance_length": [validated(result) for result in results],
         "ratio": {method: [result.speed(method) for result in results] for method in ("chain", "tree")},
     }
     pairs = [(ours, full) for ours in results for full in baseline if ours.seed == full.seed]
@@ -252,7 +258,7 @@ def table(rows: Rows, options: argparse.Namespace, skipped: dict[str, str]) -> s
     ]
     for row in rows:
         cells = [f"{row['variant']}: {row['what']}", f"{row['n_parameters']:,}"]
-        cells.append(", ".join(f"{value:.2f}" for value in row["expected_acceptance_length"]))
+        cells.append(", ".join("-" if v is None else f"{v:.2f}" for v in row["expected_acceptance_length"]))
         for key, (_, form, _) in MEASURES.items():
             cells.append(form.format(row[key]["mean"]) + bounds(row[key]["interval"], form))
             if key in ("chain", "tree"):
