@@ -11,7 +11,7 @@ from . import __version__, cli_generate, cli_store
 from .cli_support import ProgressLine, StageGroup, out, quiet_libraries
 from .configuration import config_options
 from .demo.config import DemoConfig
-from .evaluation.config import EvalConfig
+from .evaluation.config import CompareConfig, DisconnectConfig, EvalConfig
 from .pipeline.config import ExtractConfig
 from .provenance import collect_provenance
 from .trainer.config import PRESETS, TrainConfig
@@ -164,6 +164,51 @@ def evaluate(config: EvalConfig) -> None:
     with ProgressLine("prompt") as progress:
         report = run_evaluate(config, progress=progress, provenance=collect_provenance())
     out.print(markdown_report(report), markup=False)
+
+
+@main.command()
+@config_options(CompareConfig, arguments=("runs",))
+def compare(config: CompareConfig) -> None:
+    """Compare training runs: one table of what they cost, and what they give in decoding.
+
+    Decodes the same prompts plainly and with chains and trees of each drafter, as `eval` does, and sets beside it what
+    the runs say of themselves: weights, steps, training tokens, bytes read. Warns where runs were not trained alike.
+
+    \b
+    Example:
+      moa-data compare runs/moa runs/eagle runs/glide --model ./llama3-8b --prompts test.jsonl --n-prompts 40
+    """
+    from .evaluation.comparison import comparison_markdown
+    from .evaluation.run import compare as run_compare
+
+    with ProgressLine("prompt") as progress:
+        report = run_compare(config, progress=progress, provenance=collect_provenance())
+    out.print(comparison_markdown(report), markup=False)
+    for warning in report.warnings:
+        click.echo(f"not trained alike: {warning}.", err=True)
+
+
+@main.command()
+@config_options(DisconnectConfig)
+def disconnect(config: DisconnectConfig) -> None:
+    """Measure drafters that go on alone: what they write when the target can no longer be reached.
+
+    The target answers each prompt up to a cut, then each drafter writes the next tokens without verification. The
+    report gives, by the number of tokens since the cut, the agreement with what the target itself would have written,
+    and the target's log-probability of what the drafter wrote. --scorer names a function of yours for the answers.
+
+    \b
+    Examples:
+      moa-data disconnect --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts test.jsonl
+      moa-data disconnect --model ./llama3-8b --drafter runs/moa --prompts gsm8k.jsonl \\
+          --n-tokens 256 --scorer my_scores.py:exact_answer
+    """
+    from .evaluation.disconnection_report import disconnection_markdown
+    from .evaluation.run import disconnect as run_disconnect
+
+    with ProgressLine("cut") as progress:
+        report = run_disconnect(config, progress=progress, provenance=collect_provenance())
+    out.print(disconnection_markdown(report), markup=False)
 
 
 @main.command()

@@ -252,7 +252,7 @@ def config_options(
 
     Args:
         config_class: The frozen dataclass of the stage.
-        arguments: Fields that are given by position.
+        arguments: Fields that are given by position; one that is a tuple takes several.
         presets: Named sets of values, offered as ``--preset``.
 
     Returns:
@@ -265,6 +265,7 @@ def config_options(
         def wrapped(*args: Any, config_path: Path | None, **kwargs: Any) -> Any:
             chosen = [*names, "preset"] if presets else names
             flags = {name: kwargs.pop(name, None) for name in chosen}
+            flags = {name: None if value == () else value for name, value in flags.items()}  # no argument was given
             try:
                 config = resolve(config_class, flags, config_path, presets)
             except ConfigurationError as error:
@@ -287,7 +288,9 @@ def config_options(
             if field.name not in arguments:
                 decorated = _option(field, hints[field.name], texts.get(field.name, ""))(decorated)
         for name in reversed(arguments):
-            decorated = click.argument(name, required=False, metavar=name.upper())(decorated)
+            many = typing.get_origin(hints[name]) is tuple
+            metavar = name.upper() + ("..." if many else "")
+            decorated = click.argument(name, required=False, nargs=-1 if many else 1, metavar=metavar)(decorated)
         return decorated
 
     return decorate

@@ -1,4 +1,4 @@
-"""Settings of an evaluation; ``moa-data eval`` turns each field into an option."""
+"""Settings of measurements; ``moa-data eval``, ``compare`` and ``disconnect`` turn each field into an option."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,11 +66,7 @@ class EvalConfig:
 
     def problems(self) -> list[str]:
         """Every value that cannot be used, one line each; empty when all are good."""
-        found = [
-            f"{name} is {getattr(self, name)}, expected at least 1"
-            for name in ("max_new_tokens", "draft_length", "n_prompts", "batch_size", "repeats")
-            if getattr(self, name) is not None and getattr(self, name) < 1
-        ]
+        found = _below_one(self, ("max_new_tokens", "draft_length", "n_prompts", "batch_size", "repeats"))
         found += [
             f"{name} is {getattr(self, name)}, expected 0 or more"
             for name in ("warmup", "compile")
@@ -121,3 +117,95 @@ class EvalConfig:
         from ..moa.tree import parse_shape
 
         return parse_shape(self.tree)
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Which runs to compare, on which prompts, and where the report goes."""
+
+    runs: tuple[str, ...]
+    """Runs of `moa-data train`, or folders with a drafter."""
+    model: str
+    """The target: a folder or a hub id."""
+    prompts: str
+    """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions."""
+    out: str = "comparison.json"
+    """The report as JSON; a Markdown file and figures are written beside it under the same name."""
+    n_prompts: int | None = None
+    """Use this many prompts: the first ones of chats, taken in turn from each category of Spec-Bench; default: all."""
+    max_new_tokens: int = 128
+    """Stop an answer after this many tokens."""
+    draft_length: int = 5
+    """Tokens drafted per target call by chains."""
+    tree: str = "6x8x62"
+    """Shape of trees: levels of drafts x breadth x most nodes verified, or static:NODES."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    repeats: int = 1
+    """Times that each drafter decodes each prompt; the median counts."""
+    dtype: str = "float32"
+    """Dtype of target and drafters: float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    warmup: int = 2
+    """Prompts that are decoded before anything is measured."""
+
+    def evaluation(self) -> EvalConfig:
+        """The evaluation that measures them: plain decoding, and chains and trees of each drafter."""
+        shared = {name: getattr(self, name) for name in vars(self) if name not in ("runs", "out")}
+        return EvalConfig(drafter=self.runs, method=("plain", "chain", "tree"), out=self.out, **shared)
+
+    def problems(self) -> list[str]:
+        """Every value that cannot be used, one line each; empty when all are good."""
+        return self.evaluation().problems() if self.runs else ["no run is given: name the folders to compare"]
+
+
+@dataclass(frozen=True)
+class DisconnectConfig:
+    """Which drafters go on alone after a cut, on which prompts, and where the report goes."""
+
+    model: str
+    """The target: a folder or a hub id."""
+    prompts: str
+    """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions, of
+    which the first turn is used."""
+    drafter: tuple[str, ...]
+    """Runs of `moa-data train`, or folders with a drafter; several are separated by commas."""
+    out: str = "disconnection.json"
+    """The report as JSON; a Markdown file and a figure are written beside it under the same name."""
+    n_prompts: int | None = None
+    """Use this many prompts: the first ones of chats, taken in turn from each category of Spec-Bench; default: all."""
+    n_tokens: int = 32
+    """Tokens that a drafter writes after each cut."""
+    cuts: int = 3
+    """Cuts of each answer, evenly spaced over it."""
+    max_new_tokens: int = 128
+    """Cut an answer within its first tokens up to this many."""
+    scorer: str | None = None
+    """Function that scores answers, module:function or file.py:function: called with the text of the prompt and that of
+    the answer (what the target wrote up to the cut and what followed), it returns a number."""
+    batch_size: int = 8
+    """Cuts that are continued together."""
+    dtype: str = "float32"
+    """Dtype of target and drafters: float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot be used, one line each; empty when all are good."""
+        found = _below_one(self, ("n_tokens", "cuts", "max_new_tokens", "n_prompts", "batch_size"))
+        if self.dtype not in DTYPES:
+            found.append(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        if not self.drafter:
+            found.append("no drafter is given: give --drafter RUN")
+        if self.scorer is not None and not all(self.scorer.rpartition(":")[::2]):
+            found.append(f"scorer is {self.scorer!r}, expected module:function or file.py:function")
+        return found
+
+
+def _below_one(config: object, names: tuple[str, ...]) -> list[str]:
+    return [
+        f"{name} is {getattr(config, name)}, expected at least 1"
+        for name in names
+        if getattr(config, name) is not None and getattr(config, name) < 1
+    ]

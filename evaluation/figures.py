@@ -3,7 +3,11 @@
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
+from .comparison import ComparisonReport
+from .disconnection import TARGET
+from .disconnection_report import DisconnectionReport
 from .report import EvaluationReport
 
 _DPI = 150
@@ -98,6 +102,69 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
         axes.plot(spread, [row.runs[name].tokens_per_s for row in rows], ".", color="black", markersize=3)
     axes.set_ylabel("tokens per second")
     axes.set_title(f"Speed on {report.environment['device']}")
+    _save(figure, path)
+
+
+def comparison_figure(report: ComparisonReport, path: Path) -> None:
+    """Draw acceptance length against weights, training tokens and the cost of drafting.
+
+    Args:
+        report: a report.
+        path: of the PNG file.
+    """
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    titles = ("weights", "training tokens", "ms of drafting per target call")
+    for index, run in enumerate(report.runs):
+        for method, marker in (("chain", "o"), ("tree", "^")):
+            summary = run.methods[method]
+            length, bounds = summary.acceptance_length, summary.acceptance_length_interval
+            if length is None:
+                continue
+            arms = None if bounds is None else [[max(0.0, length - bounds[0])], [max(0.0, bounds[1] - length)]]
+            places = (run.n_parameters, run.n_tokens, summary.call_ms("draft"))
+            for ax, place in zip(axes, places, strict=True):
+                if place is not None:
+                    label = f"{run.name}, {method}"
+                    ax.errorbar([place], [length], arms, fmt=marker, color=f"C{index}", capsize=2, label=label)
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set_xlabel(title)
+        ax.margins(x=0.2)
+    for ax in axes[:2]:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes[0].set_ylabel("acceptance length")
+    axes[2].legend(fontsize=8)
+    _save(figure, path)
+
+
+def disconnection_figure(report: DisconnectionReport, path: Path) -> None:
+    """Draw agreement and log-probability against the tokens since the cut, with their intervals.
+
+    Args:
+        report: a report.
+        path: of the PNG file.
+    """
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for index, summary in enumerate(report.writers):
+        color = "gray" if summary.writer == TARGET else f"C{index - 1}"
+        for ax, figures in ((left, summary.agreement_by_offset), (right, summary.log_prob_by_offset)):
+            if ax is left and summary.writer == TARGET:
+                continue
+            # A few tokens behind the longest answers say nothing.
+            shown = [(place, one) for place, one in enumerate(figures, start=1) if one.mean is not None and one.n > 1]
+            places, means = [place for place, _ in shown], [one.mean for _, one in shown]
+            ax.plot(places, means, "o-", color=color, markersize=3, label=summary.writer)
+            bounded = [(place, *one.interval) for place, one in shown if one.interval is not None]
+            if bounded:
+                ax.fill_between(*zip(*bounded, strict=True), color=color, alpha=0.15, linewidth=0)
+    left.set_ylim(0, 1)
+    left.set_ylabel("agreement with the target's own continuation")
+    right.set_ylabel("target's log-probability per token, nats")
+    for ax in (left, right):
+        ax.set_xlabel("tokens since the cut")
+        ax.legend()
+    figure.suptitle("After a disconnection: the drafter writes alone")
     _save(figure, path)
 
 

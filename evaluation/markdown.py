@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from .report import EvaluationReport, MethodSummary
 
@@ -40,11 +41,17 @@ def markdown_report(report: EvaluationReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_report(report: EvaluationReport, path: Path) -> None:
-    """Write the JSON file and the Markdown file beside it; each replaces its predecessor in one step."""
+def write_report(values: dict[str, Any], markdown: str, path: Path) -> None:
+    """Write a JSON file and a Markdown file beside it; each replaces its predecessor in one step.
+
+    Args:
+        values: of the JSON file.
+        markdown: text of the Markdown file.
+        path: of the JSON file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path.with_suffix(".md"), markdown_report(report))
-    _replace(path, json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
+    _replace(path.with_suffix(".md"), markdown)
+    _replace(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
 
 
 def _settings(report: EvaluationReport) -> str:
@@ -67,31 +74,37 @@ def _method_line(report: EvaluationReport, summary: MethodSummary) -> str:
     lower, median, upper = summary.ratio_quartiles
     exact = "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"
     return (
-        f"| {summary.method} | {_length(summary)} | {summary.n_target_calls:,} | {summary.calls_saved:.1%} "
-        f"| {summary.n_tokens:,} | {summary.tokens_per_s:.1f} | {_ratio(summary)} "
+        f"| {summary.method} | {length_text(summary)} | {summary.n_target_calls:,} | {summary.calls_saved:.1%} "
+        f"| {summary.n_tokens:,} | {summary.tokens_per_s:.1f} | {ratio_text(summary)} "
         f"| {median:.2f} ({lower:.2f}-{upper:.2f}) | {exact} |"
     )
 
 
-def _length(summary: MethodSummary) -> str:
+def length_text(summary: MethodSummary) -> str:
+    """The acceptance length with its interval."""
     if summary.acceptance_length is None:
         return "-"
-    return f"{summary.acceptance_length:.2f}" + _interval(summary.acceptance_length_interval)
+    return f"{summary.acceptance_length:.2f}" + interval_text(summary.acceptance_length_interval)
 
 
-def _ratio(summary: MethodSummary) -> str:
-    return f"{summary.ratio:.2f}" + _interval(summary.ratio_interval)
+def ratio_text(summary: MethodSummary) -> str:
+    """The speed ratio with its interval."""
+    return f"{summary.ratio:.2f}" + interval_text(summary.ratio_interval)
 
 
-def _interval(bounds: tuple[float, float] | None) -> str:
-    return "" if bounds is None else f" ({bounds[0]:.2f}-{bounds[1]:.2f})"
+def interval_text(bounds: tuple[float, float] | None, form: str = "{:.2f}") -> str:
+    """An interval in brackets, behind a figure; nothing where there is none."""
+    if bounds is None:
+        return ""
+    to = " to " if bounds[0] < 0 else "-"
+    return f" ({form.format(bounds[0])}{to}{form.format(bounds[1])})"
 
 
 def _drafter_lines(report: EvaluationReport) -> list[str]:
     lines = []
     for name, facts in report.drafters.items():
         trained = f", {facts['n_steps']:,} steps" if facts["n_steps"] else ""
-        trained += f", {facts['n_tokens']:,} tokens in its last invocation" if facts["n_tokens"] else ""
+        trained += f", {facts['n_tokens']:,} tokens" if facts["n_tokens"] else ""
         lines.append(f"\nDrafter {name}: {facts['kind']}, {facts['n_parameters']:,} weights{trained}.")
     return lines
 
@@ -114,7 +127,9 @@ def _category_lines(report: EvaluationReport) -> list[str]:
     titles = [f"{s.method} {column}" for s in others for column in ("acceptance length", "ratio")]
     lines = ["| category | answers | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 2)]
     for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
-        cells = [cell for summary in (summaries[1:] or summaries) for cell in (_length(summary), _ratio(summary))]
+        cells = [
+            cell for summary in (summaries[1:] or summaries) for cell in (length_text(summary), ratio_text(summary))
+        ]
         lines.append(f"| {name} | {summaries[0].n_answers} | " + " | ".join(cells) + " |")
     return lines
 

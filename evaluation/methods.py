@@ -1,46 +1,22 @@
 """The methods of an evaluation by name: each turns a batch of prompts into generations."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..moa.auto_tree import AutoShape, choose_shape
-from ..moa.bundle import FrozenTarget
-from ..moa.checkpoint import check_drafter_matches, load_drafter
 from ..moa.decode import Generation, OpenSession, ShapePolicy, draft_session, generate_batch
-from ..moa.drafter import Drafter
 from ..moa.prompt_lookup import prompt_lookup_session
 from ..moa.target import Target
 from ..moa.tree import Shape, TreeShape
 from .config import DRAFTING, EvalConfig
+from .drafters import DrafterFacts, load_drafters
 from .peers import TransformersGenerate, load_assistant
 
 Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 """A method: (prompts as token ids, a seed for each) -> a generation for each."""
-
-
-@dataclass(frozen=True)
-class DrafterFacts:
-    """What a drafter is.
-
-    Attributes:
-        folder: where it was loaded from.
-        kind: of the drafter.
-        n_parameters: trained weights.
-        n_steps: optimizer steps of its run; None where the folder is no run.
-        n_tokens: tokens that the run's last invocation trained on; None where the folder is no run.
-    """
-
-    folder: str
-    kind: str
-    n_parameters: int
-    n_steps: int | None
-    n_tokens: int | None
 
 
 @dataclass
@@ -117,28 +93,7 @@ def _decoding(
 
 
 def _open_sessions(config: EvalConfig, target: Target, methods: Methods) -> dict[str, OpenSession]:
-    """Drafters by name: the last part of the folder that is not shared."""
-    sessions: dict[str, OpenSession] = {}
-    dtype = getattr(torch, config.dtype)
-    for folder in config.drafter:
-        drafter = load_drafter(folder, dtype, target.device)
-        check_drafter_matches(drafter, target)
-        frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-        path = Path(folder).expanduser().absolute()  # a link keeps its own name
-        name = path.parent.name if path.name == "drafter" else path.name
-        while name in sessions:
-            name += "'"
-        methods.drafters[name] = _facts(path, drafter)
-        sessions[name] = draft_session(target, drafter, frozen, config.sampling())
-    return sessions
-
-
-def _facts(folder: Path, drafter: Drafter) -> DrafterFacts:
-    """A run of ``moa-data train`` says what it trained on; other folders don't."""
-    run: dict[str, Any] = {}
-    for place in (folder, folder.parent):
-        if (place / "run.yaml").is_file() and (place / "report.json").is_file():
-            run = json.loads((place / "report.json").read_text(encoding="utf-8"))
-            break
-    n_parameters = sum(weight.numel() for weight in drafter.parameters())
-    return DrafterFacts(str(folder), drafter.kind, n_parameters, run.get("n_steps"), run.get("n_tokens"))
+    """How each drafter opens its sessions, by name."""
+    loaded = load_drafters(config.drafter, target, getattr(torch, config.dtype))
+    methods.drafters |= {name: one.facts for name, one in loaded.items()}
+    return {name: draft_session(target, one.drafter, one.frozen, config.sampling()) for name, one in loaded.items()}

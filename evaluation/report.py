@@ -249,8 +249,12 @@ def _row_json(row: PromptRow) -> dict[str, Any]:
     return values
 
 
-def check_output(path: str | Path) -> Path:
-    """The file that the report goes to.
+def check_output(path: str | Path, kind: str = KIND) -> Path:
+    """The file that a report goes to.
+
+    Args:
+        path: of its JSON file.
+        kind: of the report; an earlier one of this kind may be there.
 
     Raises:
         EvaluationError: something other than a report is there.
@@ -264,9 +268,9 @@ def check_output(path: str | Path) -> Path:
             raise EvaluationError(f"--out {path}: {occupied[0]} is a file, not a folder; choose another --out.")
         return path
     try:
-        is_report = json.loads(path.read_text(encoding="utf-8")).get("kind") == KIND
+        is_report = json.loads(path.read_text(encoding="utf-8")).get("kind") == kind
     except (OSError, ValueError, AttributeError):
         is_report = False
     if not is_report:
-        raise EvaluationError(f"--out {path} holds something that is not an evaluation report; choose another --out.")
+        raise EvaluationError(f"--out {path} holds something that is not a {kind}; choose another --out.")
     return path

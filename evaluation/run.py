@@ -1,4 +1,4 @@
-"""``evaluate``: load target, drafter and prompts, measure, and write the report."""
+"""``evaluate``, ``compare`` and ``disconnect``: load target, drafters and prompts, measure, and write the report."""
 
 import dataclasses
 import platform
@@ -9,14 +9,21 @@ import torch
 
 from ..moa.target import Target
 from ..pipeline.prompts import check_template
-from .config import EvalConfig
+from .comparison import KIND as COMPARISON
+from .comparison import ComparisonReport, build_comparison, comparison_markdown
+from .config import CompareConfig, DisconnectConfig, EvalConfig
+from .disconnection import measure_disconnections
+from .disconnection_report import KIND as DISCONNECTION
+from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
+from .drafters import load_drafters
 from .errors import EvalConfigError
-from .figures import write_figures
-from .markdown import write_report
+from .figures import comparison_figure, disconnection_figure, write_figures
+from .markdown import markdown_report, write_report
 from .measure import Progress, measure, opening_tokens
 from .methods import build_methods
-from .prompts import load_prompts
+from .prompts import PromptFile, load_prompts
 from .report import EvaluationReport, build_report, check_output
+from .scorer import load_scorer
 
 
 def evaluate(
@@ -37,9 +44,20 @@ def evaluate(
         DrafterError: target or drafter cannot be loaded, or do not belong together.
         PipelineError: the target has no chat template.
     """
-    if problems := config.problems():
-        raise EvalConfigError("; ".join(problems) + ".")
+    _check(config)
     out = check_output(config.out)
+    report = run_methods(config, progress, provenance)
+    write_figures(report, out)
+    # Last: a report that is there is whole, its figures included.
+    write_report(report.to_json(), markdown_report(report), out)
+    return report
+
+
+def run_methods(
+    config: EvalConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> EvaluationReport:
+    """The measurement of :func:`evaluate`, which writes nothing; arguments and errors as there."""
+    _check(config)
     prompts = load_prompts(config.prompts, config.n_prompts)
     target = Target.load(config.model, getattr(torch, config.dtype), config.device)
     check_template(target.tokenizer, config.model)
@@ -62,23 +80,102 @@ def evaluate(
         seed=config.seed,
         progress=progress,
     )
-    report = build_report(
+    return build_report(
         measurement,
         config=dataclasses.asdict(config) | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
-        prompts={
-            "file": config.prompts,
-            "kind": prompts.kind,
-            "n_in_file": prompts.n_in_file,
-            "n_used": len(prompts.prompts),
-        },
+        prompts=_prompt_facts(config.prompts, prompts),
         choices={name: choice.describe() for name, choice in methods.choices.items()},
         drafters={name: dataclasses.asdict(facts) for name, facts in methods.drafters.items()},
     )
-    write_figures(report, out)
-    write_report(report, out)  # last: a report that is there is whole, its figures included
+
+
+def compare(
+    config: CompareConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> ComparisonReport:
+    """Measure several drafters on the same prompts, and set beside it how they were trained.
+
+    Args:
+        config: what to compare.
+        progress: called with (done, total, message) per prompt.
+        provenance: command, versions and commit, for the report.
+
+    Returns:
+        The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
+
+    Raises:
+        EvaluationError: as :func:`evaluate`.
+        DrafterError: as :func:`evaluate`.
+        PipelineError: as :func:`evaluate`.
+    """
+    _check(config)
+    out = check_output(config.out, COMPARISON)
+    evaluation = run_methods(config.evaluation(), progress, provenance)
+    report = build_comparison(evaluation)
+    write_figures(evaluation, out)
+    comparison_figure(report, out.with_suffix(".png"))
+    write_report(report.to_json(), comparison_markdown(report), out)
     return report
+
+
+def disconnect(
+    config: DisconnectConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> DisconnectionReport:
+    """Measure what drafters write when the target can no longer be reached.
+
+    Args:
+        config: what to measure.
+        progress: called with (done, total, message) per batch.
+        provenance: command, versions and commit, for the report.
+
+    Returns:
+        The report, which was also written: JSON at ``config.out``, Markdown and a figure beside it.
+
+    Raises:
+        EvaluationError: settings, prompts or a scorer that cannot be used, or an output that holds something else.
+        DrafterError: target or drafter cannot be loaded, or do not belong together.
+        PipelineError: the target has no chat template.
+    """
+    _check(config)
+    out = check_output(config.out, DISCONNECTION)
+    scorer = None if config.scorer is None else load_scorer(config.scorer)
+    prompts = load_prompts(config.prompts, config.n_prompts)
+    target = Target.load(config.model, getattr(torch, config.dtype), config.device)
+    check_template(target.tokenizer, config.model)
+    drafters = load_drafters(config.drafter, target, getattr(torch, config.dtype))
+    rows = measure_disconnections(
+        target,
+        drafters,
+        prompts.prompts,
+        n_tokens=config.n_tokens,
+        n_cuts=config.cuts,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=config.batch_size,
+        scorer=scorer,
+        progress=progress,
+    )
+    report = build_disconnection_report(
+        rows,
+        config=dataclasses.asdict(config) | {"drafter": list(config.drafter)},
+        environment=_environment(target, config.dtype),
+        provenance=dict(provenance or {}),
+        prompts=_prompt_facts(config.prompts, prompts),
+        drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
+    )
+    disconnection_figure(report, out.with_suffix(".png"))
+    write_report(report.to_json(), disconnection_markdown(report), out)
+    return report
+
+
+def _check(config: EvalConfig | CompareConfig | DisconnectConfig) -> None:
+    if problems := config.problems():
+        raise EvalConfigError("; ".join(problems) + ".")
+
+
+def _prompt_facts(path: str, prompts: PromptFile) -> dict[str, Any]:
+    n_used = len(prompts.prompts)
+    return {"file": path, "kind": prompts.kind, "n_in_file": prompts.n_in_file, "n_used": n_used}
 
 
 def _environment(target: Target, dtype: str) -> dict[str, Any]:

@@ -64,8 +64,50 @@ def speed_ratio_interval(
     values = [
         (run.n_tokens, run.seconds, base.n_tokens, base.seconds) for run, base in zip(runs, baseline, strict=True)
     ]
+    return relative_with_interval(prompt_ids, values)[1]
+
+
+def relative_with_interval(
+    prompt_ids: Sequence[str], values: Sequence[tuple[float, float, float, float]]
+) -> tuple[float, tuple[float, float] | None]:
+    """A ratio of sums over that of a baseline on the same prompts, and its bootstrap interval, prompts paired.
+
+    Args:
+        prompt_ids: the prompt of each row.
+        values: per row numerator and denominator, and those of the baseline; none of the sums is 0.
+
+    Returns:
+        (relative ratio, interval); no interval for fewer than two prompts.
+    """
     sums = sums_by_prompt(prompt_ids, values)
-    return _interval(sums, lambda total: total[:, 0] / total[:, 1] / (total[:, 2] / total[:, 3]))
+
+    def relative(total: np.ndarray) -> np.ndarray:
+        return total[:, 0] / total[:, 1] / (total[:, 2] / total[:, 3])
+
+    return float(relative(sums.sum(axis=0)[None])[0]), _interval(sums, relative)
+
+
+def ratio_with_interval(
+    prompt_ids: Sequence[str], values: Sequence[tuple[float, float]]
+) -> tuple[float | None, tuple[float, float] | None]:
+    """A ratio of sums over prompts, such as a mean over the tokens of all prompts, and its bootstrap interval.
+
+    Args:
+        prompt_ids: the prompt of each row.
+        values: per row numerator and denominator.
+
+    Returns:
+        (ratio, interval); None for both where the denominators are all 0, for the interval where fewer than two prompts
+        have one.
+    """
+    if not values:
+        return None, None
+    sums = sums_by_prompt(prompt_ids, values)
+    sums = sums[sums[:, 1] > 0]
+    if not len(sums):
+        return None, None
+    total = sums.sum(axis=0)
+    return float(total[0] / total[1]), _interval(sums, lambda drawn: drawn[:, 0] / drawn[:, 1])
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:

@@ -119,6 +119,8 @@ class DrafterConfig(DrafterSizes):
     """KV heads of layer self-attention."""
     layer_attention_mlp_width: int
     """MLP width of layer self-attention."""
+    layer_attention: bool = True
+    """Whether there is a layer self-attention; without it only the KV of the target's last layer is encoded."""
     target_layer_inference: int = 0
     """N, how many of the target's last layers the drafted features pass through."""
 

@@ -51,7 +51,8 @@ class Drafter(nn.Module, ABC):
     training_options: ClassVar[frozenset[str]] = frozenset()
     """Settings of a training run that mean something for this drafter alone; its sizes need not be named."""
     kv_layers: ClassVar[tuple[int, ...] | None] = None
-    """Layers of the target's KV that training reads, negative ones counted from the last; None for all."""
+    """Layers of the target's KV that training reads, negative ones counted from the last; None for all. Where it
+    depends on the run, see :meth:`layers_read`."""
 
     config: Any
     """A ``config_class``."""
@@ -94,6 +95,16 @@ class Drafter(nn.Module, ABC):
         Returns:
             Attribute of :class:`~.objective.TrainingInputs` -> field of the store.
         """
+
+    @classmethod
+    def layers_read(cls, target_layer_inference: int, layer_attention: bool) -> tuple[int, ...] | None:
+        """Layers of the target's KV that a run reads; here ``kv_layers``.
+
+        Args:
+            target_layer_inference: N, 0 for none.
+            layer_attention: whether the drafter has a layer self-attention, where it can have one.
+        """
+        return cls.kv_layers
 
     @classmethod
     @abstractmethod

@@ -35,6 +35,11 @@ def from_official_keys(weights: Mapping[str, Tensor]) -> Weights:
     return {name.replace(_OFFICIAL_PROJECTION, _OWN_PROJECTION): value for name, value in weights.items()}
 
 
+def _lacking(sizes: DrafterConfig, who: str) -> list[str]:
+    """A refusal where the drafter was trained without a part."""
+    return [] if sizes.layer_attention else [f"it has no layer self-attention, which {who} always runs"]
+
+
 def sizes_from_official(weights: Mapping[str, Tensor], target_config: Any) -> DrafterConfig:
     """Infer drafter sizes from the shapes of official weights and the target's transformers config.
 
@@ -78,7 +83,7 @@ class MoaLayout(DrafterLayout):
 
     def refusals(self, sizes: DrafterConfig) -> list[str]:
         """Sizes that the official code does not read from anywhere, or takes to be others."""
-        found = split_heads(sizes, self.reader)
+        found = split_heads(sizes, self.reader) + _lacking(sizes, self.reader)
         heads, head_dim = sizes.layer_attention_heads, sizes.layer_attention_head_dim
         if (heads, head_dim) != (sizes.n_heads, sizes.kv_width // sizes.n_heads):
             found.append(
@@ -166,7 +171,7 @@ class MoaVllmLayout(MoaLayout):
 
     def refusals(self, sizes: DrafterConfig) -> list[str]:
         """What the fork asserts, or has no place for."""
-        found = split_heads(sizes, self.reader)
+        found = split_heads(sizes, self.reader) + _lacking(sizes, self.reader)
         if sizes.self_attention_kv_heads != sizes.cross_attention_kv_heads:
             found.append(
                 f"self- and cross-attention have {sizes.self_attention_kv_heads} and {sizes.cross_attention_kv_heads} "

@@ -39,6 +39,22 @@ def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: 
     return drafted & (index % step_bound[:, None] != 0)
 
 
+def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds as standard training has them: each position as if all before it had just been verified.
+
+    Args:
+        response_mask: [B, T], non-zero on response tokens.
+
+    Returns:
+        Which positions are drafted, [B, T] bool: the response, without position 0, before which there is nothing; and
+        the last context position that each one sees, [B, T] int64.
+    """
+    drafted = response_mask.bool().clone()
+    drafted[:, :1] = False
+    index = torch.arange(drafted.shape[1], device=drafted.device)
+    return drafted, (index - 1).clamp(min=0).expand_as(drafted)
+
+
 def last_context(drafted: Tensor) -> Tensor:
     """s(i): the last context position at or before i, 0 where there is none (official lines 157-162).
 

@@ -80,7 +80,7 @@ class MoADrafter(Drafter):
     kind: ClassVar[str] = DrafterConfig.kind
     config_class: ClassVar[type[DrafterSizes]] = DrafterConfig
     training_options: ClassVar[frozenset[str]] = frozenset(
-        {"step_bound_min", "step_bound_max", "staircase", "feature_weight"}
+        {"step_bound", "step_bound_min", "step_bound_max", "on_policy", "staircase", "feature_weight"}
     )
     config: DrafterConfig
 
@@ -89,7 +89,8 @@ class MoADrafter(Drafter):
         self.config = config
         self.self_attention = DecoderBlock(config.self_attention)
         self.cross_attention = DecoderBlock(config.cross_attention)
-        self.layer_self_attention = DecoderBlock(config.layer_self_attention)
+        if config.layer_attention:
+            self.layer_self_attention = DecoderBlock(config.layer_self_attention)
         self.kv_to_hidden = nn.Linear(config.kv_width, config.hidden_size, bias=True)
         rope = config.rope_parameters, config.max_position_embeddings
         self.rotary = Rotary(config.head_dim, *rope)
@@ -104,11 +105,16 @@ class MoADrafter(Drafter):
         return {"kv": "kv", "hidden": "hidden/last"} | entering
 
     @classmethod
+    def layers_read(cls, target_layer_inference: int, layer_attention: bool) -> tuple[int, ...] | None:
+        """All, or without layer self-attention the last one and those that target layer inference attends to."""
+        return None if layer_attention else tuple(range(-max(1, target_layer_inference), 0))
+
+    @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
         """Drafted positions; all of the response in the official form."""
         if official:
             return response_mask.bool()
-        return masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
+        return draws.rounds(response_mask)[0]
 
     def objective(
         self,
@@ -126,9 +132,9 @@ class MoADrafter(Drafter):
         """The training forward, which is bounded as draft rounds are."""
         if inputs.kv is None:
             raise DrafterError("Mixture of Attentions needs the target's keys and values; read them with the batch.")
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+        drafted, context = draws.rounds(inputs.response_mask)
         queries, valid = loss_queries(drafted)
-        outputs = self(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows, queries)
+        outputs = self(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows, queries, last_context=context)
         return DraftedFeatures(queries, valid, outputs.features)
 
     def encode_layers(self, kv: Tensor) -> Tensor:
@@ -139,12 +145,16 @@ class MoADrafter(Drafter):
     def encode_memory(self, kv: Tensor) -> Tensor:
         """What cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
 
+        Without layer self-attention it is kv_to_hidden of the last layer.
+
         Args:
-            kv: [B, T, L, D].
+            kv: [B, T, L, D]; fewer layers will do without layer self-attention, the last one being there.
 
         Returns:
             [B, T, E].
         """
+        if not self.config.layer_attention:
+            return self.kv_to_hidden(kv[:, :, -1])
         mean = self.layer_self_attention.attend_self_mean(kv.flatten(0, 1), self._layer_rotation(kv))  # [B * T, D]
         return self.kv_to_hidden(mean).unflatten(0, kv.shape[:2])
 
@@ -160,6 +170,7 @@ class MoADrafter(Drafter):
         staircase_rows: Tensor,
         queries: Tensor | None = None,
         overwrite_context: Tensor | None = None,
+        last_context: Tensor | None = None,
     ) -> DrafterOutputs:
         """Teacher-forced forward of many draft rounds.
 
@@ -174,6 +185,7 @@ class MoADrafter(Drafter):
                 target layer inference, where context positions are overwritten with it and the layers recompute all
                 keys from their input (needs ``queries=None``). None: drafted positions attend to the target's own KV
                 of verified positions, as in decoding.
+            last_context: [B, T] int64, up to which position each one sees the memory; that of ``drafted`` where None.
 
         Returns:
             All intermediates, see :class:`DrafterOutputs`.
@@ -182,7 +194,9 @@ class MoADrafter(Drafter):
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
         if queries is None:
             queries = positions.expand(tokens.shape[0], -1)
-        context = masks.last_context(drafted).gather(1, queries)  # [B, Q]
+        if last_context is None:
+            last_context = masks.last_context(drafted)
+        context = last_context.gather(1, queries)  # [B, Q]
 
         memory = self.encode_memory(kv)  # [B, T, E]
 
@@ -223,7 +237,8 @@ class MoADrafter(Drafter):
         n_verified = [len(tokens) - 1 for tokens in committed]
         counts = [n - length for n, length in zip(n_verified, state.memory.lengths, strict=True)]
         if max(counts):
-            kv = cache.packed(state.memory.lengths, max(counts))
+            first_layer = 0 if self.config.layer_attention else self.config.n_layers - 1
+            kv = cache.packed(state.memory.lengths, max(counts), first_layer)
             self.extend_memory(state, kv.to(self.dtype), counts)
         state.self_attention.crop(n_verified)
         fresh = [tokens[n:] for tokens, n in zip(committed, state.self_attention.lengths, strict=True)]

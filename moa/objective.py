@@ -55,6 +55,16 @@ class Draws:
     """One per row, of the noise on the target's hidden states; empty for no noise."""
     noise_width: float = 0.0
     """The noise is uniform in plus or minus half of this."""
+    teacher_forced: bool = False
+    """Each position sees the target's activations up to its predecessor, whatever the step bound: what the paper calls
+    standard training, in place of on-policy."""
+
+    def rounds(self, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Drafted positions [B, T] bool of response masks [B, T], and the last context position of each [B, T]."""
+        if self.teacher_forced:
+            return masks.teacher_forced_positions(response_mask)
+        drafted = masks.drafted_positions(response_mask, self.step_bound, self.offset)
+        return drafted, masks.last_context(drafted)
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ def moa_objective(
         layer = drafter.config.n_layers - drafter.config.target_layer_inference - 1
         raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
     response = inputs.response_mask.bool()
-    drafted = masks.drafted_positions(response, draws.step_bound, draws.offset)
+    drafted, context = draws.rounds(response)
     if official:
         queries, valid = None, response
     else:
@@ -140,6 +150,7 @@ def moa_objective(
         draws.staircase_rows,
         queries,
         overwrite_context=inputs.entering_hidden if official else None,
+        last_context=context,
     )
     n_positions = int(valid.sum())
     scale = loss_scale(n_positions, denominator)

@@ -105,25 +105,27 @@ class TargetCache(Cache):
         self.n_pending = self._n_before = 0
 
     @torch.inference_mode()
-    def packed(self, starts: Sequence[int], n_tokens: int) -> Tensor:
+    def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """KV of n positions of each row in the drafter's layout (``kv_layout.pack_kv``).
 
         Args:
             starts: first position of each row.
             n_tokens: n; positions beyond a row's length hold anything.
+            first_layer: layers from this one on.
 
         Returns:
             [B, n, L, D].
         """
         assert self._buffer is not None
         self._reserve(max(starts) + n_tokens, self._buffer[0, 0])
+        buffer = self._buffer[:, first_layer:]
         if len(set(starts)) == 1:
-            part = self._buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
+            part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
             return part.permute(2, 4, 1, 3, 0, 5).flatten(3)
-        device = self._buffer.device
+        device = buffer.device
         slots = torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)
         rows = torch.arange(len(starts), device=device)[:, None]
-        picked = self._buffer[:, :, rows, :, slots]  # [B, n, 2, L, H_kv, d]: indexed axes come first
+        picked = buffer[:, :, rows, :, slots]  # [B, n, 2, L, H_kv, d]: indexed axes come first
         return picked.permute(0, 1, 3, 4, 2, 5).flatten(3)
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:

@@ -34,10 +34,14 @@ class PartArrays:
     Args:
         store: the store's folder.
         commits: part -> its commit.
+
+    Attributes:
+        n_bytes_read: stored bytes of the chunks that were read through it.
     """
 
     def __init__(self, store: Path, commits: Mapping[int, PartCommit]) -> None:
         self._store, self._commits = store, commits
+        self.n_bytes_read = 0
         self._layouts = _Cache[tuple[int, str], ArrayLayout](_MAX_LAYOUTS)
         self._indexes = _Cache[tuple[int, str, int], np.ndarray](_MAX_INDEXES)
         self._shards = _Cache[tuple[int, str, int], ShardReader](MAX_OPEN_SHARDS)

@@ -123,6 +123,7 @@ def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int =
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([_Decode(read) for read in window], n_threads)
+            arrays.n_bytes_read += sum(read.n_bytes for read in window)
 
 
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:

@@ -157,6 +157,11 @@ class ActivationStore:
         """Tokens of every committed sequence: int32 [len(self)]."""
         return self._n_tokens
 
+    @property
+    def n_bytes_read(self) -> int:
+        """Stored bytes of all chunks that were read so far (about, where threads read at the same time)."""
+        return self._arrays.n_bytes_read
+
     @overload
     def read(
         self,

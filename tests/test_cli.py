@@ -20,8 +20,8 @@ from moa_data.cli_support import ProgressLine, TokenStream, user_message
 from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view
 
 COMMANDS = (
-    "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval", "export", "import",
-    "export-drafter", "demo",
+    "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval", "compare",
+    "disconnect", "export", "import", "export-drafter", "demo",
 )  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -128,3 +128,17 @@ def test_click_options_come_from_the_dataclass(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(command, ["s", "--dry-run", "--batch-size", "x"])
     assert wrong.exit_code == 2
     assert "batch_size is 'x', expected a whole number" in wrong.output
+
+
+def test_an_argument_may_take_several(tmp_path: Path) -> None:
+    @click.command()
+    @config_options(Config, arguments=("activations",))
+    def command(config: Config) -> None:
+        click.echo(",".join(config.activations))
+
+    assert CliRunner().invoke(command, ["a", "b", "--store", "s"]).output == "a,b\n"
+    assert CliRunner().invoke(command, ["--store", "s"]).output == "kv,hidden:last\n"
+    path = tmp_path / "run.yaml"
+    path.write_text("activations: [c]\nstore: s\n", encoding="utf-8")
+    assert CliRunner().invoke(command, ["--config", str(path)]).output == "c\n"
+    assert "ACTIVATIONS..." in CliRunner().invoke(command, ["--help"]).output

@@ -58,6 +58,8 @@ class Batch:
     """Real tokens, without padding."""
     read_s: float = 0.0
     """Seconds that the reader threads spent on it."""
+    n_bytes_read: int = 0
+    """Bytes of the store that were read for it."""
     encoded: dict[str, EncodedField] = field(default_factory=dict)
     """Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor."""
 

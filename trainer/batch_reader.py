@@ -48,7 +48,11 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
 def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
     """Layers of a field that the drafter is trained on; None for all, or where the field has none."""
     spec = store.fields[name]
-    return layer_indices(spec, drafter_class(config.drafter).kv_layers if spec.layer_axis == 1 else None)
+    return layer_indices(spec, _layers_read(config) if spec.layer_axis == 1 else None)
+
+
+def _layers_read(config: TrainConfig) -> tuple[int, ...] | None:
+    return drafter_class(config.drafter).layers_read(config.target_layer_inference, config.layer_attention)
 
 
 class BatchReader:
@@ -89,7 +93,7 @@ class BatchReader:
             sequences,
             [*_TEXT_FIELDS, *self._fields.values()],
             out=out | text,
-            layers=drafter_class(self.config.drafter).kv_layers,
+            layers=_layers_read(self.config),
             n_threads=self.config.reader_threads,
             decoded=False,
         )

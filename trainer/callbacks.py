@@ -16,12 +16,15 @@ class Throughput(L.Callback):
 
     Attributes:
         n_tokens: real tokens trained on in this invocation.
+        n_tokens_total: the same of all invocations of the run.
+        n_bytes_read: bytes of the store that were read for the latter.
         step_s: seconds in steps and waiting, validation left out.
         wait_s: seconds waiting for the next batch.
     """
 
     def __init__(self) -> None:
         self.n_tokens, self.step_s, self.wait_s = 0, 0.0, 0.0
+        self.n_tokens_total, self.n_bytes_read = 0, 0
         self._interval = (0, 0.0, 0.0)
         self._mark = time.perf_counter()
 
@@ -46,6 +49,8 @@ class Throughput(L.Callback):
         self.step_s += now - self._mark
         self._mark = now
         self.n_tokens += batch.n_tokens * trainer.world_size
+        self.n_tokens_total += batch.n_tokens * trainer.world_size
+        self.n_bytes_read += batch.n_bytes_read * trainer.world_size
         if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             tokens, step_s, wait_s = self._interval
             spent = max(1e-9, self.step_s - step_s)
@@ -58,6 +63,14 @@ class Throughput(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validation is neither training nor waiting."""
         self._mark = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals, for resuming."""
+        return {"n_tokens_total": self.n_tokens_total, "n_bytes_read": self.n_bytes_read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.n_tokens_total, self.n_bytes_read = state_dict["n_tokens_total"], state_dict["n_bytes_read"]
 
     @property
     def tokens_per_s(self) -> float:

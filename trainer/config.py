@@ -75,10 +75,16 @@ class TrainConfig:
     """Weight of the forward KL to the target's next-token distribution."""
     feature_weight: float = 1.0
     """Weight of the smooth-L1 loss on hidden states."""
+    step_bound: bool = True
+    """Bound the draft rounds of training; without, a response is one round, which sees the target's activations of what
+    comes before it alone."""
     step_bound_min: int = 5
     """Smallest step bound: a position becomes verified context again every so many tokens."""
     step_bound_max: int = 15
-    """Largest step bound, inclusive; drawn uniformly per sequence."""
+    """Largest step bound, inclusive; drawn uniformly per sequence. Equal bounds give one fixed bound."""
+    on_policy: bool = True
+    """Train what draft rounds see; without, each position sees the target's activations up to the one before it, the
+    paper's standard training (no step bound and no staircase then)."""
     staircase: bool = True
     """Curriculum: self-attention sees only the drafted block in a share of rows that falls to 0 at half of training."""
     feature_noise: float = 0.2
@@ -95,6 +101,8 @@ class TrainConfig:
     """KV heads of cross-attention; default: half of the target's."""
     cross_attention_mlp_width: int | None = None
     """MLP width of cross-attention; default: 3/7 of the target's."""
+    layer_attention: bool = True
+    """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
     layer_attention_heads: int | None = None
     """Query heads of layer self-attention; default: the most up to the target's that divide the KV width."""
     layer_attention_kv_heads: int | None = None

@@ -130,7 +130,7 @@ class TrainingStream:
 
     def _read(self, plan: _Step, part: np.ndarray) -> Batch:
         """Read one micro-batch; the one thread that reads ahead calls this."""
-        began = time.perf_counter()
+        began, n_bytes_before = time.perf_counter(), self._reader.store.n_bytes_read
         if plan.denominator is None:
             # Lightning averages over micro-batches, and over devices.
             response = self._reader.response_masks(self._sequences[plan.rows])
@@ -142,7 +142,8 @@ class TrainingStream:
         n_tokens = int(self._lengths[rows].sum())
         batch = Batch(inputs, own, plan.denominator, n_tokens, encoded=encoded)
         batch = batch.decode() if self._reader.decodes else batch
-        return replace(batch, read_s=time.perf_counter() - began)
+        n_bytes_read = self._reader.store.n_bytes_read - n_bytes_before
+        return replace(batch, read_s=time.perf_counter() - began, n_bytes_read=n_bytes_read)
 
 
 def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
@@ -198,9 +199,8 @@ def count_loss_positions(response: Tensor, draws: Draws, config: TrainConfig) ->
 
 
 class DrawnRows(Draws):
-    """Draws with every tensor present."""
+    """Draws of a whole step."""
 
-    step_bound: Tensor
     offset: Tensor
 
 
@@ -211,15 +211,19 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     step_bound = torch.randint(config.step_bound_min, config.step_bound_max + 1, (rows,), generator=generator)
     phase = torch.rand(rows, generator=generator)
     dropped = torch.rand(rows, generator=generator) < masks.staircase_drop_probability(step / max_steps)
-    staircase = ~dropped if config.staircase else torch.zeros(rows, dtype=torch.bool)
+    has_staircase = config.staircase and config.on_policy
+    staircase = ~dropped if has_staircase else torch.zeros(rows, dtype=torch.bool)
     offset = torch.zeros_like(step_bound) if config.official_quirks else (phase * step_bound).long()
     seeds = tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist())
-    return DrawnRows(step_bound, staircase, offset, seeds, config.feature_noise)
+    bound = step_bound if config.step_bound else None
+    return DrawnRows(bound, staircase, offset, seeds, config.feature_noise, not config.on_policy)
 
 
 def _rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
     seeds = tuple(draws.noise_seeds[row] for row in rows.tolist())
-    return Draws(draws.step_bound[rows], draws.staircase_rows[rows], draws.offset[rows], seeds, draws.noise_width)
+    bound = None if draws.step_bound is None else draws.step_bound[rows]
+    staircase, offset = draws.staircase_rows[rows], draws.offset[rows]
+    return Draws(bound, staircase, offset, seeds, draws.noise_width, draws.teacher_forced)
 
 
 class ValidationBatches:

@@ -73,6 +73,10 @@ class TrainReport:
     best_expected_acceptance_length: float
     n_pending_parts: int = 0
     """Parts of the store that were planned but not extracted yet, so not trained on."""
+    n_tokens_total: int = 0
+    """Real tokens trained on in all invocations."""
+    n_bytes_read: int = 0
+    """Bytes of the store that were read for them."""
 
 
 def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progress_bar: bool = True) -> TrainReport:
@@ -151,6 +155,8 @@ def _fit(
         metrics=metrics,
         best_expected_acceptance_length=best.best,
         n_pending_parts=store.manifest.n_parts - store.n_parts_committed,
+        n_tokens_total=throughput.n_tokens_total,
+        n_bytes_read=throughput.n_bytes_read,
     )
     if is_first:
         if best.best == float("-inf"):
@@ -323,7 +329,8 @@ def _lock_run(out: Path) -> Iterator[None]:
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
     """What decides the order and content of batches: a store may move between two invocations, but not change."""
     identities = dict(sorted(store.manifest.identities.items()))
-    return {"n_sequences": len(store), "n_tokens": int(store.lengths.sum()), **identities}
+    codec = store.manifest.codec["name"]
+    return {"n_sequences": len(store), "n_tokens": int(store.lengths.sum()), "codec": codec, **identities}
 
 
 def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) -> None:
@@ -331,8 +338,11 @@ def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) ->
     if not config.resume or not (out / STORE_FILE).is_file():
         return
     before, now = json.loads((out / STORE_FILE).read_text()), _store_facts(store)
+    # What is newer than the run, such as the codec, was not recorded.
     changed = [
-        f"{name} was {before.get(name)!r}, now {value!r}" for name, value in now.items() if before.get(name) != value
+        f"{name} was {before[name]!r}, now {value!r}"
+        for name, value in now.items()
+        if name in before and before[name] != value
     ]
     if changed:
         raise RunExists(f"cannot resume {out} on another store: {'; '.join(changed)}.")

@@ -143,7 +143,7 @@ def test_bad_settings_are_refused_together(config: EvalConfig, values: dict, mes
 def test_other_files_are_not_overwritten(config: EvalConfig, tmp_path: Path) -> None:
     notes = tmp_path / "notes.json"
     notes.write_text('{"mine": 1}')
-    with pytest.raises(EvaluationError, match="not an evaluation report"):
+    with pytest.raises(EvaluationError, match="not a moa-data evaluation report"):
         evaluate(changed(config, out=str(notes)))
     with pytest.raises(EvaluationError, match=r"does not end in \.json"):
         evaluate(changed(config, out=str(tmp_path)))

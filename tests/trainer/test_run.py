@@ -13,6 +13,7 @@ import transformers
 
 from moa_data.moa.checkpoint import load_drafter
 from moa_data.moa.model import MoADrafter
+from moa_data.pipeline.recode import recode
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError, TrainingInterrupted
@@ -86,10 +87,12 @@ def test_no_target_is_ever_loaded(store_path, tmp_path, monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 4, "target_layer_inference": 1}])
 def test_resume_is_bit_exact(store_path, tmp_path, changes):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(store_path, whole, max_steps=16, **changes)
+    at_once = run(store_path, whole, max_steps=16, **changes)
     run(store_path, parts, max_steps=16, stop_after_steps=8, **changes)
     assert last_state(parts)["global_step"] == 8
-    run(store_path, parts, max_steps=16, resume=True, **changes)
+    resumed = run(store_path, parts, max_steps=16, resume=True, **changes)
+    assert resumed.n_tokens < at_once.n_tokens == at_once.n_tokens_total == resumed.n_tokens_total
+    assert at_once.n_bytes_read == resumed.n_bytes_read > at_once.n_tokens
     one, other = last_state(whole), last_state(parts)
     assert one["global_step"] == other["global_step"] == 16
     for name, value in one["state_dict"].items():
@@ -252,6 +255,9 @@ def test_resume_refuses_another_store(store_path, tmp_path):
     other = build_store(tmp_path / "other", n_sequences=40)
     with pytest.raises(RunExists, match=r"on another store: n_sequences was 60, now 40"):
         run(other, tmp_path / "run", max_steps=4, resume=True)
+    recode(store_path, "int8", tmp_path / "coded")
+    with pytest.raises(RunExists, match=r"on another store: codec was 'lossless', now 'int8'"):
+        run(tmp_path / "coded", tmp_path / "run", max_steps=4, resume=True)
     moved = store_path.parent / "alias"
     moved.symlink_to(store_path)
     assert run(moved, tmp_path / "run", max_steps=4, resume=True).n_steps == 4

@@ -1,0 +1,353 @@
+"""The paper's ablations of Mixture of Attentions: what each part gives at equal steps, data and about equal weights.
+
+Trains every variant with every seed from one store, decodes the same prompts with it, and lets it go on alone after a
+cut. The variant without layer self-attention gets its weights back as wider MLPs.
+
+    python benchmarks/ablations.py STORE MODEL PROMPTS OUT --steps 340 --seeds 0 1 [--variants full last-layer ...]
+        [--n-prompts 40] [--max-new-tokens 128] [drafter sizes]
+
+Variants with target layers need a store that holds them; the script names the flags of `moa-data extract` and goes on
+without. Everything is kept in OUT, and running it again goes on from there; OUT/ablations.json, .md and .png show all
+results that are there.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from train_step import add_size_options, chosen_sizes
+
+from moa_data.evaluation.config import DisconnectConfig, EvalConfig
+from moa_data.evaluation.run import disconnect, evaluate
+from moa_data.evaluation.statistics import ratio_with_interval, relative_with_interval
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.moa.config import DrafterConfig
+from moa_data.moa.errors import DrafterError
+from moa_data.moa.model import MoADrafter
+from moa_data.provenance import collect_provenance
+from moa_data.storage.reader import ActivationStore
+from moa_data.trainer.batch_reader import needed_fields
+from moa_data.trainer.config import PRESETS, TrainConfig
+from moa_data.trainer.errors import TrainingError
+from moa_data.trainer.run import REPORT_FILE, RUN_FILE, train
+
+FULL = "full"
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    FULL: ("Mixture of Attentions", {}),
+    "last-layer": ("no layer self-attention, KV of the last layer only", {"layer_attention": False}),
+    "no-bound": ("no step bound: cross-attention sees what precedes the response", {"step_bound": False}),
+    "fixed-bound": ("one step bound of 10", {"step_bound_min": 10, "step_bound_max": 10}),
+    "no-staircase": ("no staircase curriculum", {"staircase": False}),
+    "standard": ("teacher-forced in place of on-policy", {"on_policy": False}),
+    "target-layers-1": ("target layer inference, N = 1", {"target_layer_inference": 1}),
+    "target-layers-3": ("target layer inference, N = 3", {"target_layer_inference": 3}),
+}
+Rows = list[dict[str, Any]]
+Value = tuple[str, float, float]
+"""Of one prompt: its name, numerator and denominator of a ratio."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one variant gave with one seed; the rows are those of the reports."""
+
+    variant: str
+    seed: int
+    training: dict[str, Any]
+    decoding: dict[str, Any]
+    alone: dict[str, Any]
+
+    def acceptance(self, method: str) -> list[Value]:
+        """Tokens and target calls of each answer."""
+        runs = [(row["prompt_id"], row["runs"][method]["committed_per_call"]) for row in self.decoding["rows"]]
+        return [(prompt, float(sum(calls)), float(len(calls))) for prompt, calls in runs]
+
+    def speed(self, method: str) -> float:
+        """Tokens/s over plain decoding's."""
+        return next(item["ratio"] for item in self.decoding["methods"] if item["method"] == method)
+
+    def _written(self) -> list[tuple[str, dict[str, Any]]]:
+        name = next(iter(self.alone["drafters"]))
+        return [(row["prompt_id"], row["by_writer"][name]) for row in self.alone["rows"]]
+
+    def agreement(self, offset: int | None = None) -> list[Value]:
+        """Tokens like the target's after each cut, of those compared; at one place behind the cut, or at all."""
+        at = slice(None) if offset is None else slice(offset, offset + 1)
+        return [
+            (prompt, float(sum(one["agrees"][at])), float(len(one["agrees"][at]))) for prompt, one in self._written()
+        ]
+
+    def common_prefix(self) -> list[Value]:
+        """Tokens up to the first that differs from the target's, of one cut."""
+        return [(prompt, float(np.cumprod([*one["agrees"], 0]).sum()), 1.0) for prompt, one in self._written()]
+
+    def log_prob(self) -> list[Value]:
+        """The target's log-probability of what was written, and how many tokens."""
+        return [(prompt, sum(one["log_probs"]), float(len(one["log_probs"]))) for prompt, one in self._written()]
+
+
+MEASURES: dict[str, tuple[str, str, Callable[[Result], list[Value]]]] = {
+    "chain": ("acceptance length, chain", "{:.2f}", lambda result: result.acceptance("chain")),
+    "tree": ("acceptance length, tree", "{:.2f}", lambda result: result.acceptance("tree")),
+    "common_prefix": ("alone: tokens like the target's", "{:.2f}", Result.common_prefix),
+    "agreement": ("alone: agreement", "{:.1%}", Result.agreement),
+    "log_prob": ("alone: log-probability per token, nats", "{:.2f}", Result.log_prob),
+}
+"""Key -> (title, form, values per prompt). Intervals are over prompts, all seeds of a prompt together."""
+
+
+def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) -> dict[str, Any]:
+    """Sizes of a variant's drafter, of about the weights of the full one."""
+    given = chosen_sizes(options)
+    if variant != "last-layer":
+        return given
+    full = DrafterConfig.from_target(frozen.config, **given)
+    missing = n_weights(full) - n_weights(dataclasses.replace(full, layer_attention=False))
+    wider = round(missing / (2 * 3 * full.hidden_size))  # two MLPs of three matrices
+    names = ("self_attention_mlp_width", "cross_attention_mlp_width")
+    return given | {name: getattr(full, name) + wider for name in names}
+
+
+def n_weights(config: DrafterConfig) -> int:
+    """Weights of a drafter of these sizes."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in MoADrafter(config).parameters())
+
+
+def train_config(options: argparse.Namespace, variant: str, seed: int, frozen: FrozenTarget) -> TrainConfig:
+    """The run of a variant: all but what it takes away is equal."""
+    values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed, "max_steps": options.steps}
+    values |= sizes_of(options, variant, frozen) | VARIANTS[variant][1]
+    return TrainConfig(store=options.store, out=str(options.out / f"run-{variant}-{seed}"), **values)
+
+
+def unusable(options: argparse.Namespace, frozen: FrozenTarget) -> dict[str, str]:
+    """Variants that the store cannot serve -> why."""
+    found = {}
+    with ActivationStore(options.store) as store:
+        for variant in options.variants:
+            config = train_config(options, variant, 0, frozen)
+            try:
+                needed_fields(store, config)
+                FrozenTarget.load(store.target_path, config.target_layer_inference)
+            except (TrainingError, DrafterError) as error:
+                found[variant] = str(error)
+        if found:
+            depths = [VARIANTS[variant][1].get("target_layer_inference", 0) for variant in options.variants]
+            n_layers = int(store.manifest.target["n_layers"])
+            entering = ",".join(f"hidden:layer:{n_layers - depth - 1}" for depth in sorted(set(depths) - {0}))
+            print(
+                f"skipped: {', '.join(found)}. A store for all variants: moa-data extract --activations "
+                f"kv,hidden:last,{entering} --target-layers {max(depths)}",
+                flush=True,
+            )
+    return found
+
+
+def trained(config: TrainConfig) -> dict[str, Any]:
+    """Train, or go on training, unless the run is finished; returns its report."""
+    out = Path(config.out)
+    report = out / REPORT_FILE
+    if report.is_file():
+        before, now = yaml.safe_load((out / RUN_FILE).read_text()), dataclasses.asdict(config)
+        changed = [name for name, value in now.items() if name != "resume" and before.get(name, value) != value]
+        if changed:
+            sys.exit(f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT.")
+    if report.is_file() and json.loads(report.read_text())["n_steps"] >= (config.max_steps or 0):
+        return json.loads(report.read_text())
+    resume = (out / "checkpoints" / "last.ckpt").is_file()
+    if not resume:
+        shutil.rmtree(out, ignore_errors=True)
+    return dataclasses.asdict(train(dataclasses.replace(config, resume=resume), collect_provenance(), False))
+
+
+def kept(config: Any, measure: Callable[..., Any]) -> dict[str, Any]:
+    """The report of these settings, measured first if it is not there."""
+    file = Path(config.out)
+    wanted = json.loads(json.dumps(dataclasses.asdict(config)))
+    if not file.is_file() or json.loads(file.read_text())["config"] != wanted:
+        measure(config, provenance=collect_provenance())
+    return json.loads(file.read_text())
+
+
+def measured(options: argparse.Namespace, variant: str, seed: int, training: dict[str, Any]) -> Result:
+    """Decode the prompts with a trained variant, and let it go on alone."""
+    shared = {
+        "model": options.model,
+        "prompts": options.prompts,
+        "drafter": (str(options.out / f"run-{variant}-{seed}"),),
+        "n_prompts": options.n_prompts,
+        "max_new_tokens": options.max_new_tokens,
+        "device": options.device,
+    }
+    decoding = EvalConfig(
+        method=("plain", "chain", "tree"), out=str(options.out / f"eval-{variant}-{seed}.json"),
+        tree=options.tree, batch_size=options.batch_size, **shared,
+    )  # fmt: skip
+    alone = DisconnectConfig(
+        out=str(options.out / f"alone-{variant}-{seed}.json"), n_tokens=options.n_tokens, cuts=options.cuts, **shared
+    )
+    return Result(variant, seed, training, kept(decoding, evaluate), kept(alone, disconnect))
+
+
+def validated(result: Result) -> float | None:
+    """The best expected acceptance length; None where the store is too small to hold sequences out."""
+    best = float(result.training["best_expected_acceptance_length"])
+    return best if best > 0 else None
+
+
+def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, Any]:
+    """All figures of one variant, seeds together; relative ones against the full variant with the same seeds."""
+    row: dict[str, Any] = {
+        "variant": results[0].variant,
+        "what": VARIANTS[results[0].variant][0],
+        "seeds": [result.seed for result in results],
+        "n_parameters": results[0].training["n_parameters"],
+        "n_tokens": results[0].training.get("n_tokens_total"),
+        "n_bytes_read": results[0].training.get("n_bytes_read"),
+        "expected_acceptance_length": [validated(result) for result in results],
+        "ratio": {method: [result.speed(method) for result in results] for method in ("chain", "tree")},
+    }
+    pairs = [(ours, full) for ours in results for full in baseline if ours.seed == full.seed]
+    for key, (_, _, values) in MEASURES.items():
+        found = [value for result in results for value in values(result)]
+        mean, interval = ratio_with_interval([value[0] for value in found], [value[1:] for value in found])
+        by_seed = [ratio_with_interval([v[0] for v in own], [v[1:] for v in own])[0] for own in map(values, results)]
+        row[key] = {"mean": mean, "interval": interval, "by_seed": by_seed}
+        if pairs and key in ("chain", "tree"):
+            joined = [(a, b) for ours, full in pairs for a, b in zip(values(ours), values(full), strict=True)]
+            of_full = relative_with_interval([a[0] for a, _ in joined], [(*a[1:], *b[1:]) for a, b in joined])
+            row[key] |= {"of_full": of_full[0], "of_full_interval": of_full[1]}
+    n_offsets = max(len(one["agrees"]) for result in results for _, one in result._written())
+    row["agreement_by_offset"] = []
+    for offset in range(n_offsets):
+        found = [value for result in results for value in result.agreement(offset)]
+        row["agreement_by_offset"].append(
+            ratio_with_interval([value[0] for value in found], [value[1:] for value in found])[0]
+        )
+    return row
+
+
+def bounds(interval: Sequence[float] | None, form: str) -> str:
+    """An interval in brackets."""
+    return "" if interval is None else f" ({form.format(interval[0])} to {form.format(interval[1])})"
+
+
+def table(rows: Rows, options: argparse.Namespace, skipped: dict[str, str]) -> str:
+    """All results as Markdown."""
+    titles = ["variant", "weights", "expected acceptance length (validation)"]
+    for key, (title, _, _) in MEASURES.items():
+        titles += [title, "of full"] if key in ("chain", "tree") else [title]
+    titles += ["tokens/s over plain, chain", "tree"]
+    lines = [
+        f"{options.steps} steps each, seeds {', '.join(map(str, options.seeds))}; {options.n_prompts} prompts, at most "
+        f"{options.max_new_tokens} new tokens; {options.cuts} cuts of each answer, {options.n_tokens} tokens alone. "
+        "Intervals: 95 %, bootstrap over prompts, seeds together; they do not say how much another seed would differ.",
+        "",
+        "| " + " | ".join(titles) + " |",
+        "|---" * len(titles) + "|",
+    ]
+    for row in rows:
+        cells = [f"{row['variant']}: {row['what']}", f"{row['n_parameters']:,}"]
+        cells.append(", ".join("-" if v is None else f"{v:.2f}" for v in row["expected_acceptance_length"]))
+        for key, (_, form, _) in MEASURES.items():
+            cells.append(form.format(row[key]["mean"]) + bounds(row[key]["interval"], form))
+            if key in ("chain", "tree"):
+                of_full = row[key].get("of_full")
+                share = "{:.1%}"
+                interval = bounds(row[key].get("of_full_interval"), share)
+                cells.append("-" if of_full is None else share.format(of_full) + interval)
+        cells += [", ".join(f"{value:.2f}" for value in row["ratio"][method]) for method in ("chain", "tree")]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", *(f"Skipped {variant}: {why}" for variant, why in skipped.items())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def plot(rows: Rows, path: Path) -> None:
+    """Acceptance length of each variant with its interval and seeds, and agreement after a cut."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 1.6 + 0.55 * max(4, len(rows))), layout="constrained")
+    axes = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
+    places = range(len(rows))
+    for ax, key in zip(axes, ("chain", "tree"), strict=False):
+        for place, row in zip(places, rows, strict=True):
+            one, color = row[key], f"C{place}"
+            ax.plot(one["by_seed"], [place] * len(one["by_seed"]), "|", color=color, markersize=14)
+            arms = None
+            if one["interval"] is not None:
+                arms = [[one["mean"] - one["interval"][0]], [one["interval"][1] - one["mean"]]]
+            ax.errorbar([one["mean"]], [place], xerr=arms, fmt="o", color=color, capsize=3)
+        ax.axvline(rows[0][key]["mean"], color="gray", linewidth=0.8, linestyle=":")
+        ax.set_yticks(places, [row["variant"] for row in rows] if ax is axes[0] else [""] * len(rows))
+        ax.invert_yaxis()
+        ax.set_xlabel(MEASURES[key][0])
+    for place, row in zip(places, rows, strict=True):
+        shares = row["agreement_by_offset"]
+        axes[2].plot(range(1, 1 + len(shares)), shares, "-", color=f"C{place}", label=row["variant"])
+    axes[2].set(xlabel="tokens since the cut", ylabel="agreement with the target, alone", ylim=(0, 1))
+    axes[2].legend(fontsize=8)
+    figure.suptitle("Ablations; ticks are seeds, bars 95 % over prompts, dotted the first variant", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Ablations of Mixture of Attentions.")
+    parser.add_argument("store")
+    parser.add_argument("model")
+    parser.add_argument("prompts")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=340)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--n-prompts", type=int, default=40)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--tree", default="6x8x62")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded together")
+    parser.add_argument("--cuts", type=int, default=3)
+    parser.add_argument("--n-tokens", type=int, default=32, help="tokens that a drafter writes alone")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+    add_size_options(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and measure what is not there yet, then write table and picture of all."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ActivationStore(options.store) as store:
+        frozen = FrozenTarget.load(store.target_path, 0)
+    skipped = unusable(options, frozen)
+    results: dict[str, list[Result]] = {}
+    # Seed by seed, so that all variants are there early.
+    for seed in options.seeds:
+        for variant in options.variants:
+            if variant in skipped:
+                continue
+            training = trained(train_config(options, variant, seed, frozen))
+            results.setdefault(variant, []).append(measured(options, variant, seed, training))
+            rows = [figures(own, results.get(FULL, [])) for own in results.values()]
+            text = table(rows, options, skipped)
+            document = {"rows": rows, "skipped": skipped, "provenance": collect_provenance()}
+            (options.out / "ablations.json").write_text(json.dumps(document, indent=1) + "\n")
+            (options.out / "ablations.md").write_text(text)
+            plot(rows, options.out / "ablations.png")
+            done = next(row for row in rows if row["variant"] == variant)
+            print(f"{variant}, seed {seed}: chain {done['chain']['by_seed'][-1]:.3f}", flush=True)
+    print((options.out / "ablations.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""What a measurement of drafters that go on alone found: sums over cuts, by the number of tokens since the cut."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .disconnection import TARGET, Continuation, CutRow
+from .errors import EvaluationError
+from .markdown import interval_text
+from .statistics import ratio_with_interval
+
+KIND = "moa-data disconnection report"
+SCHEMA_VERSION = 1
+CONVENTIONS = {
+    "cut": "after n_written tokens of the target's greedy answer; the last of them has no target activations yet, as "
+    "after any target call",
+    "continuation": "a chain of the drafter's likeliest tokens without verification, up to its first end of sequence; "
+    "nothing behind the cut has target activations",
+    "agreement": "share of the tokens of the target's own greedy continuation that the writer has at the same place; a "
+    "place where the target has ended is not counted, one where only the writer has ended or can write no more counts "
+    "as different",
+    "common_prefix": "tokens up to the first that differs from the target's own, mean over cuts",
+    "log_prob": "mean over tokens of the target's log-probability of what was written, given the text before it, that "
+    "of the writer included; nats",
+    "offsets": "by_offset[i] is the (i + 1)-th token behind the cut",
+    "intervals": "95 %, bootstrap over prompts (the cuts of one prompt stay together), the same draws in every report",
+    "score": "of the user's function, mean over answers: what the target wrote up to the cut and what followed",
+}
+_SHOWN_OFFSETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+Interval = tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean with its interval; None where nothing was counted.
+
+    Attributes:
+        mean: of the counted values.
+        interval: 95 %; None for fewer than two prompts.
+        n: counted values.
+    """
+
+    mean: float | None
+    interval: Interval
+    n: int
+
+    def text(self, form: str = "{:.2f}") -> str:
+        """The mean and, in brackets, the interval."""
+        return "-" if self.mean is None else form.format(self.mean) + interval_text(self.interval, form)
+
+
+@dataclass(frozen=True)
+class WriterSummary:
+    """One writer over all cuts.
+
+    Attributes:
+        writer: ``target`` or a drafter's name.
+        n_cuts: continuations.
+        common_prefix: tokens in common with the target's continuation.
+        agreement: over all places.
+        log_prob: per token, over all tokens written.
+        score: of answers.
+        agreement_by_offset: the same by tokens since the cut.
+        log_prob_by_offset: the same by tokens since the cut.
+    """
+
+    writer: str
+    n_cuts: int
+    common_prefix: Figure
+    agreement: Figure
+    log_prob: Figure
+    score: Figure
+    agreement_by_offset: tuple[Figure, ...]
+    log_prob_by_offset: tuple[Figure, ...]
+
+
+@dataclass(frozen=True)
+class DisconnectionReport:
+    """A whole measurement.
+
+    Attributes:
+        config: settings, as plain values.
+        environment: device, dtype, threads and the like.
+        provenance: command, versions and commit of the code.
+        prompts: kind, file, and how many were there and used.
+        drafters: name -> facts of a drafter.
+        writers: a summary of each, the target first.
+        rows: every cut.
+    """
+
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    provenance: dict[str, Any]
+    prompts: dict[str, Any]
+    drafters: dict[str, dict[str, Any]]
+    writers: list[WriterSummary]
+    rows: list[CutRow]
+
+    def writer(self, name: str) -> WriterSummary:
+        """The summary of a writer by its name.
+
+        Raises:
+            KeyError: not measured.
+        """
+        return {summary.writer: summary for summary in self.writers}[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; NaN does not occur."""
+        return {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS} | dataclasses.asdict(self)
+
+
+def build_disconnection_report(
+    rows: Sequence[CutRow],
+    *,
+    config: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    prompts: Mapping[str, Any],
+    drafters: Mapping[str, dict[str, Any]],
+) -> DisconnectionReport:
+    """Sum up a measurement.
+
+    Args:
+        rows: at least one.
+        config: settings, as plain values.
+        environment: device, dtype, threads and the like.
+        provenance: command, versions and commit.
+        prompts: where the prompts come from.
+        drafters: facts of each.
+
+    Raises:
+        EvaluationError: there is no row.
+    """
+    if not rows:
+        raise EvaluationError(
+            "no answer is long enough to be cut: prompts leave no position to generate into, or every answer ends with "
+            "its first token; give other prompts."
+        )
+    return DisconnectionReport(
+        dict(config),
+        dict(environment),
+        dict(provenance),
+        dict(prompts) | {"n_cuts": len(rows)},
+        dict(drafters),
+        [summarize_writer(name, rows) for name in rows[0].by_writer],
+        list(rows),
+    )
+
+
+def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
+    """Sum up what one writer wrote."""
+    prompt_ids = [row.prompt_id for row in rows]
+    written = [row.by_writer[name] for row in rows]
+    longest = max(max(len(one.tokens), len(one.agrees)) for one in written)
+
+    def figure(values: list[Sequence[float]]) -> Figure:
+        """Of a list of values per cut."""
+        mean, interval = ratio_with_interval(prompt_ids, [(sum(part), len(part)) for part in values])
+        return Figure(mean, interval, sum(map(len, values)))
+
+    def at(offset: int) -> slice:
+        return slice(offset, offset + 1)
+
+    return WriterSummary(
+        writer=name,
+        n_cuts=len(rows),
+        common_prefix=figure([(one.n_common,) for one in written]),
+        agreement=figure([one.agrees for one in written]),
+        log_prob=figure([one.log_probs for one in written]),
+        score=figure([_score(one) for one in written]),
+        agreement_by_offset=tuple(figure([one.agrees[at(i)] for one in written]) for i in range(longest)),
+        log_prob_by_offset=tuple(figure([one.log_probs[at(i)] for one in written]) for i in range(longest)),
+    )
+
+
+def _score(one: Continuation) -> tuple[float, ...]:
+    return () if one.score is None else (one.score,)
+
+
+def disconnection_markdown(report: DisconnectionReport) -> str:
+    """One line per writer, then agreement and log-probability by the number of tokens since the cut."""
+    config, environment, prompts = report.config, report.environment, report.prompts
+    has_scores = report.writers[0].score.n > 0
+    lines = [
+        "# After a disconnection: the drafter goes on alone",
+        "",
+        f"{prompts['n_cuts']} cuts of answers to {prompts['n_used']} prompts of {prompts['file']} ({prompts['kind']}), "
+        f"{config['n_tokens']} tokens behind each; greedy, {environment['dtype']} on {environment['device']}.",
+        "",
+        "| writer | tokens like the target's, from the cut on | agreement | log-probability per token, nats |"
+        + (" score |" if has_scores else ""),
+        "|---|---|---|---|" + ("---|" if has_scores else ""),
+    ]
+    for summary in report.writers:
+        cells = [summary.common_prefix.text(), summary.agreement.text("{:.1%}"), summary.log_prob.text()]
+        cells += [summary.score.text("{:.3f}")] if has_scores else []
+        lines.append(f"| {summary.writer} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Agreement: share of the target's own greedy continuation that the writer has at the same place. "
+        "Log-probability: the target's, of what was written, given all before it, the writer's own text included. "
+        "Intervals: 95 %, bootstrap over prompts.",
+        *_drafter_lines(report),
+    ]
+    drafters = [summary for summary in report.writers if summary.writer != TARGET]
+    for title, name, form, shown in (
+        ("Agreement", "agreement_by_offset", "{:.0%}", drafters),
+        ("Log-probability, nats", "log_prob_by_offset", "{:.2f}", report.writers),
+    ):
+        lines += ["", *_offset_lines(title, name, form, shown)]
+    return "\n".join(lines) + "\n"
+
+
+def _offset_lines(title: str, name: str, form: str, summaries: Sequence[WriterSummary]) -> list[str]:
+    n_offsets = max(len(getattr(summary, name)) for summary in summaries)
+    offsets = [offset for offset in _SHOWN_OFFSETS if offset <= n_offsets]
+    lines = [
+        f"| {title} at token | " + " | ".join(map(str, offsets)) + " |",
+        "|---" * (1 + len(offsets)) + "|",
+    ]
+    for summary in summaries:
+        figures = getattr(summary, name)
+        cells = [figures[offset - 1].text(form) if offset <= len(figures) else "-" for offset in offsets]
+        lines.append(f"| {summary.writer} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _drafter_lines(report: DisconnectionReport) -> list[str]:
+    return [
+        f"\nDrafter {name}: {facts['kind']}, {facts['n_parameters']:,} weights, {facts['folder']}."
+        for name, facts in report.drafters.items()
+    ]

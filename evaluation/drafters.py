@@ -1,0 +1,120 @@
+"""Loading drafters for a measurement, and what their training runs say about themselves."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ..moa.bundle import FrozenTarget
+from ..moa.checkpoint import check_drafter_matches, load_drafter
+from ..moa.drafter import Drafter
+from ..moa.target import Target
+from .errors import EvaluationError
+
+_RUN_FILE, _REPORT_FILE, _STORE_FILE = "run.yaml", "report.json", "store.json"
+"""What ``moa-data train`` leaves beside a drafter."""
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What a drafter is, and how it was trained; what its folder does not say is None or empty.
+
+    Attributes:
+        folder: where it was loaded from.
+        kind: of the drafter.
+        n_parameters: trained weights.
+        n_steps: optimizer steps of its run.
+        n_tokens: tokens that its run trained on; of a run that recorded no total, those of its last invocation.
+        n_bytes_read: bytes of the store that its run read for these tokens.
+        expected_acceptance_length: the best of its validations.
+        store: identity of the store: sequences, tokens, hashes, codec.
+        settings: of the run.
+    """
+
+    folder: str
+    kind: str
+    n_parameters: int
+    n_steps: int | None = None
+    n_tokens: int | None = None
+    n_bytes_read: int | None = None
+    expected_acceptance_length: float | None = None
+    store: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter that fits the target, the target's pieces for it, and what it is."""
+
+    drafter: Drafter
+    frozen: FrozenTarget
+    facts: DrafterFacts
+
+
+def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) -> dict[str, LoadedDrafter]:
+    """Load drafters by name: the last part of the folder that is not shared.
+
+    Args:
+        folders: runs of ``moa-data train``, or folders with a drafter.
+        target: that they were trained for.
+        dtype: of the weights.
+
+    Raises:
+        DrafterError: one cannot be loaded, or belongs to another target.
+        EvaluationError: a file of a run cannot be read.
+    """
+    loaded: dict[str, LoadedDrafter] = {}
+    for folder in folders:
+        drafter = load_drafter(folder, dtype, target.device)
+        check_drafter_matches(drafter, target)
+        frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+        path = Path(folder).expanduser().absolute()  # a link keeps its own name
+        name = path.parent.name if path.name == "drafter" else path.name
+        while name in loaded:
+            name += "'"
+        loaded[name] = LoadedDrafter(drafter, frozen, drafter_facts(path, drafter))
+    return loaded
+
+
+def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
+    """What a run of ``moa-data train`` says about its drafter; other folders say nothing.
+
+    Raises:
+        EvaluationError: a file of the run cannot be read.
+    """
+    n_parameters = sum(weight.numel() for weight in drafter.parameters())
+    for place in (folder, folder.parent):
+        if (place / _RUN_FILE).is_file() and (place / _REPORT_FILE).is_file():
+            break
+    else:
+        return DrafterFacts(str(folder), drafter.kind, n_parameters)
+    report, settings = _read(place / _REPORT_FILE), _read(place / _RUN_FILE)
+    length = report.get("best_expected_acceptance_length")
+    return DrafterFacts(
+        str(folder),
+        drafter.kind,
+        n_parameters,
+        n_steps=report.get("n_steps"),
+        n_tokens=report.get("n_tokens_total") or report.get("n_tokens"),
+        n_bytes_read=report.get("n_bytes_read") or None,
+        # A run without validation writes minus infinity.
+        expected_acceptance_length=length if length is not None and length > 0 else None,
+        store=_read(place / _STORE_FILE) if (place / _STORE_FILE).is_file() else {},
+        settings=settings,
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A mapping from a JSON or YAML file, the latter being a superset."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise EvaluationError(f"{file} cannot be read ({' '.join(str(error).split())}); restore it.") from error
+    if not isinstance(values, dict):
+        raise EvaluationError(f"{file} holds a {type(values).__name__}, expected a mapping; restore it.")
+    return values

@@ -1,0 +1,41 @@
+"""Scorers of answers: a plain function of the user's, for targets that can do tasks."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from .errors import EvaluationError
+
+Scorer = Callable[[str, str], float]
+"""(the prompt's messages as text, the answer's text) -> a number; greater is better."""
+
+
+def load_scorer(name: str) -> Scorer:
+    """Find a scorer.
+
+    Args:
+        name: ``module:function`` of a module that Python can import, or ``file.py:function``.
+
+    Raises:
+        EvaluationError: no such module, file or function.
+    """
+    where, _, function = name.rpartition(":")
+    try:
+        module = _from_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise EvaluationError(f"--scorer {name}: {where} cannot be imported ({error}); check the name.") from error
+    scorer = getattr(module, function, None)
+    if not callable(scorer):
+        raise EvaluationError(f"--scorer {name}: {where} has no function {function!r}; check the name.")
+    return scorer
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,193 @@
+"""Drafters that go on alone write what they would draft in one endless round, and are compared with the target."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moa_data.evaluation.config import DisconnectConfig
+from moa_data.evaluation.disconnection import (
+    TARGET,
+    Continuation,
+    CutRow,
+    cut_points,
+    measure_disconnections,
+)
+from moa_data.evaluation.disconnection_report import KIND, summarize_writer
+from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
+from moa_data.evaluation.errors import EvalConfigError, EvaluationError
+from moa_data.evaluation.prompts import Prompt
+from moa_data.evaluation.run import disconnect
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.moa.drafter import Drafter
+from moa_data.moa.kv_layout import cache_kv, new_cache
+from moa_data.moa.model import MoADrafter
+from moa_data.moa.registry import DRAFTERS
+from moa_data.moa.target import Target
+
+from .conftest import MAX_POSITIONS
+
+PROMPTS = [
+    Prompt(f"p{number}", "chat", (({"role": "user", "content": text},),))
+    for number, text in enumerate(("hello", "what is two and two?", "why", "x" * 78, "x" * 120))
+]
+
+
+def loaded(target: Target, drafter: Drafter) -> LoadedDrafter:
+    frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+    return LoadedDrafter(drafter, frozen, DrafterFacts("", drafter.kind, 0))
+
+
+def random_drafter(target: Target, kind: str, seed: int = 0, **sizes: int) -> LoadedDrafter:
+    build = DRAFTERS[kind]
+    drafter = build(build.config_class.from_target(target.config, **sizes))
+    drafter.initialize(torch.Generator().manual_seed(seed), std=0.2)
+    return loaded(target, drafter.eval())
+
+
+@pytest.fixture
+def endless(target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
+    monkeypatch.setattr(target, "eos_token_ids", frozenset())
+    return target
+
+
+def measured(target: Target, drafters: dict[str, LoadedDrafter], batch_size: int, n_tokens: int = 9) -> list[CutRow]:
+    return measure_disconnections(
+        target, drafters, PROMPTS, n_tokens=n_tokens, n_cuts=2, max_new_tokens=12, batch_size=batch_size
+    )
+
+
+def test_cuts_are_spread_over_the_answer() -> None:
+    assert cut_points(12, 3) == [3, 6, 9]
+    assert cut_points(128, 1) == [64]
+    assert cut_points(2, 3) == [1], "never after the last token, and none twice"
+    assert cut_points(1, 3) == cut_points(0, 3) == []
+
+
+@pytest.mark.parametrize("kind", [*DRAFTERS, "moa with a target layer"])
+def test_batches_give_what_each_cut_gives_alone(endless: Target, kind: str) -> None:
+    sizes = {"target_layer_inference": 1} if kind not in DRAFTERS else {}
+    drafters = {"a": random_drafter(endless, kind.split()[0], **sizes), "b": random_drafter(endless, "eagle", 1)}
+    together, alone = measured(endless, drafters, 7), measured(endless, drafters, 1)
+    assert len(together) == len(alone) == 2 * 4, "the last prompt leaves no position to generate into"
+    for row, own in zip(together, alone, strict=True):
+        assert (row.prompt_id, row.cut, row.n_written) == (own.prompt_id, own.cut, own.n_written)
+        for name, continuation in row.by_writer.items():
+            assert continuation.tokens == own.by_writer[name].tokens
+            assert continuation.log_probs == pytest.approx(own.by_writer[name].log_probs, abs=1e-4)
+            room = MAX_POSITIONS - row.n_prompt_tokens - row.n_written
+            assert len(continuation.tokens) <= min(9, room)
+        target = row.by_writer[TARGET]
+        assert all(target.agrees)
+        assert target.n_common == len(target.tokens)
+
+
+@torch.no_grad()
+def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
+    """One endless draft round, computed in parallel over the finished text, gives every token of it."""
+    one = random_drafter(endless, "moa")
+    drafter = one.drafter
+    assert isinstance(drafter, MoADrafter)
+    rows = measured(endless, {"moa": one}, 3)
+    tokenizer = endless.tokenizer
+    for row in rows:
+        prompt = next(prompt for prompt in PROMPTS if prompt.prompt_id == row.prompt_id)
+        before = tokenizer.apply_chat_template(list(prompt.turns[0]), add_generation_prompt=True)["input_ids"]
+        answer = endless.model.generate(
+            torch.tensor([before]), max_new_tokens=row.n_written, do_sample=False, eos_token_id=-1
+        )[0].tolist()
+        written = list(row.by_writer["moa"].tokens)
+        tokens = torch.tensor([answer + written])
+        root = len(answer) - 1
+        cache = new_cache()
+        endless.model.model(tokens, past_key_values=cache)
+        drafted = (torch.arange(tokens.shape[1]) >= root)[None]
+        features = drafter(
+            one.frozen, tokens, cache_kv(cache, 0, tokens.shape[1]), drafted, torch.zeros(1, dtype=torch.bool)
+        ).features
+        assert one.frozen.logits(features)[0, root:-1].argmax(dim=-1).tolist() == written
+        log_p = endless.model(tokens).logits[0, root:-1].log_softmax(dim=-1)
+        expected = log_p.gather(1, torch.tensor(written)[:, None])[:, 0].tolist()
+        assert row.by_writer["moa"].log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_writing_stops_at_the_end_of_sequence(endless: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = measured(endless, {"d": random_drafter(endless, "glide")}, 4)
+    token = free[0].by_writer["d"].tokens[2]
+    monkeypatch.setattr(endless, "eos_token_ids", frozenset({token}))
+    rows = measured(endless, {"d": random_drafter(endless, "glide")}, 4)
+    for row in rows:
+        for continuation in row.by_writer.values():
+            assert token not in continuation.tokens[:-1]
+            assert len(continuation.log_probs) == len(continuation.tokens)
+        assert len(row.by_writer["d"].agrees) == len(row.by_writer[TARGET].tokens)
+    assert any(row.by_writer["d"].tokens[-1] == token for row in rows)
+
+
+def test_sums_by_hand() -> None:
+    def row(prompt: str, agrees: list[bool], log_probs: list[float]) -> CutRow:
+        tokens = tuple(range(len(log_probs)))
+        return CutRow(prompt, "c", 0, 5, 3, {"d": Continuation(tokens, tuple(log_probs), tuple(agrees))})
+
+    rows = [row("a", [True, False, True], [-1.0, -2.0, -3.0, -4.0]), row("a", [True], [-1.0]), row("b", [False], [])]
+    summary = summarize_writer("d", rows)
+    assert summary.common_prefix.mean == pytest.approx(2 / 3)
+    assert summary.agreement.mean == pytest.approx(3 / 5)
+    assert [figure.mean for figure in summary.agreement_by_offset] == [pytest.approx(2 / 3), 0.0, 1.0, None]
+    assert [figure.n for figure in summary.log_prob_by_offset] == [2, 1, 1, 1]
+    assert summary.log_prob.mean == pytest.approx(-11 / 5)
+    assert summary.log_prob.interval is None, "one prompt alone has no interval"
+    assert summary.agreement.interval is not None
+    assert summary.score.mean is None
+
+
+@pytest.fixture
+def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path) -> DisconnectConfig:
+    return DisconnectConfig(
+        model=str(target_folder),
+        drafter=(str(drafter_folder),),
+        prompts=str(chats_file),
+        out=str(tmp_path / "out" / "report.json"),
+        n_tokens=6,
+        cuts=2,
+        max_new_tokens=8,
+        device="cpu",
+    )
+
+
+def changed(config: DisconnectConfig, **values: object) -> DisconnectConfig:
+    return DisconnectConfig(**{**vars(config), **values})  # type: ignore[arg-type]
+
+
+def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> None:
+    scorer = tmp_path / "scores.py"
+    scorer.write_text("def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n")
+    report = disconnect(changed(config, scorer=f"{scorer}:length"), provenance={"argv": ["moa-data"]})
+    out = Path(config.out)
+    written = json.loads(out.read_text())
+    assert written["kind"] == KIND
+    assert written == json.loads(json.dumps(report.to_json()))
+    name = Path(config.drafter[0]).name
+    assert [summary["writer"] for summary in written["writers"]] == [TARGET, name]
+    assert report.writer(TARGET).agreement.mean == 1.0
+    assert report.writer(name).score.mean > 1
+    assert f"| {name} |" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    disconnect(config)  # an earlier report may be replaced
+    assert json.loads(out.read_text())["writers"][1]["score"]["mean"] is None
+
+
+def test_refusals(config: DisconnectConfig, tmp_path: Path) -> None:
+    with pytest.raises(EvalConfigError, match=r"n_tokens is 0.*cuts is 0.*expected module:function"):
+        disconnect(changed(config, n_tokens=0, cuts=0, scorer="scores"))
+    with pytest.raises(EvalConfigError, match="no drafter is given"):
+        disconnect(changed(config, drafter=()))
+    with pytest.raises(EvaluationError, match=r"no_such_module cannot be imported"):
+        disconnect(changed(config, scorer="no_such_module:score"))
+    with pytest.raises(EvaluationError, match="json has no function 'score'"):
+        disconnect(changed(config, scorer="json:score"))
+    notes = tmp_path / "notes.json"
+    notes.write_text("{}")
+    with pytest.raises(EvaluationError, match="not a moa-data disconnection report"):
+        disconnect(changed(config, out=str(notes)))

@@ -1,0 +1,131 @@
+"""Without layer self-attention, without a step bound, teacher-forced: training and decoding compute the same."""
+
+import pytest
+import torch
+
+from moa_data.moa import kv_layout, masks
+from moa_data.moa.bundle import FrozenTarget
+from moa_data.moa.checkpoint import load_drafter, save_drafter
+from moa_data.moa.decode import draft_session, generate_batch, plain_generate
+from moa_data.moa.errors import CheckpointError
+from moa_data.moa.layouts import LAYOUTS, write_layout
+from moa_data.moa.model import MoADrafter
+from moa_data.moa.objective import Draws, TrainingInputs, loss_queries, moa_objective
+from moa_data.moa.target import Target
+from moa_data.moa.tree import TreeShape
+
+from .conftest import build_drafter, build_model
+
+N_TOKENS, PROMPT = 22, 9
+ROUNDS = {
+    "bounded": Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([2])),
+    "unbounded": Draws(None, torch.zeros(1, dtype=torch.bool)),
+    "teacher-forced": Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), teacher_forced=True),
+}
+
+
+def prefilled(target, tokens):
+    cache = target.new_cache()
+    target.forward(torch.tensor([tokens]), cache)
+    cache.commit([range(len(tokens))])
+    return cache
+
+
+def inputs_for(model, n_layers_read):
+    torch.manual_seed(3)
+    tokens = torch.randint(4, 67, (1, N_TOKENS))
+    cache = kv_layout.new_cache()
+    states = []
+    hooks = [layer.register_forward_hook(lambda _m, _a, out: states.append(out)) for layer in model.model.layers]
+    hidden = model.model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    response = (torch.arange(N_TOKENS) >= PROMPT)[None]
+    kv = kv_layout.cache_kv(cache, 0, N_TOKENS)[:, :, -n_layers_read:]
+    return TrainingInputs(tokens, response, kv, hidden, states[2])
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("layer_attention", [True, False])
+@pytest.mark.parametrize(("family", "n_target_layers"), [("llama", 0), ("llama", 1), ("mistral", 2)])
+@torch.inference_mode()
+def test_trained_features_equal_draft_steps(rounds, layer_attention, family, n_target_layers):
+    """Each loss position is reached by a decoding session that has verified what the position sees in training."""
+    model = build_model(family)
+    target, frozen = Target(model), FrozenTarget.from_model(model, n_target_layers)
+    drafter = build_drafter(model, n_target_layers, layer_attention=layer_attention)
+    read = MoADrafter.layers_read(n_target_layers, layer_attention)
+    assert read == (None if layer_attention else ((-1,), (-1,), (-2, -1))[n_target_layers])
+    inputs, draws = inputs_for(model, 4 if read is None else len(read)), ROUNDS[rounds]
+    drafted, context = draws.rounds(inputs.response_mask)
+    queries, valid = loss_queries(drafted)
+    staircase = draws.staircase_rows
+    trained = drafter(
+        frozen, inputs.tokens, inputs.kv, drafted, staircase, queries, last_context=context
+    ).features[valid]  # fmt: skip
+
+    tokens, stepped, last_root = inputs.tokens[0].tolist(), [], None
+    for position in range(N_TOKENS):
+        if not drafted[0, position]:
+            continue
+        root = int(context[0, position]) + 1
+        if position == root:
+            state, cache = drafter.new_state(1), prefilled(target, tokens[:root])
+            features = drafter.root_features(state, frozen, [tokens[: root + 1]], cache)
+            last_root = root
+        else:
+            assert root == last_root, "a round goes on where it was left"
+            level = position - root
+            seen = torch.ones(1, 1, level + 1, dtype=torch.bool)
+            step = torch.tensor([[tokens[position]]])
+            features = drafter.level_features(state, frozen, step, features, seen, level, cache)
+        stepped.append(features[0, 0])
+    torch.testing.assert_close(torch.stack(stepped), trained, rtol=0, atol=2e-5)
+
+
+def test_teacher_forcing_sees_the_predecessor_everywhere():
+    response = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 0]])
+    drafted, context = masks.teacher_forced_positions(response)
+    assert drafted.int().tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]
+    assert context.tolist() == [[0, 0, 1, 2, 3]] * 2
+
+
+def test_losses_are_on_the_rounds_of_the_draws():
+    model = build_model()
+    drafter, frozen = build_drafter(model, layer_attention=False), FrozenTarget.from_model(model)
+    inputs = inputs_for(model, 1)
+    n_response = N_TOKENS - PROMPT
+    n_positions = {name: moa_objective(drafter, frozen, inputs, draws)[0].n_positions for name, draws in ROUNDS.items()}
+    assert n_positions["unbounded"] == n_positions["teacher-forced"] == n_response
+    assert n_positions["bounded"] == int(ROUNDS["bounded"].rounds(inputs.response_mask)[0].sum()) < n_response
+    for name, draws in ROUNDS.items():
+        counted = MoADrafter.loss_positions(inputs.response_mask, draws, official=False)
+        assert int(counted.sum()) == n_positions[name]
+    totals = [float(moa_objective(drafter, frozen, inputs, draws)[0].total.detach()) for draws in ROUNDS.values()]
+    assert len(set(totals)) == 3
+
+
+@pytest.mark.parametrize("tree", [TreeShape(4), TreeShape(3, 2, 6)], ids=str)
+def test_decoding_without_layer_attention_is_lossless(tree):
+    target = Target(build_model())
+    target.eos_token_ids = frozenset()
+    drafter = build_drafter(target.model, 1, layer_attention=False)
+    prompts = [[5, 9, 31], [7], [11, 12, 13, 14, 15, 16]]
+    session = draft_session(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=tree)
+    for prompt, got in zip(prompts, together, strict=True):
+        assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
+        (alone,) = generate_batch(target, [prompt], max_new_tokens=12, open_session=session, tree=tree)
+        assert alone.stats.committed_per_call == got.stats.committed_per_call
+
+
+def test_checkpoints(tmp_path):
+    model = build_model()
+    drafter = build_drafter(model, layer_attention=False)
+    save_drafter(drafter, tmp_path / "own")
+    again = load_drafter(tmp_path / "own")
+    assert again.config == drafter.config
+    assert not any(name.startswith("layer_self_attention") for name in again.state_dict())
+    for name in ("moa", "moa-vllm"):
+        with pytest.raises(CheckpointError, match="no layer self-attention"):
+            write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)

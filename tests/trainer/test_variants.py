@@ -1,0 +1,78 @@
+"""Options that take a part of Mixture of Attentions or of its training away."""
+
+import pytest
+import torch
+
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.storage.reader import ActivationStore
+from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.data import TrainingStream, count_loss_positions, draw
+from moa_data.trainer.errors import TrainingError
+
+from .test_run import BASE, last_state, run
+
+
+def settings(store_path, **changes):
+    return TrainConfig(store=str(store_path), out="unused", **(BASE | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_attention": False, "target_layer_inference": 1},
+        {"step_bound": False},
+        {"step_bound_min": 4, "step_bound_max": 4},
+        {"on_policy": False, "target_layer_inference": 1},
+    ],
+    ids=str,
+)
+def test_each_variant_trains(store_path, tmp_path, changes):
+    report = run(store_path, tmp_path / "run", max_steps=3, micro_batch_size=4, validate_every=3, **changes)
+    assert report.best_expected_acceptance_length >= 1
+    assert all(torch.isfinite(weight).all() for weight in last_state(tmp_path / "run")["state_dict"].values())
+    drafter = load_drafter(tmp_path / "run")
+    assert drafter.config.layer_attention == changes.get("layer_attention", True)
+
+
+def test_without_layer_attention_one_layer_is_read(store_path):
+    store = ActivationStore(store_path)
+    rows = torch.arange(3).numpy()
+    for changes, n_layers in (({}, 3), ({"layer_attention": False}, 1)):
+        config = settings(store_path, **changes)
+        inputs, _ = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows])
+        assert inputs.kv.shape[2] == n_layers
+    one, all_layers = (
+        sequence_bytes(store, settings(store_path, layer_attention=value), 10) for value in (False, True)
+    )
+    assert all_layers - one == 10 * 2 * (2 * 2 * 8) * 4, "two layers of float32 keys and values"
+
+
+def test_draws_of_each_variant(store_path):
+    response = torch.ones(8, 30, dtype=torch.bool)
+    response[:, :5] = False
+    usual = settings(store_path)
+    assert draw(usual, 0, 10).staircase_rows.any()
+    unbounded = draw(settings(store_path, step_bound=False), 0, 10)
+    assert unbounded.step_bound is None
+    assert torch.equal(unbounded.staircase_rows, draw(usual, 0, 10).staircase_rows)
+    forced = draw(settings(store_path, on_policy=False), 0, 10)
+    assert forced.teacher_forced
+    assert not forced.staircase_rows.any()
+    for changes in ({"step_bound": False}, {"on_policy": False}):
+        config = settings(store_path, **changes)
+        assert count_loss_positions(response, draw(config, 0, 10), config) == 8 * 25
+    assert count_loss_positions(response, draw(usual, 0, 10), usual) < 8 * 25
+    store = ActivationStore(store_path)
+    config = settings(store_path, step_bound=False, micro_batch_size=4)
+    reader = BatchReader(store, config, torch.device("cpu"))
+    rows = torch.arange(8).numpy()
+    batch = next(iter(TrainingStream(reader, rows, store.lengths[rows].astype("int64"), 4, 0, 1)))
+    assert batch.draws.step_bound is None
+    assert batch.n_bytes_read > 0
+
+
+def test_they_are_options_of_this_drafter_alone(store_path, tmp_path):
+    changes = {"drafter": "eagle", "step_bound_min": 5, "step_bound_max": 15, "on_policy": False}
+    with pytest.raises(TrainingError, match="layer_attention is an option of --drafter moa, eagle has none"):
+        run(store_path, tmp_path / "run", max_steps=2, layer_attention=False, **changes)
