@@ -15,11 +15,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from .config import DrafterConfig, DrafterSizes
 from .drafter import Drafter
 from .errors import CheckpointError, TargetMismatch
+from .independent import IndependentDrafter
 from .model import MoADrafter
 from .registry import drafter_class
 from .target import Target
@@ -110,6 +111,37 @@ def save_official(drafter: MoADrafter, folder: str | Path, target_config: Any) -
     weights = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     save_file(to_official_keys(weights), folder / "model.safetensors", metadata={"format": "pt"})
     target_config.save_pretrained(folder)
+
+
+def save_as_llama(drafter: IndependentDrafter, folder: str | Path, target_config: Any) -> None:
+    """Write an independent drafter as a transformers ``LlamaForCausalLM``, for assisted generation elsewhere.
+
+    Args:
+        drafter: of any dtype, which is kept.
+        folder: gets config.json and model.safetensors; the tokenizer is the target's and is left to the caller.
+        target_config: the target's transformers config, for the special tokens.
+    """
+    config = drafter.config
+    sizes = config.own_block
+    llama_config = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.mlp_width,
+        num_hidden_layers=config.independent_layers,
+        num_attention_heads=sizes.n_heads,
+        num_key_value_heads=sizes.n_kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        tie_word_embeddings=True,
+        **{name: getattr(target_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    model = LlamaForCausalLM(llama_config).to(drafter.dtype)
+    # The weights have the names of a transformers Llama; its LM head is the embedding.
+    weights = {f"model.{name}": value for name, value in drafter.state_dict().items()}
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, strict=True)
+    model.save_pretrained(folder)
 
 
 def sizes_from_official(weights: dict[str, Tensor], target_config: Any) -> DrafterConfig:

@@ -80,7 +80,7 @@ class MoADrafter(Drafter):
     kind: ClassVar[str] = DrafterConfig.kind
     config_class: ClassVar[type[DrafterSizes]] = DrafterConfig
     training_options: ClassVar[frozenset[str]] = frozenset(
-        {"step_bound_min", "step_bound_max", "staircase", "feature_weight"}
+        {"step_bound_min", "step_bound_max", "staircase", "feature_weight", "official_quirks"}
     )
     config: DrafterConfig
 
