@@ -137,7 +137,8 @@ def save_as_llama(drafter: IndependentDrafter, folder: str | Path, target_config
         tie_word_embeddings=True,
         **{name: getattr(target_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
-    model = LlamaForCausalLM(llama_config).to(drafter.dtype)
+    model: Any = LlamaForCausalLM(llama_config)
+    model.to(drafter.dtype)
     # The weights have the names of a transformers Llama; its LM head is the embedding.
     weights = {f"model.{name}": value for name, value in drafter.state_dict().items()}
     model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, strict=True)

@@ -112,9 +112,11 @@ class DrafterModule(L.LightningModule):
         config = self.config
         if config.optimizer == "muon":
             weights = list(self.drafter.parameters())
+            tables = {id(module.weight) for module in self.drafter.modules() if isinstance(module, torch.nn.Embedding)}
+            matrices = [weight for weight in weights if weight.ndim == 2 and id(weight) not in tables]
             return Muon(
-                [weight for weight in weights if weight.ndim == 2],
-                [weight for weight in weights if weight.ndim != 2],
+                matrices,
+                [weight for weight in weights if weight.ndim != 2 or id(weight) in tables],
                 lr=config.matrix_learning_rate,
                 others_lr=config.learning_rate,
                 weight_decay=config.weight_decay,
