@@ -194,7 +194,7 @@ def _continue_alone(
     """One chain behind each cut, up to the end of sequence, the target's positions and what the drafter can make."""
     session = DrafterSession(loaded.drafter, loaded.frozen, cache)
     _prefill(target, cache, cuts, session)
-    most = min(n_tokens, getattr(loaded.drafter.config, "max_depth", None) or n_tokens)
+    most = min(n_tokens, loaded.drafter.config.max_depth or n_tokens)
     room = [min(most, target.max_positions - len(cut.committed)) for cut in cuts]
     drafts = session.propose([cut.committed for cut in cuts], TreeShape(max(room)))
     return [

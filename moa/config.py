@@ -41,6 +41,23 @@ class DrafterSizes:
         """N, how many of the target's last layers the drafted features pass through; 0 unless a drafter says so."""
         return 0
 
+    @property
+    def max_depth(self) -> int | None:
+        """Most levels of drafts that the drafter can make; None for any number."""
+        return None
+
+    def check_depth(self, depth: int) -> None:
+        """Refuse drafts that are deeper than ``max_depth``.
+
+        Raises:
+            DrafterError: they are; the message names the most.
+        """
+        if self.max_depth is not None and depth > self.max_depth:
+            raise DrafterError(
+                f"this {self.kind} drafter drafts {self.max_depth} levels, drafts of {depth} levels were asked for; "
+                f"give a shape of at most {self.max_depth} levels, or a drafter trained for more."
+            )
+
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
         """Sizes for a target.
@@ -161,7 +178,7 @@ class DrafterConfig(DrafterSizes):
         kv_width = 2 * facts["n_kv_heads"] * facts["head_dim"]
         given = {name: value for name, value in sizes.items() if value is not None}
         half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)
-        mlp_width = _multiple_of_32(config.intermediate_size * 3 / 7)
+        mlp_width = multiple_of_32(config.intermediate_size * 3 / 7)
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, facts["n_heads"])
         # The official code gives layer self-attention the target's heads and rounds their dim down.
         if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
@@ -179,7 +196,7 @@ class DrafterConfig(DrafterSizes):
             "layer_attention_kv_heads": next(
                 h for h in range(min(heads, facts["n_kv_heads"]), 0, -1) if heads % h == 0
             ),
-            "layer_attention_mlp_width": _multiple_of_32(kv_width * 1.5),
+            "layer_attention_mlp_width": multiple_of_32(kv_width * 1.5),
         }
         return cls(kv_width=kv_width, **target_facts(config, target), **(defaults | given))
 
@@ -207,7 +224,8 @@ class DrafterConfig(DrafterSizes):
         )
 
 
-def _multiple_of_32(width: float) -> int:
+def multiple_of_32(width: float) -> int:
+    """The multiple of 32 that is nearest to a width, at least 32."""
     return max(32, round(width / 32) * 32)
 
 

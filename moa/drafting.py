@@ -83,7 +83,16 @@ class DrafterSession:
 
     @torch.inference_mode()
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
-        """A chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660)."""
+        """A chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660).
+
+        Args:
+            committed: as for :meth:`DraftSession.propose`.
+            shape: of the drafts.
+
+        Raises:
+            DrafterError: the shape has more levels than the drafter can make.
+        """
+        self.drafter.config.check_depth(shape.depth)
         features = self.drafter.root_features(self.state, self.frozen, committed, self.cache)
         if isinstance(shape, StaticTree):
             return self._static_tree(features, shape)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from . import masks
 from .bundle import FrozenTarget, target_sizes
+from .causal_layers import LayerCaches, causal_features
 from .config import DrafterSizes, target_facts
 from .drafter import DraftedFeatures, Drafter
 from .errors import DrafterError
-from .kv_buffer import KVBuffer, positions_behind
 from .layers import DecoderBlock, Rotary
 from .objective import (
     DEFAULT_WEIGHTS,
@@ -78,27 +78,20 @@ class EagleConfig(DrafterSizes):
         return cls(**target_facts(config, target), **(defaults | given))
 
 
-class EagleState:
-    """The drafter's caches of B rows while decoding.
+class EagleState(LayerCaches):
+    """The drafter's caches of B rows while decoding; true slots are made from the target's own hidden states.
 
     Attributes:
-        slots: keys and values of each layer.
-        n_true: per row, the slots that are made from the target's own hidden states; they come first.
         fresh: per row, the target's hidden states [n, E] of the committed positions from ``n_true`` on.
-        n_fed: slots of this round's tree, the root's included.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        self.slots = [KVBuffer(n_rows) for _ in range(n_layers)]
-        self.n_true = [0] * n_rows
+        super().__init__(n_rows, n_layers)
         self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
-        self.n_fed = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        for buffer in self.slots:
-            buffer.select_rows(rows)
-        self.n_true = [self.n_true[row] for row in rows]
+        super().select_rows(rows)
         self.fresh = [self.fresh[row] for row in rows]
 
 
@@ -107,7 +100,7 @@ class EagleDrafter(Drafter):
 
     kind: ClassVar[str] = EagleConfig.kind
     config_class: ClassVar[type[DrafterSizes]] = EagleConfig
-    training_options: ClassVar[frozenset[str]] = frozenset({"feature_noise", "feature_weight"})
+    training_options: ClassVar[frozenset[str]] = frozenset({"feature_noise", "feature_weight", "official_quirks"})
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -151,17 +144,7 @@ class EagleDrafter(Drafter):
         Returns:
             [B, Q, E]: of slot t the feature of token t+1.
         """
-        slots = torch.arange(joined.shape[1], device=joined.device)
-        rotation = self.rotary(slots[None, :])
-        causal = (slots[None, :] <= slots[:, None])[None]  # [1, S, S]
-        if queries is None:
-            queries = slots.expand(joined.shape[0], -1)
-        *before, last = self.blocks
-        for block in before:
-            joined = block.attend_self(joined, rotation, causal)
-        keys, values = last.keys_values(joined, rotation)
-        seen = slots <= queries[..., None]  # [B, Q, S]
-        return last(at_queries(joined, queries), self.rotary(queries), keys, values, seen)
+        return causal_features(self.blocks, self.rotary, joined, queries)
 
     def objective(
         self,
@@ -230,26 +213,8 @@ class EagleDrafter(Drafter):
             tokens[row, :count] = torch.tensor(committed[row][start + 1 : start + 1 + count])
         hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E]
         x = self.join(frozen.embed(tokens), hidden)
-        positions = positions_behind(state.n_true, max(counts), device).expand(len(fresh), -1)
-        causal = torch.ones(max(counts), max(counts), dtype=torch.bool, device=device).tril().expand(len(fresh), -1, -1)
-        last = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
-        before, is_alone = state.n_true, len(fresh) == 1
-        state.n_true = [start + count for start, count in zip(before, counts, strict=True)]
         state.fresh = [[] for _ in fresh]
-        state.n_fed = 1
-        n_slots = max(state.n_true)
-        for index, (block, slots) in enumerate(zip(self.blocks, state.slots, strict=True)):
-            slots.crop(before)
-            rotation = self.rotary(positions)
-            keys, values = slots.append(*block.keys_values(x, rotation), counts)
-            queries = causal
-            if index == len(state.slots) - 1:  # only the root's feature is wanted
-                x, rotation = at_queries(x, last), self.rotary(positions.gather(1, last))
-                queries = at_queries(causal, last)
-            needs_no_mask = is_alone and queries.shape[1] == 1
-            mask = None if needs_no_mask else masks.tree_mask(before, queries)[..., :n_slots]
-            x = block(x, rotation, keys, values, mask)
-        return x
+        return state.feed_committed(self.blocks, self.rotary, x, counts)
 
     def level_features(
         self,
@@ -262,15 +227,8 @@ class EagleDrafter(Drafter):
         cache: TargetCache,
     ) -> Tensor:
         """Feed the nodes of one level with the features that the drafter gave for their parents."""
-        first = torch.tensor(state.n_true, device=tokens.device)[:, None] + level - 1
-        rotation = self.rotary(first.expand(-1, tokens.shape[1]))  # a level stands at one position
-        state.n_fed += tokens.shape[1]
-        is_alone = len(tokens) == 1 and state.n_fed == level + 1
-        mask = None if is_alone else masks.tree_mask([n - 1 for n in state.n_true], seen)
         x = self.join(frozen.embed(tokens), parent_features)
-        for block, slots in zip(self.blocks, state.slots, strict=True):
-            x = block(x, rotation, *slots.append(*block.keys_values(x, rotation)), mask)
-        return x
+        return state.feed_level(self.blocks, self.rotary, x, seen, level)
 
 
 def eagle_objective(

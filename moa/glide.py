@@ -128,6 +128,7 @@ class GlideDrafter(Drafter):
 
     kind: ClassVar[str] = GlideConfig.kind
     config_class: ClassVar[type[DrafterSizes]] = GlideConfig
+    training_options: ClassVar[frozenset[str]] = frozenset({"official_quirks"})
     kv_layers: ClassVar[tuple[int, ...] | None] = (-1,)
     config: GlideConfig
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -79,6 +80,34 @@ def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_byt
         dtype = torch.get_autocast_dtype(features.device.type)
         features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
     return _ChunkedForwardKL.apply(features, hidden.to(features.dtype), head.to(features.dtype), chunk_rows)
+
+
+def forward_kl_of_heads(
+    features: Tensor, own_head: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int = 1 << 26
+) -> Tensor:
+    """:func:`forward_kl` of a drafter with an LM head of its own, without [N, V] logits.
+
+    Equal to ``forward_kl(features @ own_head.T, hidden @ head.T)`` in value and in the gradients of ``features`` and
+    ``own_head``; the logits of a chunk are made once more for them. The target's head gets no gradient.
+
+    Args:
+        features: [N, W], the drafter's.
+        own_head: [V, W], trained.
+        hidden: [N, E], the target's, after its final norm.
+        head: [V, E], frozen.
+        chunk_bytes: bound on one float32 logits buffer, in bytes.
+
+    Returns:
+        [N] float32, in nats.
+    """
+    chunk_rows = max(1, chunk_bytes // (4 * head.shape[0]))
+
+    def part_of(features: Tensor, own_head: Tensor, hidden: Tensor) -> Tensor:
+        target_logits = F.linear(hidden, head.to(hidden.dtype)).float()
+        return forward_kl(F.linear(features, own_head.to(features.dtype)).float(), target_logits)
+
+    parts = zip(features.split(chunk_rows), hidden.detach().split(chunk_rows), strict=True)
+    return torch.cat([checkpoint(part_of, part, own_head, goal, use_reentrant=False) for part, goal in parts])
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:

@@ -80,8 +80,11 @@ class MoADrafter(Drafter):
     kind: ClassVar[str] = DrafterConfig.kind
     config_class: ClassVar[type[DrafterSizes]] = DrafterConfig
     training_options: ClassVar[frozenset[str]] = frozenset(
-        {"step_bound", "step_bound_min", "step_bound_max", "on_policy", "staircase", "feature_weight"}
-    )
+        {
+            "step_bound", "step_bound_min", "step_bound_max", "on_policy", "staircase", "feature_weight",
+            "official_quirks",
+        }
+    )  # fmt: skip
     config: DrafterConfig
 
     def __init__(self, config: DrafterConfig) -> None:

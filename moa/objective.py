@@ -84,7 +84,8 @@ class LossTerms:
 
     total: Tensor
     forward_kl: Tensor
-    feature: Tensor
+    feature: Tensor | None
+    """Of the features; None for a drafter whose features are not compared with hidden states."""
     n_positions: int
     entering_feature: Tensor | None = None
     """Of the features that enter the target's last layers; None without target layer inference."""

@@ -4,9 +4,13 @@ from .drafter import Drafter
 from .eagle import EagleDrafter
 from .errors import DrafterError
 from .glide import GlideDrafter
+from .independent import IndependentDrafter
+from .medusa import MedusaDrafter
 from .model import MoADrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, GlideDrafter)}
+DRAFTERS: dict[str, type[Drafter]] = {
+    drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, GlideDrafter, MedusaDrafter, IndependentDrafter)
+}
 
 
 def drafter_class(kind: str) -> type[Drafter]:

@@ -21,6 +21,10 @@ _LEAST = {
     "layer_attention_kv_heads": 1,
     "layer_attention_mlp_width": 1,
     "eagle_layers": 1,
+    "medusa_heads": 1,
+    "medusa_layers": 1,
+    "independent_layers": 1,
+    "independent_width": 2,
     "block_size": 1,
     "validation_sequences": 0,
     "validate_every": 1,
@@ -45,8 +49,8 @@ class TrainConfig:
     out: str
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
     drafter: str = "moa"
-    """moa (Mixture of Attentions), eagle (EAGLE-2), which needs no keys and values in the store, or glide (GLIDE),
-    which reads those of the target's last layer alone."""
+    """moa (Mixture of Attentions), glide (GLIDE), which reads the keys and values of the target's last layer alone, or
+    one that needs none: eagle (EAGLE-2), medusa (Medusa-1), independent (a small Llama that reads tokens)."""
     max_steps: int | None = None
     """Optimizer steps; alternative to --epochs."""
     epochs: float | None = None
@@ -113,6 +117,14 @@ class TrainConfig:
     """Decoder layers of EAGLE; default: 1."""
     eagle_input_norm: bool = True
     """EAGLE's first layer has a norm before its attention; without it vLLM and SGLang run the drafter as it is."""
+    medusa_heads: int | None = None
+    """Heads of Medusa, the most levels of drafts; default: 6."""
+    medusa_layers: int | None = None
+    """Residual layers of each head of Medusa; default: 1."""
+    independent_layers: int | None = None
+    """Decoder layers of the independent model; default: 2."""
+    independent_width: int | None = None
+    """Width of the independent model, even; default: half of the target's."""
     block_size: int | None = None
     """Tokens of a block in GLIDE's training, which see the target's keys and values of blocks before; default: 5."""
     precision: str = "auto"

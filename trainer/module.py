@@ -58,8 +58,9 @@ class DrafterModule(L.LightningModule):
         values = {
             "train/loss": terms.total.detach(),
             "train/forward_kl": terms.forward_kl.detach(),
-            "train/feature_loss": terms.feature.detach(),
         }
+        if terms.feature is not None:
+            values["train/feature_loss"] = terms.feature.detach()
         if terms.entering_feature is not None:
             values["train/entering_feature_loss"] = terms.entering_feature.detach()
         self.log_dict(values, batch_size=1)
@@ -111,9 +112,11 @@ class DrafterModule(L.LightningModule):
         config = self.config
         if config.optimizer == "muon":
             weights = list(self.drafter.parameters())
+            tables = {id(module.weight) for module in self.drafter.modules() if isinstance(module, torch.nn.Embedding)}
+            matrices = [weight for weight in weights if weight.ndim == 2 and id(weight) not in tables]
             return Muon(
-                [weight for weight in weights if weight.ndim == 2],
-                [weight for weight in weights if weight.ndim != 2],
+                matrices,
+                [weight for weight in weights if weight.ndim != 2 or id(weight) in tables],
                 lr=config.matrix_learning_rate,
                 others_lr=config.learning_rate,
                 weight_decay=config.weight_decay,

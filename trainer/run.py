@@ -202,6 +202,12 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     build = drafter_class(config.drafter)
     sizes = {name: getattr(config, name) for name in _own_options(build) - build.training_options}
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
+    most = drafter.config.max_depth
+    if most is not None and config.draft_length > most:
+        raise TrainingError(
+            f"--draft-length {config.draft_length} asks validation for more levels than the {most} that this "
+            f"{build.kind} drafter drafts; lower it, or give the drafter more."
+        )
     drafter.initialize(torch.Generator().manual_seed(config.seed), official=config.official_quirks)
     decay_end_step = data.steps_per_epoch if config.decay_steps is None else config.decay_steps
     return DrafterModule(drafter, frozen, config, data.max_steps if decay_end_step == -1 else decay_end_step)

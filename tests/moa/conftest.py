@@ -1,5 +1,7 @@
 """Tiny targets of every supported family, and drafters for them; everything random and in memory."""
 
+import random
+
 import pytest
 import torch
 from transformers import (
@@ -13,8 +15,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.config import DrafterConfig
+from moa_data.moa.decode import plain_generate
 from moa_data.moa.model import MoADrafter
+from moa_data.moa.objective import Draws, TrainingInputs
 from moa_data.moa.target import Target
 
 SIZES = {
@@ -60,6 +65,31 @@ def build_drafter(model, n_target_layers=0, seed=1, **sizes):
     config = DrafterConfig.from_target(model.config, target_layer_inference=n_target_layers, **sizes)
     drafter = MoADrafter(config)
     drafter.initialize(torch.Generator().manual_seed(seed), std=0.15)
+    return drafter.eval()
+
+
+def random_prompts(n, seed, longest=20):
+    draw = random.Random(seed)
+    return [[draw.randrange(4, SIZES["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(n)]
+
+
+def teach(drafter, target, prompts, n_steps):
+    """Train a drafter that reads no keys and values for a moment on what the target itself says after some prompts."""
+    frozen, rows = FrozenTarget.from_model(target.model), []
+    for prompt in prompts:
+        rows.append(prompt + plain_generate(target, prompt, max_new_tokens=24).tokens)
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    response = torch.zeros_like(tokens, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row)
+        response[index, 1 : len(row)] = True
+    inputs = TrainingInputs(tokens, response, None, target.model.model(tokens).last_hidden_state)
+    draws = Draws(None, torch.zeros(len(rows), dtype=torch.bool))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        drafter.objective(frozen, inputs, draws).total.backward()
+        optimizer.step()
     return drafter.eval()
 
 

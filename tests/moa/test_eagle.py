@@ -1,7 +1,5 @@
 """EAGLE: training, validation and decoding compute the same; decoding stays lossless and its caches stay true."""
 
-import random
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from moa_data.moa.sampling import SamplingConfig
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
 
-from .conftest import FAMILIES, SIZES, build_model
+from .conftest import FAMILIES, SIZES, build_model, random_prompts, teach
 
 TREES = [TreeShape(1), TreeShape(4), TreeShape(3, 3, 8), TreeShape(5, 2, 6)]
 
@@ -28,38 +26,12 @@ def build_eagle(model, seed=1, **sizes):
     return drafter.eval()
 
 
-def random_prompts(n, seed, longest=20):
-    draw = random.Random(seed)
-    return [[draw.randrange(4, SIZES["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(n)]
-
-
-def trained_eagle(target):
-    """Taught for a moment on what the target itself says after the prompts of ``random_prompts(7, 7)``."""
-    frozen, drafter = FrozenTarget.from_model(target.model), build_eagle(target.model)
-    rows = []
-    for prompt in random_prompts(7, 7):
-        rows.append(prompt + plain_generate(target, prompt, max_new_tokens=24).tokens)
-    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-    response = torch.zeros_like(tokens, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = torch.tensor(row)
-        response[index, 1 : len(row)] = True
-    inputs = TrainingInputs(tokens, response, None, target.model.model(tokens).last_hidden_state)
-    draws = Draws(None, torch.zeros(len(rows), dtype=torch.bool))
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)
-    for _ in range(80):
-        optimizer.zero_grad()
-        drafter.objective(frozen, inputs, draws).total.backward()
-        optimizer.step()
-    return drafter.eval()
-
-
 @pytest.fixture(scope="module")
 def endless():
     """A target that never ends an answer, and a drafter that is often right."""
     target = Target(build_model(num_hidden_layers=2))
     target.eos_token_ids = frozenset()
-    return target, trained_eagle(target)
+    return target, teach(build_eagle(target.model), target, random_prompts(7, 7), n_steps=80)
 
 
 @pytest.mark.parametrize("n_layers", [1, 2])

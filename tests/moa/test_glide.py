@@ -1,7 +1,5 @@
 """GLIDE: training, validation and decoding compute the same; decoding stays lossless and its caches stay true."""
 
-import random
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ from moa_data.moa.sampling import SamplingConfig
 from moa_data.moa.target import Target
 from moa_data.moa.tree import StaticTree, TreeShape
 
-from .conftest import FAMILIES, SIZES, build_model
+from .conftest import FAMILIES, SIZES, build_model, random_prompts
 
 TREES = [TreeShape(1), TreeShape(4), TreeShape(3, 3, 8), TreeShape(5, 2, 6)]
 
@@ -27,11 +25,6 @@ def build_glide(model, seed=1, official=False, **sizes):
     drafter = GlideDrafter(GlideConfig.from_target(model.config, **sizes))
     drafter.initialize(torch.Generator().manual_seed(seed), std=0.15, official=official)
     return drafter.eval()
-
-
-def random_prompts(n, seed, longest=20):
-    draw = random.Random(seed)
-    return [[draw.randrange(4, SIZES["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(n)]
 
 
 @torch.no_grad()

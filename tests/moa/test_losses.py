@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moa_data.moa.losses import chunked_forward_kl, feature_loss, forward_kl
+from moa_data.moa.losses import chunked_forward_kl, feature_loss, forward_kl, forward_kl_of_heads
 
 
 @pytest.mark.parametrize("chunk_bytes", [4 * 31, 4 * 31 * 3, 1 << 26])
@@ -92,3 +92,15 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary():
     assert large - small < per_row * (1024 - 256)
     assert large < 12 * chunk_bytes + per_row * 1024
     assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, "the measure must see the plain loss's logits"
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 10])
+def test_two_heads_in_chunks_equal_the_definition(n_rows):
+    features, own_head = torch.randn(n_rows, 5, requires_grad=True), torch.randn(13, 5, requires_grad=True)
+    hidden, head, weights = torch.randn(n_rows, 7), torch.randn(13, 7), torch.rand(n_rows)
+    expected = forward_kl(features @ own_head.T, hidden @ head.T)
+    got = forward_kl_of_heads(features, own_head, hidden, head, chunk_bytes=3 * 4 * 13)
+    torch.testing.assert_close(got, expected)
+    goal = torch.autograd.grad((expected * weights).sum(), [features, own_head])
+    for one, other in zip(torch.autograd.grad((got * weights).sum(), [features, own_head]), goal, strict=True):
+        torch.testing.assert_close(one, other)

@@ -1,4 +1,7 @@
-"""Greedy decoding with drafts gives the tokens of plain decoding: a thousand prompts, all families, all shapes."""
+"""Greedy decoding with drafts gives the tokens of plain decoding: a thousand prompts, all families, all shapes.
+
+Mixture of Attentions on every target, Medusa and the independent model on every family.
+"""
 
 import random
 
@@ -10,6 +13,8 @@ from moa_data.moa.tree import TreeShape
 
 from .conftest import FAMILIES, build_drafter, build_model
 from .test_decode import bigram_target, silence
+from .test_independent import build_independent
+from .test_medusa import build_medusa
 
 SHAPES = (TreeShape(1), TreeShape(5), TreeShape(3, 2, 6), TreeShape(6, 8, 62), TreeShape(2, 8, 16))
 N_PROMPTS = 1000
@@ -27,16 +32,20 @@ def test_a_thousand_prompts() -> None:
         n_target_layers = (0, 1, 2)[index % 3]
         drafter = build_drafter(target.model, n_target_layers, seed=index)
         is_bigram = index >= len(FAMILIES)
-        sessions.append(draft_session(target, silence(drafter) if is_bigram else drafter))
+        sessions.append((target, draft_session(target, silence(drafter) if is_bigram else drafter)))
+    for target in targets[: len(FAMILIES)]:
+        sessions += [
+            (target, draft_session(target, build(target.model))) for build in (build_medusa, build_independent)
+        ]
     done, committed = 0, []
     while done < N_PROMPTS:
-        place = chance.randrange(len(targets))
-        target, shape = targets[place], chance.choice(SHAPES)
+        place, shape = chance.randrange(len(sessions)), chance.choice(SHAPES)
+        target, session = sessions[place]
         prompts = [
             [chance.randrange(4, 60) for _ in range(chance.randint(1, 40))] for _ in range(chance.choice((1, 1, 3, 8)))
         ]
         n_new = chance.randint(1, 30)
-        found = generate_batch(target, prompts, max_new_tokens=n_new, open_session=sessions[place], tree=shape)
+        found = generate_batch(target, prompts, max_new_tokens=n_new, open_session=session, tree=shape)
         for prompt, generation in zip(prompts, found, strict=True):
             plain = plain_generate(target, prompt, max_new_tokens=n_new)
             assert generation.tokens == plain.tokens, (done, place, shape, prompt)

@@ -122,7 +122,7 @@ def test_refusals(store_path, hidden_store, tmp_path):
     with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):
         run(bare, tmp_path / "run", max_steps=2, **EAGLE)
     for changes, message in (
-        ({"drafter": "condor"}, "drafter must be one of moa, eagle, glide, got 'condor'"),
+        ({"drafter": "condor"}, "drafter must be one of moa, eagle, glide, medusa, independent, got 'condor'"),
         (EAGLE | {"layer_attention_heads": 2}, "layer_attention_heads is an option of --drafter moa, eagle has none"),
         (EAGLE | {"target_layer_inference": 1, "staircase": False}, "staircase is an .*; target_layer_inference is an"),
         ({"drafter": "eagle"}, r"step_bound_min is an option of --drafter moa.*; step_bound_max"),
