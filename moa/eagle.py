@@ -13,6 +13,7 @@ t. In slots before the root's the hidden states are the target's own; behind it 
 makes those of accepted tokens anew.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
@@ -79,8 +80,8 @@ class EagleState:
 
     Attributes:
         slots: keys and values of each layer.
-        n_true: per row, the slots that are made from the target's own hidden states; they come first.
-        fresh: per row, the target's hidden states [n, E] of the committed positions from ``n_true`` on.
+        n_true: per row, the slots that are made from the target's own states; they come first.
+        fresh: per row, the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
         n_fed: slots of this round's tree, the root's included.
     """
 
@@ -98,7 +99,126 @@ class EagleState:
         self.fresh = [self.fresh[row] for row in rows]
 
 
-class EagleDrafter(Drafter):
+class FeatureDrafter(Drafter):
+    """What EAGLE and EAGLE-3 share: layers that are fed the token at t+1 with the feature of t, and feed themselves."""
+
+    rotary: Rotary
+
+    @property
+    @abstractmethod
+    def blocks(self) -> list[DecoderBlock]:
+        """The decoder layers in order; the first one takes what :meth:`join` gives."""
+
+    @abstractmethod
+    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings of tokens t+1 and features of tokens t, each [..., E] -> input of the layers."""
+
+    def target_states(self, inputs: TrainingInputs) -> Tensor:
+        """What the drafter sees of the target, as :meth:`observe` gets it: here the last hidden states [B, T, E]."""
+        return inputs.hidden
+
+    def true_features(self, states: Tensor) -> Tensor:
+        """:meth:`target_states` [...] -> features [..., E] in place of the drafter's own; here the same."""
+        return states
+
+    @torch.no_grad()
+    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+        """Every round of a batch step by step, each step fed with the features of the one before."""
+        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+        drafted[:, 0] = False
+        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last true slot that a query sees
+        slots = torch.arange(context.shape[1], device=context.device)
+        step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
+        embeddings = frozen.embed(inputs.tokens[:, 1:])
+        joined = self.join(embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype)))
+        true_keys_values, features = [], joined
+        rotation, causal = self.rotary(slots[None, :]), (slots[None, :] <= slots[:, None])[None]
+        for block in self.blocks:
+            true_keys_values.append(block.keys_values(features, rotation))
+            features = block(features, rotation, *true_keys_values[-1], causal)
+        own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
+        rows = torch.arange(len(step), device=step.device)[:, None]
+        for index in range(1, int(step.max()) + 1):
+            queries, valid = loss_queries(step == index)
+            limit = context.gather(1, queries)[..., None]
+            seen = torch.cat((slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1)  # [B, Q, 2S]
+            x = self.join(at_queries(embeddings, queries), at_queries(features, (queries - 1).clamp(min=0)))
+            at = rows.expand_as(queries)[valid], queries[valid]
+            rotation = self.rotary(queries)
+            for block, true, own in zip(self.blocks, true_keys_values, own_keys_values, strict=True):
+                for buffer, new in zip(own, block.keys_values(x, rotation), strict=True):
+                    buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
+                x = block(x, rotation, keys, values, seen)
+            features[at] = x[valid].to(features.dtype)
+        queries, valid = loss_queries(drafted)
+        return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
+
+    def new_state(self, n_rows: int) -> EagleState:
+        """Empty caches of B rows."""
+        return EagleState(n_rows, len(self.blocks))
+
+    def observe(self, state: EagleState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Keep the target's states of committed tokens until the next round encodes them."""
+        for row, indices in enumerate(kept):
+            state.fresh[row].append(hidden[row, torch.tensor(list(indices), device=hidden.device)])
+
+    def root_features(
+        self, state: EagleState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+    ) -> Tensor:
+        """Make the slots up to the root's from the target's own states, those of accepted drafts anew."""
+        device = frozen.lm_head_weight.device
+        fresh = [torch.cat(parts) for parts in state.fresh]
+        counts = [len(hidden) for hidden in fresh]
+        tokens = torch.zeros(len(fresh), max(counts), dtype=torch.int64, device=device)
+        for row, (start, count) in enumerate(zip(state.n_true, counts, strict=True)):
+            tokens[row, :count] = torch.tensor(committed[row][start + 1 : start + 1 + count])
+        hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E or K * E]
+        x = self.join(frozen.embed(tokens), self.true_features(hidden))
+        positions = positions_behind(state.n_true, max(counts), device).expand(len(fresh), -1)
+        causal = torch.ones(max(counts), max(counts), dtype=torch.bool, device=device).tril().expand(len(fresh), -1, -1)
+        last = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
+        before, is_alone = state.n_true, len(fresh) == 1
+        state.n_true = [start + count for start, count in zip(before, counts, strict=True)]
+        state.fresh = [[] for _ in fresh]
+        state.n_fed = 1
+        n_slots = max(state.n_true)
+        for index, (block, slots) in enumerate(zip(self.blocks, state.slots, strict=True)):
+            slots.crop(before)
+            rotation = self.rotary(positions)
+            keys, values = slots.append(*block.keys_values(x, rotation), counts)
+            queries = causal
+            if index == len(state.slots) - 1:  # only the root's feature is wanted
+                x, rotation = at_queries(x, last), self.rotary(positions.gather(1, last))
+                queries = at_queries(causal, last)
+            needs_no_mask = is_alone and queries.shape[1] == 1
+            mask = None if needs_no_mask else masks.tree_mask(before, queries)[..., :n_slots]
+            x = block(x, rotation, keys, values, mask)
+        return x
+
+    def level_features(
+        self,
+        state: EagleState,
+        frozen: FrozenTarget,
+        tokens: Tensor,
+        parent_features: Tensor,
+        seen: Tensor,
+        level: int,
+        cache: TargetCache,
+    ) -> Tensor:
+        """Feed the nodes of one level with the features that the drafter gave for their parents."""
+        first = torch.tensor(state.n_true, device=tokens.device)[:, None] + level - 1
+        rotation = self.rotary(first.expand(-1, tokens.shape[1]))  # a level stands at one position
+        state.n_fed += tokens.shape[1]
+        is_alone = len(tokens) == 1 and state.n_fed == level + 1
+        mask = None if is_alone else masks.tree_mask([n - 1 for n in state.n_true], seen)
+        x = self.join(frozen.embed(tokens), parent_features)
+        for block, slots in zip(self.blocks, state.slots, strict=True):
+            x = block(x, rotation, *slots.append(*block.keys_values(x, rotation)), mask)
+        return x
+
+
+class EagleDrafter(FeatureDrafter):
     """The trained part: the linear layer that joins token and hidden state, and the decoder layers."""
 
     kind: ClassVar[str] = EagleConfig.kind
@@ -170,102 +290,6 @@ class EagleDrafter(Drafter):
         """Loss of one mini-batch, see :func:`eagle_objective`; the noise is drawn from the seeds of the draws."""
         noise = _draw_noise(draws, inputs.hidden, 2 if official else 1)
         return eagle_objective(self, frozen, inputs, weights, noise, official, denominator)
-
-    @torch.no_grad()
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        """Every round of a batch step by step, each step fed with the features of the one before."""
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        drafted[:, 0] = False
-        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last true slot that a query sees
-        slots = torch.arange(context.shape[1], device=context.device)
-        step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
-        embeddings = frozen.embed(inputs.tokens[:, 1:])
-        joined = self.join(embeddings, inputs.hidden[:, :-1].to(embeddings.dtype))
-        true_keys_values, features = [], joined
-        rotation, causal = self.rotary(slots[None, :]), (slots[None, :] <= slots[:, None])[None]
-        for block in self.blocks:
-            true_keys_values.append(block.keys_values(features, rotation))
-            features = block(features, rotation, *true_keys_values[-1], causal)
-        own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
-        rows = torch.arange(len(step), device=step.device)[:, None]
-        for index in range(1, int(step.max()) + 1):
-            queries, valid = loss_queries(step == index)
-            limit = context.gather(1, queries)[..., None]
-            seen = torch.cat((slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1)  # [B, Q, 2S]
-            x = self.join(at_queries(embeddings, queries), at_queries(features, (queries - 1).clamp(min=0)))
-            at = rows.expand_as(queries)[valid], queries[valid]
-            rotation = self.rotary(queries)
-            for block, true, own in zip(self.blocks, true_keys_values, own_keys_values, strict=True):
-                for buffer, new in zip(own, block.keys_values(x, rotation), strict=True):
-                    buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
-                keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
-                x = block(x, rotation, keys, values, seen)
-            features[at] = x[valid].to(features.dtype)
-        queries, valid = loss_queries(drafted)
-        return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
-
-    def new_state(self, n_rows: int) -> EagleState:
-        """Empty caches of B rows."""
-        return EagleState(n_rows, self.config.eagle_layers)
-
-    def observe(self, state: EagleState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the hidden states of committed tokens until the next round encodes them."""
-        for row, indices in enumerate(kept):
-            state.fresh[row].append(hidden[row, torch.tensor(list(indices), device=hidden.device)])
-
-    def root_features(
-        self, state: EagleState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
-    ) -> Tensor:
-        """Make the slots up to the root's from the target's own hidden states, those of accepted drafts anew."""
-        device = frozen.lm_head_weight.device
-        fresh = [torch.cat(parts) for parts in state.fresh]
-        counts = [len(hidden) for hidden in fresh]
-        tokens = torch.zeros(len(fresh), max(counts), dtype=torch.int64, device=device)
-        for row, (start, count) in enumerate(zip(state.n_true, counts, strict=True)):
-            tokens[row, :count] = torch.tensor(committed[row][start + 1 : start + 1 + count])
-        hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E]
-        x = self.join(frozen.embed(tokens), hidden)
-        positions = positions_behind(state.n_true, max(counts), device).expand(len(fresh), -1)
-        causal = torch.ones(max(counts), max(counts), dtype=torch.bool, device=device).tril().expand(len(fresh), -1, -1)
-        last = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
-        before, is_alone = state.n_true, len(fresh) == 1
-        state.n_true = [start + count for start, count in zip(before, counts, strict=True)]
-        state.fresh = [[] for _ in fresh]
-        state.n_fed = 1
-        n_slots = max(state.n_true)
-        for index, (block, slots) in enumerate(zip(self.blocks, state.slots, strict=True)):
-            slots.crop(before)
-            rotation = self.rotary(positions)
-            keys, values = slots.append(*block.keys_values(x, rotation), counts)
-            queries = causal
-            if index == len(state.slots) - 1:  # only the root's feature is wanted
-                x, rotation = at_queries(x, last), self.rotary(positions.gather(1, last))
-                queries = at_queries(causal, last)
-            needs_no_mask = is_alone and queries.shape[1] == 1
-            mask = None if needs_no_mask else masks.tree_mask(before, queries)[..., :n_slots]
-            x = block(x, rotation, keys, values, mask)
-        return x
-
-    def level_features(
-        self,
-        state: EagleState,
-        frozen: FrozenTarget,
-        tokens: Tensor,
-        parent_features: Tensor,
-        seen: Tensor,
-        level: int,
-        cache: TargetCache,
-    ) -> Tensor:
-        """Feed the nodes of one level with the features that the drafter gave for their parents."""
-        first = torch.tensor(state.n_true, device=tokens.device)[:, None] + level - 1
-        rotation = self.rotary(first.expand(-1, tokens.shape[1]))  # a level stands at one position
-        state.n_fed += tokens.shape[1]
-        is_alone = len(tokens) == 1 and state.n_fed == level + 1
-        mask = None if is_alone else masks.tree_mask([n - 1 for n in state.n_true], seen)
-        x = self.join(frozen.embed(tokens), parent_features)
-        for block, slots in zip(self.blocks, state.slots, strict=True):
-            x = block(x, rotation, *slots.append(*block.keys_values(x, rotation)), mask)
-        return x
 
 
 def eagle_objective(

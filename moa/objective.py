@@ -39,6 +39,8 @@ class TrainingInputs:
     """[B, T, E], target hidden state after the final norm."""
     entering_hidden: Tensor | None = None
     """[B, T, E], hidden state that enters the last N target layers; needed when N > 0."""
+    layer_outputs: tuple[Tensor, ...] = ()
+    """[B, T, E] each, outputs of the decoder layers that the drafter reads (``needed_layers``), before any norm."""
 
 
 @dataclass
@@ -74,7 +76,8 @@ class LossTerms:
 
     total: Tensor
     forward_kl: Tensor
-    feature: Tensor
+    feature: Tensor | None
+    """None for a drafter whose features are not the target's."""
     n_positions: int
     entering_feature: Tensor | None = None
     """Of the features that enter the target's last layers; None without target layer inference."""

@@ -2,11 +2,12 @@
 
 from .drafter import Drafter
 from .eagle import EagleDrafter
+from .eagle3 import Eagle3Drafter
 from .errors import DrafterError
 from .glide import GlideDrafter
 from .model import MoADrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, GlideDrafter)}
+DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, Eagle3Drafter, GlideDrafter)}
 
 
 def drafter_class(kind: str) -> type[Drafter]:

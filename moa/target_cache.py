@@ -29,6 +29,7 @@ class TargetCache(Cache):
     Attributes:
         lengths: committed tokens of each row.
         n_pending: tokens per row written by the last call, all its pieces, and not yet committed.
+        watched_layers: decoder layers whose outputs each call leaves here, for :meth:`take_layer_outputs`.
     """
 
     def __init__(self, n_layers: int, n_rows: int = 1) -> None:
@@ -37,6 +38,8 @@ class TargetCache(Cache):
         self._n_before = 0  # of the pending tokens, those of earlier pieces of one call
         self._n_layers = n_layers
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, capacity, d]
+        self.watched_layers: tuple[int, ...] = ()
+        self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each piece of a call
         self._slots: Tensor | None = None  # [B, n] of the pending tokens; None while all rows have one length
         super().__init__(layers=[_Layer(self, layer) for layer in range(n_layers)])
 
@@ -60,11 +63,28 @@ class TargetCache(Cache):
                 forgotten.
         """
         self._n_before = self.n_pending if goes_on else 0
+        if not goes_on:
+            self._layer_outputs = []
         self.n_pending = self._n_before + n_tokens
         self._slots = None
         if len(set(self.lengths)) > 1:
             starts = torch.tensor(self.lengths, device=device) + self._n_before
             self._slots = starts[:, None] + torch.arange(n_tokens, device=device)  # [B, n]
+
+    def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Keep what the :attr:`watched_layers` gave for the tokens of a call or a piece of one: K times [B, n, E]."""
+        self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
+
+    def take_layer_outputs(self) -> Tensor:
+        """Outputs of the :attr:`watched_layers` for all tokens of the last call, [B, n, K * E]; they are let go here.
+
+        Raises:
+            DrafterError: the last call kept none.
+        """
+        if not self._layer_outputs:
+            raise DrafterError("the target's last call kept no layer outputs; open the draft session before the call.")
+        outputs, self._layer_outputs = torch.cat(self._layer_outputs, dim=1), []
+        return outputs
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:

@@ -58,8 +58,9 @@ class DrafterModule(L.LightningModule):
         values = {
             "train/loss": terms.total.detach(),
             "train/forward_kl": terms.forward_kl.detach(),
-            "train/feature_loss": terms.feature.detach(),
         }
+        if terms.feature is not None:
+            values["train/feature_loss"] = terms.feature.detach()
         if terms.entering_feature is not None:
             values["train/entering_feature_loss"] = terms.entering_feature.detach()
         self.log_dict(values, batch_size=1)
@@ -71,6 +72,7 @@ class DrafterModule(L.LightningModule):
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         if inputs.kv is not None:
             inputs.kv = inputs.kv.to(self.drafter.dtype)
+        inputs.layer_outputs = tuple(states.to(self.drafter.dtype) for states in inputs.layer_outputs)
         return inputs
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
