@@ -26,7 +26,7 @@ whose likeliest token is outside carry no loss; here what the teacher gives to t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,7 +36,6 @@ from torch.utils.checkpoint import checkpoint
 from . import losses
 from .bundle import FrozenTarget, target_sizes
 from .config import DrafterSizes, target_facts
-from .drafter import Drafter
 from .eagle import FeatureDrafter
 from .errors import DrafterError
 from .layers import BlockSizes, DecoderBlock, RMSNorm, Rotary, Rotation
@@ -179,12 +178,9 @@ class Eagle3Drafter(FeatureDrafter):
         self.config = config
         width = config.hidden_size
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
-        self.midlayer = Eagle3Block(
-            BlockSizes(
-                width, config.n_heads, config.self_attention_kv_heads, config.head_dim,
-                config.self_attention_mlp_width, config.norm_eps, qkv_bias=config.qkv_bias, input_width=2 * width,
-            )  # fmt: skip
-        )
+        kv_heads, mlp_width = config.self_attention_kv_heads, config.self_attention_mlp_width
+        sizes = config.block(kv_heads, mlp_width, config.qkv_bias)
+        self.midlayer = Eagle3Block(replace(sizes, input_width=2 * width))
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocabulary, bias=False)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)

@@ -7,7 +7,9 @@ from .errors import DrafterError
 from .glide import GlideDrafter
 from .model import MoADrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, Eagle3Drafter, GlideDrafter)}
+DRAFTERS: dict[str, type[Drafter]] = {
+    drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, Eagle3Drafter, GlideDrafter)
+}
 
 
 def drafter_class(kind: str) -> type[Drafter]:
