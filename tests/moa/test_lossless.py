@@ -10,6 +10,7 @@ from moa_data.moa.tree import TreeShape
 
 from .conftest import FAMILIES, build_drafter, build_model
 from .test_decode import bigram_target, silence
+from .test_eagle3 import build_eagle3, trained_eagle3
 
 SHAPES = (TreeShape(1), TreeShape(5), TreeShape(3, 2, 6), TreeShape(6, 8, 62), TreeShape(2, 8, 16))
 N_PROMPTS = 1000
@@ -17,7 +18,7 @@ N_PROMPTS = 1000
 
 @pytest.mark.slow
 def test_a_thousand_prompts() -> None:
-    """Half of them with a drafter that is often right, so that deep branches are accepted; in batches of 1 to 8."""
+    """Many of them with a drafter that is often right, so that deep branches are accepted; in batches of 1 to 8."""
     chance = random.Random(0)
     targets = [Target(build_model(family)) for family in FAMILIES] + [bigram_target(frozenset({3, 24}))] * len(FAMILIES)
     for target in targets:
@@ -28,6 +29,13 @@ def test_a_thousand_prompts() -> None:
         drafter = build_drafter(target.model, n_target_layers, seed=index)
         is_bigram = index >= len(FAMILIES)
         sessions.append(draft_session(target, silence(drafter) if is_bigram else drafter))
+    for family in FAMILIES:
+        targets.append(Target(build_model(family)))
+        targets[-1].eos_token_ids = frozenset({3, 24})
+        sessions.append(draft_session(targets[-1], build_eagle3(targets[-1].model, draft_vocabulary=40)))
+    targets.append(eagle3_target := Target(build_model(num_hidden_layers=2)))
+    eagle3_target.eos_token_ids = frozenset({3, 24})
+    sessions.append(draft_session(eagle3_target, trained_eagle3(eagle3_target)))
     done, committed = 0, []
     while done < N_PROMPTS:
         place = chance.randrange(len(targets))
