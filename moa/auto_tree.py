@@ -154,9 +154,9 @@ def _prefilled(
     cache = target.new_cache(len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
+    session = open_session(cache, [torch.Generator().manual_seed(0) for _ in prompts])
     hidden = target.forward(torch.tensor(padded, device=target.device), cache)
     cache.commit([range(length) for length in lengths])
-    session = open_session(cache, [torch.Generator().manual_seed(0) for _ in prompts])
     session.observe(hidden, [range(length) for length in lengths])
     roots = target.logits(hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]).argmax(dim=-1).tolist()
     return cache, session, [[*prompt, root] for prompt, root in zip(prompts, roots, strict=True)]

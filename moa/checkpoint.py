@@ -19,7 +19,7 @@ from .layouts import CONFIG_NAME, LAYOUTS, read_layout, read_safetensors
 from .model import MoADrafter
 from .registry import drafter_class
 from .target import Target
-from .tensor_list import TensorSpec, check_tensors
+from .tensor_list import FLOATS, TensorSpec, check_tensors
 
 CONFIG_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
@@ -74,7 +74,10 @@ def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str 
     build = drafter_class(config.kind)
     with torch.device("meta"):
         state = build(config).state_dict()
-    expected = {name: TensorSpec(tuple(value.shape)) for name, value in state.items()}
+    expected = {
+        name: TensorSpec(tuple(value.shape), FLOATS if value.is_floating_point() else (value.dtype,))
+        for name, value in state.items()
+    }
     check_tensors(weights, expected, source)
     drafter = build(config)
     drafter.load_state_dict(weights, strict=True)
@@ -104,6 +107,12 @@ def check_sizes_fit(config: DrafterSizes, sizes: dict[str, Any]) -> None:
                 f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
                 f"{sizes[name]}. Pass the target that its store was extracted from."
             )
+    layers = getattr(config, "fused_layers", ())
+    if any(layer >= sizes["n_layers"] for layer in layers):
+        raise TargetMismatch(
+            f"the drafter was trained for another target: it reads layer {max(layers)}, this target has "
+            f"{sizes['n_layers']} layers. Pass the target that its store was extracted from."
+        )
 
 
 def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:

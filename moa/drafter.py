@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, Q queries, E target width, b nodes of one level, n nod
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -56,6 +56,11 @@ class Drafter(nn.Module, ABC):
 
     config: Any
     """A ``config_class``."""
+
+    @property
+    def observed_layers(self) -> tuple[int, ...]:
+        """Decoder layers of the target whose outputs :meth:`observe` gets; none for the last hidden state instead."""
+        return ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,6 +110,25 @@ class Drafter(nn.Module, ABC):
             layer_attention: whether the drafter has a layer self-attention, where it can have one.
         """
         return cls.kv_layers
+
+    @classmethod
+    def needed_layers(cls, n_layers: int, fused_layers: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Decoder layers whose outputs training reads too, see ``TrainingInputs.layer_outputs``; by default none.
+
+        Args:
+            n_layers: decoder layers of the target.
+            fused_layers: the user's choice; None where there is none.
+        """
+        return ()
+
+    def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
+        """Take over what the starting weights owe to target and data, after :meth:`initialize`; by default nothing.
+
+        Args:
+            frozen: target pieces.
+            count_tokens: gives how often each token of the vocabulary occurs in the responses of the training
+                sequences, [V] int64; called only where that is needed, for it reads all of them.
+        """
 
     @classmethod
     @abstractmethod
@@ -161,7 +185,8 @@ class Drafter(nn.Module, ABC):
 
         Args:
             state: of :meth:`new_state`.
-            hidden: [B, n, E], after the final norm, of a target call.
+            hidden: [B, n, E], after the final norm, of a target call; [B, n, K * E] where there are K
+                :attr:`observed_layers`, one behind the other.
             kept: per row which of the n tokens were committed, in order.
         """
 

@@ -49,7 +49,7 @@ class DrafterSession:
     Args:
         drafter: trained for the target.
         frozen: target pieces of the drafter's dtype, with its N layers.
-        cache: of the target's KV.
+        cache: of the target's KV; its calls from now on keep what layers the drafter wants.
         sampling: given and not greedy: chains are drawn from the drafter's distribution under it.
         generators: one per row, of the draws.
 
@@ -71,6 +71,7 @@ class DrafterSession:
                 "one dtype."
             )
         self.drafter, self.frozen, self.cache = drafter, frozen, cache
+        cache.watched_layers = drafter.observed_layers
         self.state = drafter.new_state(len(cache.lengths))
         self._device = frozen.lm_head_weight.device
         self._sampling = sampling if sampling is not None and sampling.temperature > 0 else None
@@ -78,8 +79,9 @@ class DrafterSession:
 
     @torch.inference_mode()
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Hand the hidden states of a target call to the drafter; see :meth:`DraftSession.observe`."""
-        self.drafter.observe(self.state, hidden, kept)
+        """Hand what the drafter wants of a target call to it; see :meth:`DraftSession.observe`."""
+        states = self.cache.take_layer_outputs() if self.drafter.observed_layers else hidden
+        self.drafter.observe(self.state, states, kept)
 
     @torch.inference_mode()
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:

@@ -13,19 +13,17 @@ t. In slots before the root's the hidden states are the target's own; behind it 
 makes those of accepted tokens anew.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from . import masks
 from .bundle import FrozenTarget, target_sizes
-from .causal_layers import LayerCaches, causal_features
+from .causal_layers import causal_features
 from .config import DrafterSizes, target_facts
-from .drafter import DraftedFeatures, Drafter
 from .errors import DrafterError
+from .feature_drafter import FeatureDrafter
 from .layers import DecoderBlock, Rotary
 from .objective import (
     DEFAULT_WEIGHTS,
@@ -38,7 +36,6 @@ from .objective import (
     loss_queries,
     loss_scale,
 )
-from .target_cache import TargetCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,24 +75,7 @@ class EagleConfig(DrafterSizes):
         return cls(**target_facts(config, target), **(defaults | given))
 
 
-class EagleState(LayerCaches):
-    """The drafter's caches of B rows while decoding; true slots are made from the target's own hidden states.
-
-    Attributes:
-        fresh: per row, the target's hidden states [n, E] of the committed positions from ``n_true`` on.
-    """
-
-    def __init__(self, n_rows: int, n_layers: int) -> None:
-        super().__init__(n_rows, n_layers)
-        self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        super().select_rows(rows)
-        self.fresh = [self.fresh[row] for row in rows]
-
-
-class EagleDrafter(Drafter):
+class EagleDrafter(FeatureDrafter):
     """The trained part: the linear layer that joins token and hidden state, and the decoder layers."""
 
     kind: ClassVar[str] = EagleConfig.kind
@@ -158,77 +138,6 @@ class EagleDrafter(Drafter):
         """Loss of one mini-batch, see :func:`eagle_objective`; the noise is drawn from the seeds of the draws."""
         noise = _draw_noise(draws, inputs.hidden, 2 if official else 1)
         return eagle_objective(self, frozen, inputs, weights, noise, official, denominator)
-
-    @torch.no_grad()
-    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        """Every round of a batch step by step, each step fed with the features of the one before."""
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        drafted[:, 0] = False
-        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last true slot that a query sees
-        slots = torch.arange(context.shape[1], device=context.device)
-        step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
-        embeddings = frozen.embed(inputs.tokens[:, 1:])
-        joined = self.join(embeddings, inputs.hidden[:, :-1].to(embeddings.dtype))
-        true_keys_values, features = [], joined
-        rotation, causal = self.rotary(slots[None, :]), (slots[None, :] <= slots[:, None])[None]
-        for block in self.blocks:
-            true_keys_values.append(block.keys_values(features, rotation))
-            features = block(features, rotation, *true_keys_values[-1], causal)
-        own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
-        rows = torch.arange(len(step), device=step.device)[:, None]
-        for index in range(1, int(step.max()) + 1):
-            queries, valid = loss_queries(step == index)
-            limit = context.gather(1, queries)[..., None]
-            seen = torch.cat((slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1)  # [B, Q, 2S]
-            x = self.join(at_queries(embeddings, queries), at_queries(features, (queries - 1).clamp(min=0)))
-            at = rows.expand_as(queries)[valid], queries[valid]
-            rotation = self.rotary(queries)
-            for block, true, own in zip(self.blocks, true_keys_values, own_keys_values, strict=True):
-                for buffer, new in zip(own, block.keys_values(x, rotation), strict=True):
-                    buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
-                keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
-                x = block(x, rotation, keys, values, seen)
-            features[at] = x[valid].to(features.dtype)
-        queries, valid = loss_queries(drafted)
-        return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
-
-    def new_state(self, n_rows: int) -> EagleState:
-        """Empty caches of B rows."""
-        return EagleState(n_rows, self.config.eagle_layers)
-
-    def observe(self, state: EagleState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the hidden states of committed tokens until the next round encodes them."""
-        for row, indices in enumerate(kept):
-            state.fresh[row].append(hidden[row, torch.tensor(list(indices), device=hidden.device)])
-
-    def root_features(
-        self, state: EagleState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
-    ) -> Tensor:
-        """Make the slots up to the root's from the target's own hidden states, those of accepted drafts anew."""
-        device = frozen.lm_head_weight.device
-        fresh = [torch.cat(parts) for parts in state.fresh]
-        counts = [len(hidden) for hidden in fresh]
-        tokens = torch.zeros(len(fresh), max(counts), dtype=torch.int64, device=device)
-        for row, (start, count) in enumerate(zip(state.n_true, counts, strict=True)):
-            tokens[row, :count] = torch.tensor(committed[row][start + 1 : start + 1 + count])
-        hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E]
-        x = self.join(frozen.embed(tokens), hidden)
-        state.fresh = [[] for _ in fresh]
-        return state.feed_committed(self.blocks, self.rotary, x, counts)
-
-    def level_features(
-        self,
-        state: EagleState,
-        frozen: FrozenTarget,
-        tokens: Tensor,
-        parent_features: Tensor,
-        seen: Tensor,
-        level: int,
-        cache: TargetCache,
-    ) -> Tensor:
-        """Feed the nodes of one level with the features that the drafter gave for their parents."""
-        x = self.join(frozen.embed(tokens), parent_features)
-        return state.feed_level(self.blocks, self.rotary, x, seen, level)
 
 
 def eagle_objective(

@@ -137,8 +137,11 @@ class IndependentDrafter(Drafter):
         features = self(inputs.tokens, queries)[valid]  # [P, W]
         goal = at_queries(inputs.hidden, queries)[valid]  # [P, E]
         n_positions = int(valid.sum())
-        kl = losses.forward_kl_of_heads(features, self.embed_tokens.weight, goal, frozen.lm_head_weight)
-        mean = kl.sum() * loss_scale(n_positions, denominator)
+        weight = features.new_ones(len(features), 1)
+        total, _ = losses.chunked_head_kl(
+            features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight
+        )
+        mean = total * loss_scale(n_positions, denominator)
         return LossTerms(weights.forward_kl * mean, mean, None, n_positions)
 
     @torch.no_grad()

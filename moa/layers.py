@@ -35,6 +35,8 @@ class BlockSizes:
     mlp_bias: bool = False
     query_key_norm: bool = False
     input_norm: bool = True
+    input_width: int | None = None
+    """What queries, keys and values are made from; None for the width."""
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -173,11 +175,12 @@ class Attention(nn.Module):
     def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
         query_width, key_width = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+        input_width = sizes.input_width or sizes.width
         self.head_dim = sizes.head_dim
         self.n_heads, self.n_kv_heads = sizes.n_heads, sizes.n_kv_heads
-        self.q_proj = nn.Linear(sizes.width, query_width, bias=sizes.qkv_bias)
-        self.k_proj = nn.Linear(sizes.width, key_width, bias=sizes.qkv_bias)
-        self.v_proj = nn.Linear(sizes.width, key_width, bias=sizes.qkv_bias)
+        self.q_proj = nn.Linear(input_width, query_width, bias=sizes.qkv_bias)
+        self.k_proj = nn.Linear(input_width, key_width, bias=sizes.qkv_bias)
+        self.v_proj = nn.Linear(input_width, key_width, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(query_width, sizes.width, bias=sizes.output_bias)
         if sizes.query_key_norm:
             self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang expect of an EAGLE-3 folder, as data: tensors, vocabulary map, config.json.
+"""Layout of EAGLE-3, which vLLM and SGLang load: tensors, vocabulary map, config.json.
 
 Sources:
 
@@ -15,12 +15,14 @@ key below ``eagle_config``), so that one folder tells both.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .drafter_layout import DrafterLayout, Weights, drafter_facts, rope_keys, rows
+from .eagle3 import Eagle3Config
+from .errors import CheckpointError, DrafterError
 from .tensor_list import TensorList, TensorSpec, decoder_layer
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -110,3 +112,99 @@ def eagle3_config(
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True},
     }
     return dict(sizes) | own | ({"target_hidden_size": target_width} if target_width else {})
+
+
+class Eagle3Layout(DrafterLayout):
+    """What vLLM (``"method": "eagle3"``) and SGLang (``--speculative-algorithm EAGLE3``) load."""
+
+    name: ClassVar[str] = "eagle3"
+    kind: ClassVar[str] = Eagle3Config.kind
+    reader: ClassVar[str] = "vLLM and SGLang"
+
+    def refusals(self, sizes: Eagle3Config) -> list[str]:
+        """Biases of q, k and v have no place, and the joining layer takes three states."""
+        found = ["q, k and v have biases, and the engines have none"] if sizes.qkv_bias else []
+        if (n := len(sizes.fused_layers)) != 3:
+            found.append(f"it joins {n} layers of the target, and the engines join 3 (train with three --fused-layers)")
+        return found
+
+    def tensors(self, sizes: Eagle3Config) -> TensorList:
+        """See :func:`eagle3_tensors`."""
+        return eagle3_tensors(
+            sizes.hidden_size,
+            sizes.n_heads,
+            sizes.self_attention_kv_heads,
+            sizes.head_dim,
+            sizes.self_attention_mlp_width,
+            sizes.vocab_size,
+            sizes.draft_vocabulary,
+            n_features=len(sizes.fused_layers),
+        )
+
+    def pack(self, weights: Weights, sizes: Eagle3Config) -> Weights:
+        """The names are the same."""
+        check_vocabulary_map(weights)
+        return dict(weights)
+
+    def unpack(self, weights: Weights, sizes: Eagle3Config) -> Weights:
+        """The names are the same."""
+        check_vocabulary_map(weights)
+        return weights
+
+    def config(self, sizes: Eagle3Config, target_config: Any) -> dict[str, Any]:
+        """A Llama of one layer, the draft vocabulary and the fused layers; ``test_time_steps`` is training's."""
+        base = {
+            "hidden_act": "silu",
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.self_attention_mlp_width,
+            "num_attention_heads": sizes.n_heads,
+            "num_key_value_heads": sizes.self_attention_kv_heads,
+            "head_dim": sizes.head_dim,
+            "max_position_embeddings": sizes.max_position_embeddings,
+            "rms_norm_eps": sizes.norm_eps,
+            "vocab_size": sizes.vocab_size,
+            "attention_bias": False,
+            "mlp_bias": False,
+        } | rope_keys(sizes)
+        return eagle3_config(base, sizes.draft_vocabulary, sizes.fused_layers)
+
+    def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
+        """A joining layer in front of the one layer that has this name."""
+        return {"fc.weight", "midlayer.hidden_norm.weight"} <= names
+
+    def canonical(self, weights: Weights) -> Weights:
+        """Without the prefix of causal LMs and a copy of the embeddings; vLLM's name of the layer becomes the other."""
+        own = {name.removeprefix("model."): value for name, value in super().canonical(weights).items()}
+        own = {name.replace("layers.0.", "midlayer."): value for name, value in own.items()}
+        return {name: value for name, value in own.items() if name != "embed_tokens.weight"}
+
+    def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> Eagle3Config:
+        """From the drafter's config.json and the shapes; the fused layers are those of config.json."""
+        facts = drafter_facts(config)
+        read = {
+            "self_attention_kv_heads": rows(weights, "midlayer.self_attn.k_proj.weight") // facts["head_dim"],
+            "self_attention_mlp_width": rows(weights, "midlayer.mlp.gate_proj.weight"),
+            "draft_vocabulary": rows(weights, "lm_head.weight"),
+            "fused_layers": fused_layers_of(config),
+        }
+        try:
+            return Eagle3Config.from_dict(facts | read)
+        except DrafterError as error:
+            raise CheckpointError(f"the weights do not fit config.json: {error}") from error
+
+
+def fused_layers_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Decoder layers, from 0, that a foreign config.json names for the engines.
+
+    Raises:
+        CheckpointError: it names none, so that they would have to be guessed from the target's depth.
+    """
+    nested = config.get("eagle_config") or {}
+    if ids := nested.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(ids)
+    if ids := config.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(layer - 1 for layer in ids)
+    raise CheckpointError(
+        "config.json does not say which layers of the target are fused; add eagle_aux_hidden_state_layer_ids below "
+        "eagle_config."
+    )

@@ -16,6 +16,7 @@ from .drafter import Drafter
 from .drafter_layout import OWN_KEY, DrafterLayout, Weights
 from .errors import CheckpointError, DrafterError
 from .layout_eagle import EagleLayout, MoaEagleLayout, SglangEagleLayout, VllmEagleLayout
+from .layout_eagle3 import Eagle3Layout
 from .layout_moa import MoaLayout, MoaVllmLayout
 from .registry import drafter_class
 from .tensor_list import check_tensors
@@ -33,6 +34,7 @@ LAYOUTS: dict[str, DrafterLayout] = {
         VllmEagleLayout(),
         SglangEagleLayout(),
         MoaEagleLayout(),
+        Eagle3Layout(),
     )
 }
 """By name; a folder that is not ours belongs to the first one that recognises it."""

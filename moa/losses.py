@@ -1,6 +1,6 @@
 """Distillation losses per position; the reduction is the caller's.
 
-Shapes: N positions, E hidden width, V vocabulary.
+Shapes: N positions, J draft steps, E hidden width, V vocabulary, V_d draft vocabulary.
 """
 
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -82,32 +81,82 @@ def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_byt
     return _ChunkedForwardKL.apply(features, hidden.to(features.dtype), head.to(features.dtype), chunk_rows)
 
 
-def forward_kl_of_heads(
-    features: Tensor, own_head: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int = 1 << 26
-) -> Tensor:
-    """:func:`forward_kl` of a drafter with an LM head of its own, without [N, V] logits.
+class _ChunkedHeadKL(torch.autograd.Function):
+    """Weighted sum of forward KLs through a trained LM head; both gradients are made on the way, chunk by chunk."""
 
-    Equal to ``forward_kl(features @ own_head.T, hidden @ head.T)`` in value and in the gradients of ``features`` and
-    ``own_head``; the logits of a chunk are made once more for them. The target's head gets no gradient.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        hidden: Tensor,
+        head: Tensor,
+        target_head: Tensor,
+        weights: Tensor,
+        tokens: Tensor | None,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        total = features.new_zeros((), dtype=torch.float32)
+        by_step = features.new_zeros(features.shape[1], dtype=torch.float32)
+        grad_features = torch.empty_like(features)
+        grad_head = torch.zeros_like(head, dtype=torch.float32)
+        for first in range(0, features.shape[0], chunk_rows):
+            part = slice(first, first + chunk_rows)
+            probability = F.linear(hidden[part], target_head).float().softmax(dim=-1)[:, None]  # [n, 1, V]
+            if tokens is not None:
+                probability = probability[..., tokens]
+            log_draft = F.linear(features[part], head).float().log_softmax(dim=-1)  # [n, J, V_d]
+            kl = -(log_draft @ probability.mT).squeeze(-1)  # [n, J], without a third buffer of their size
+            total += (kl * weights[part]).sum()
+            by_step += (kl * (weights[part] > 0)).sum(dim=0)
+            error = log_draft.exp_().mul_(probability.sum(dim=-1, keepdim=True)).sub_(probability)
+            error = error.mul_(weights[part, :, None]).to(head.dtype)
+            grad_features[part] = error @ head
+            grad_head += (error.flatten(0, 1).T @ features[part].flatten(0, 1)).float()
+        ctx.save_for_backward(grad_features, grad_head.to(head.dtype))
+        ctx.mark_non_differentiable(by_step)
+        return total, by_step
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_features, grad_head = ctx.saved_tensors
+        scale = grad_outputs[0].to(grad_features.dtype)
+        return grad_features * scale, None, grad_head * scale, None, None, None, None
+
+
+def chunked_head_kl(
+    features: Tensor,
+    hidden: Tensor,
+    head: Tensor,
+    target_head: Tensor,
+    weights: Tensor,
+    tokens: Tensor | None = None,
+    chunk_bytes: int = 1 << 26,
+) -> tuple[Tensor, Tensor]:
+    """:func:`forward_kl` of several draft steps at each position, through an LM head that is trained too.
+
+    Equal to ``sum(weights * forward_kl(features @ head.T, hidden @ target_head.T))`` in value and in the gradients of
+    features and head; peak memory does not grow with N * V. What the target gives to tokens outside the draft
+    vocabulary contributes 0, as to all that the drafter gives no probability.
 
     Args:
-        features: [N, W], the drafter's.
-        own_head: [V, W], trained.
-        hidden: [N, E], the target's, after its final norm.
-        head: [V, E], frozen.
+        features: [N, J, E], the drafter's for J steps that draft from a position.
+        hidden: [N, E], the target's there, after its final norm.
+        head: [V_d, E], trained.
+        target_head: [V, E], frozen.
+        weights: [N, J] from 0 up, of the sum.
+        tokens: [V_d] int64, the draft vocabulary; None for all tokens.
         chunk_bytes: bound on one float32 logits buffer, in bytes.
 
     Returns:
-        [N] float32, in nats.
+        The weighted sum, a float32 scalar in nats, and [J] float32, each step's unweighted sum over the positions whose
+        weight is above 0, which has no gradient.
     """
-    chunk_rows = max(1, chunk_bytes // (4 * head.shape[0]))
-
-    def part_of(features: Tensor, own_head: Tensor, hidden: Tensor) -> Tensor:
-        target_logits = F.linear(hidden, head.to(hidden.dtype)).float()
-        return forward_kl(F.linear(features, own_head.to(features.dtype)).float(), target_logits)
-
-    parts = zip(features.split(chunk_rows), hidden.detach().split(chunk_rows), strict=True)
-    return torch.cat([checkpoint(part_of, part, own_head, goal, use_reentrant=False) for part, goal in parts])
+    chunk_rows = max(1, chunk_bytes // (4 * (features.shape[1] * head.shape[0] + target_head.shape[0])))
+    dtype = features.dtype
+    if torch.is_autocast_enabled(features.device.type):
+        dtype = torch.get_autocast_dtype(features.device.type)
+    features, hidden, head, target_head = (part.to(dtype) for part in (features, hidden, head, target_head))
+    return _ChunkedHeadKL.apply(features, hidden, head, target_head, weights, tokens, chunk_rows)
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:

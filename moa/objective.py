@@ -39,6 +39,8 @@ class TrainingInputs:
     """[B, T, E], target hidden state after the final norm."""
     entering_hidden: Tensor | None = None
     """[B, T, E], hidden state that enters the last N target layers; needed when N > 0."""
+    layer_outputs: tuple[Tensor, ...] = ()
+    """[B, T, E] each, outputs of the decoder layers that the drafter reads (``needed_layers``), before any norm."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from .drafter import Drafter
 from .eagle import EagleDrafter
+from .eagle3 import Eagle3Drafter
 from .errors import DrafterError
 from .glide import GlideDrafter
 from .independent import IndependentDrafter
@@ -9,7 +10,8 @@ from .medusa import MedusaDrafter
 from .model import MoADrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {
-    drafter.kind: drafter for drafter in (MoADrafter, EagleDrafter, GlideDrafter, MedusaDrafter, IndependentDrafter)
+    drafter.kind: drafter
+    for drafter in (MoADrafter, EagleDrafter, Eagle3Drafter, GlideDrafter, MedusaDrafter, IndependentDrafter)
 }
 
 

@@ -1,6 +1,7 @@
 """The live target: a transformers causal LM with its cache, seen as the few calls that decoding needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,9 +200,13 @@ class Target:
     def _call(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> Tensor:
         """One forward of the model: [B, n] -> [B, n, E]."""
         model: Any = self.model
-        return model.model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        ).last_hidden_state
+        with layer_outputs(model, cache.watched_layers) as outputs:
+            hidden = model.model(
+                input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            ).last_hidden_state
+        if outputs:
+            cache.keep_layer_outputs([outputs[layer] for layer in cache.watched_layers])
+        return hidden
 
     def _needs_mask(self, cache: TargetCache, n_tokens: int) -> bool:
         """Whether a causal run needs a mask: not where the kernel's own causal form says the same (pads come last)."""
@@ -239,6 +244,33 @@ class Target:
         if self._static is None:
             return TargetCache(self.config.num_hidden_layers, n_rows)
         return TargetCache(self.config.num_hidden_layers, n_rows, self._static.n_slots)
+
+
+@contextmanager
+def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs of decoder layers, before any final norm, of the forwards while the context is open.
+
+    Args:
+        model: transformers causal LM.
+        layers: decoder layers, from 0.
+
+    Yields:
+        Layer -> [B, T, E] of the last forward.
+    """
+    outputs: dict[int, Tensor] = {}
+
+    def keeper(layer: int) -> Any:
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            outputs[layer] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    handles = [model.model.layers[layer].register_forward_hook(keeper(layer)) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

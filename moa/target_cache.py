@@ -32,6 +32,7 @@ class TargetCache(Cache):
     Attributes:
         lengths: committed tokens of each row.
         n_pending: tokens per row written by the last call, all its pieces, and not yet committed.
+        watched_layers: decoder layers whose outputs each call leaves here, for :meth:`take_layer_outputs`.
     """
 
     def __init__(self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS) -> None:
@@ -41,6 +42,8 @@ class TargetCache(Cache):
         self._n_layers, self._initial_slots = n_layers, n_slots
         self._is_static = False
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, capacity, d]
+        self.watched_layers: tuple[int, ...] = ()
+        self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each piece of a call
         self._slots: Tensor | None = None  # [B, n] of the pending tokens; None while all rows have one length
         super().__init__(layers=[_Layer(self, layer) for layer in range(n_layers)])
 
@@ -64,6 +67,8 @@ class TargetCache(Cache):
                 forgotten.
         """
         self._n_before = self.n_pending if goes_on else 0
+        if not goes_on:
+            self._layer_outputs = []
         self.n_pending = self._n_before + n_tokens
         self._slots, self._is_static = None, False
         if len(set(self.lengths)) > 1:
@@ -79,6 +84,7 @@ class TargetCache(Cache):
         """
         assert self._buffer is not None
         self._n_before, self.n_pending, self._is_static = 0, n_tokens, True
+        self._layer_outputs = []
         self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
         self._reserve(self.n_slots, self._buffer[0, 0])
 
@@ -86,6 +92,21 @@ class TargetCache(Cache):
     def capacity(self) -> int:
         """Slots that are allocated."""
         return 0 if self._buffer is None else self._buffer.shape[4]
+
+    def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Keep what the :attr:`watched_layers` gave for the tokens of a call or a piece of one: K times [B, n, E]."""
+        self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
+
+    def take_layer_outputs(self) -> Tensor:
+        """Outputs of the :attr:`watched_layers` for all tokens of the last call, [B, n, K * E]; they are let go here.
+
+        Raises:
+            DrafterError: the last call kept none.
+        """
+        if not self._layer_outputs:
+            raise DrafterError("the target's last call kept no layer outputs; open the draft session before the call.")
+        outputs, self._layer_outputs = torch.cat(self._layer_outputs, dim=1), []
+        return outputs
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:

@@ -7,8 +7,7 @@ needed; what is computed at the padding is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..moa.kv_layout import cache_layers, new_cache, pack_kv
+from ..moa.target import layer_outputs
 from ..storage.codecs.field import FieldCodec
 from ..storage.codecs.registry import StoreCodec
 from .config import ActivationSpec
@@ -198,7 +198,7 @@ def capture(
     valid = torch.arange(width, device=model.device) < torch.tensor(n_tokens, device=model.device)[:, None]  # [B, T]
     cache = new_cache() if spec.kv or uses_cache else None
     fields: dict[str, Tensor] = {}
-    with torch.inference_mode(), _keep_layer_outputs(model, spec.layers) as outputs:
+    with torch.inference_mode(), layer_outputs(model, spec.layers) as outputs:
         last = model.model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
         if cache is not None and spec.kv:
             keys, values = cache_layers(cache)
@@ -210,25 +210,6 @@ def capture(
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
         finite = {name: _finite_rows(values, valid) for name, values in fields.items()}
     return Capture(n_tokens, fields, finite, input_ids)
-
-
-@contextmanager
-def _keep_layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of decoder layers, before any final norm, while the context is open."""
-    outputs: dict[int, Tensor] = {}
-
-    def keeper(layer: int) -> Any:
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
-            outputs[layer] = output[0] if isinstance(output, tuple) else output
-
-        return keep
-
-    handles = [model.model.layers[layer].register_forward_hook(keeper(layer)) for layer in layers]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _finite_rows(values: Tensor, valid: Tensor) -> Tensor:

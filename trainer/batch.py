@@ -13,6 +13,9 @@ from ..moa.objective import Draws, TrainingInputs
 from ..storage.codecs.field import TOKENS, FieldCodec
 from ..storage.selection import token_shape
 
+LAYER_OUTPUTS = "layer_outputs"
+"""Attribute of ``TrainingInputs`` that is made of several fields."""
+
 
 @dataclass
 class EncodedField:
@@ -61,7 +64,8 @@ class Batch:
     n_bytes_read: int = 0
     """Bytes of the store that were read for it."""
     encoded: dict[str, EncodedField] = field(default_factory=dict)
-    """Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor."""
+    """Attribute of ``inputs`` -> what it will be decoded from; until then the attribute is an empty tensor. Layer
+    outputs are numbered: ``layer_outputs.0`` and so on."""
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
         """Move every tensor."""
@@ -80,10 +84,15 @@ class Batch:
         decoded = {name: item.decode(self.inputs.tokens) for name, item in self.encoded.items()}
         if "kv" in decoded:
             decoded["kv"] = decoded["kv"].flatten(3)
-        return replace(self, inputs=replace(self.inputs, **decoded), encoded={})
+        layers = tuple(
+            decoded.pop(f"{LAYER_OUTPUTS}.{index}", states) for index, states in enumerate(self.inputs.layer_outputs)
+        )
+        return replace(self, inputs=replace(self.inputs, **decoded, layer_outputs=layers), encoded={})
 
 
 def _move(item: Any, device: torch.device, **kwargs: Any) -> Any:
     values = {entry.name: getattr(item, entry.name) for entry in fields(item)}
-    moved = {name: v.to(device, **kwargs) for name, v in values.items() if isinstance(v, Tensor)}
+    moved: dict[str, Any] = {name: v.to(device, **kwargs) for name, v in values.items() if isinstance(v, Tensor)}
+    if layers := values.get(LAYER_OUTPUTS):
+        moved[LAYER_OUTPUTS] = tuple(states.to(device, **kwargs) for states in layers)
     return replace(item, **moved)

@@ -12,7 +12,7 @@ from ..storage.addition import addition_command
 from ..storage.codecs.field import StoredArray
 from ..storage.reader import ActivationStore
 from ..storage.selection import layer_indices, own_arrays, row_shape, token_shape
-from .batch import EncodedField
+from .batch import LAYER_OUTPUTS, EncodedField
 from .buffers import BufferPool
 from .config import TrainConfig
 from .errors import MissingField, TrainingError
@@ -20,6 +20,7 @@ from .errors import MissingField, TrainingError
 MICRO_BATCH_BYTES = 1 << 30
 """Most bytes of activations that a micro-batch of the longest sequences holds, where its size is not given."""
 
+_COUNTED_SEQUENCES = 256  # read at once to count their tokens
 _HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
 _TEXT_FIELDS = ("tokens", "response_mask")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -27,6 +28,8 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 
 def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
     """Fields that the drafter is trained on, by the attribute of ``TrainingInputs`` that they become.
+
+    Layer outputs are numbered: ``layer_outputs.0`` and so on.
 
     Raises:
         MissingField: the store lacks one; the message names the command that adds it.
@@ -37,7 +40,10 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         raise TrainingError(
             f"--target-layer-inference {config.target_layer_inference} must be below the target's {n_layers} layers."
         )
-    needed = drafter_class(config.drafter).needs(n_layers, config.target_layer_inference)
+    drafter = drafter_class(config.drafter)
+    needed = drafter.needs(n_layers, config.target_layer_inference)
+    layers = drafter.needed_layers(n_layers, config.fused_layers)
+    needed |= {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(layers)}
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
         how = addition_command(store.path, missing, config.target_layer_inference)
@@ -112,12 +118,21 @@ class BatchReader:
             kv=read["kv"].flatten(3) if "kv" in read and "kv" not in encoded else read.get("kv"),
             hidden=read["hidden"],
             entering_hidden=read.get("entering_hidden"),
+            layer_outputs=tuple(states for name, states in read.items() if name.startswith(LAYER_OUTPUTS)),
         )
         return inputs, encoded
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
         """Read the response masks of sequences, padded with False: bool [B, T]."""
         return torch.from_numpy(self.store.read_batch(sequences, "response_mask")["response_mask"]).bool()
+
+    def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
+        """How often each token of the vocabulary occurs in the responses of sequences: int64 [V]."""
+        counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
+        for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
+            read = self.store.read_batch(part, list(_TEXT_FIELDS))
+            counts += np.bincount(read["tokens"][read["response_mask"] != 0], minlength=len(counts))
+        return torch.from_numpy(counts)
 
     def n_bytes(self, lengths: np.ndarray) -> int:
         """Bytes of activations in a batch of sequences with these token counts."""

@@ -26,6 +26,8 @@ _LEAST = {
     "independent_layers": 1,
     "independent_width": 2,
     "block_size": 1,
+    "draft_vocabulary": 1,
+    "test_time_steps": 1,
     "validation_sequences": 0,
     "validate_every": 1,
     "draft_length": 1,
@@ -50,7 +52,8 @@ class TrainConfig:
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
     drafter: str = "moa"
     """moa (Mixture of Attentions), glide (GLIDE), which reads the keys and values of the target's last layer alone, or
-    one that needs none: eagle (EAGLE-2), medusa (Medusa-1), independent (a small Llama that reads tokens)."""
+    one that needs none: eagle (EAGLE-2), eagle3 (EAGLE-3), medusa (Medusa-1), independent (a small Llama that reads
+    tokens)."""
     max_steps: int | None = None
     """Optimizer steps; alternative to --epochs."""
     epochs: float | None = None
@@ -98,9 +101,9 @@ class TrainConfig:
     official_quirks: bool = False
     """Repeat the released code where it differs from what decoding sees (docs/decisions/0001)."""
     self_attention_kv_heads: int | None = None
-    """KV heads of self-attention; default: half of the target's (moa), or as many (eagle, glide)."""
+    """KV heads of self-attention; default: half of the target's (moa), or as many (others)."""
     self_attention_mlp_width: int | None = None
-    """MLP width of self-attention; default: 3/7 of the target's (moa), or the same (eagle, glide)."""
+    """MLP width of self-attention; default: 3/7 of the target's (moa), or the same (others)."""
     cross_attention_kv_heads: int | None = None
     """KV heads of cross-attention; default: half of the target's."""
     cross_attention_mlp_width: int | None = None
@@ -127,6 +130,12 @@ class TrainConfig:
     """Width of the independent model, even; default: half of the target's."""
     block_size: int | None = None
     """Tokens of a block in GLIDE's training, which see the target's keys and values of blocks before; default: 5."""
+    fused_layers: tuple[int, ...] | None = None
+    """Decoder layers, from 0, whose outputs EAGLE-3 fuses; default: 1, L / 2 - 1 and L - 4 of the target's L."""
+    draft_vocabulary: int | None = None
+    """Tokens that EAGLE-3 can draft, the most frequent ones of the store's responses; default: all."""
+    test_time_steps: int | None = None
+    """Draft steps that EAGLE-3's training unrolls, each fed with the output of the one before; default: 7."""
     precision: str = "auto"
     """bf16-mixed, 32-true, 16-mixed or bf16-true; auto is bf16-mixed on an accelerator and 32-true on CPU."""
     devices: str = "auto"

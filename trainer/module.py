@@ -72,6 +72,7 @@ class DrafterModule(L.LightningModule):
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         if inputs.kv is not None:
             inputs.kv = inputs.kv.to(self.drafter.dtype)
+        inputs.layer_outputs = tuple(states.to(self.drafter.dtype) for states in inputs.layer_outputs)
         return inputs
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -30,6 +30,7 @@ from ..storage.reader import ActivationStore
 from ..storage.seal import check_target_bundle
 from . import callbacks
 from .allocator import keep_freed_memory
+from .batch_reader import BatchReader
 from .config import TrainConfig
 from .curves import keep_earlier_metrics, plot_curves
 from .data import StoreDataModule
@@ -209,6 +210,8 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
             f"{build.kind} drafter drafts; lower it, or give the drafter more."
         )
     drafter.initialize(torch.Generator().manual_seed(config.seed), official=config.official_quirks)
+    reader = BatchReader(store, config, torch.device("cpu"))
+    drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
     decay_end_step = data.steps_per_epoch if config.decay_steps is None else config.decay_steps
     return DrafterModule(drafter, frozen, config, data.max_steps if decay_end_step == -1 else decay_end_step)
 
@@ -281,7 +284,7 @@ def _precision(config: TrainConfig) -> Any:
 def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
     """Refuse what would mix two runs."""
     record = out / RUN_FILE
-    resolved = dataclasses.asdict(config)
+    resolved = yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))  # as the record gives it back
     if config.resume:
         if not last.is_file():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")

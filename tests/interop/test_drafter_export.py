@@ -8,17 +8,19 @@ import torch
 import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moa_data.cli import main
 from moa_data.interop import drafter_export
 from moa_data.interop.config import DrafterExportConfig
 from moa_data.interop.drafter_export import export_drafter
 from moa_data.interop.errors import FolderOccupied, ForeignInvalid, OptionInvalid, TargetUnknown
-from moa_data.moa.bundle import hash_target
+from moa_data.moa.bundle import FrozenTarget, hash_target
 from moa_data.moa.checkpoint import load_drafter, save_drafter
 from moa_data.moa.config import DrafterConfig
+from moa_data.moa.drafter import Drafter
 from moa_data.moa.eagle import EagleConfig, EagleDrafter
+from moa_data.moa.eagle3 import Eagle3Config, Eagle3Drafter
 from moa_data.moa.errors import CheckpointError, TargetError, TargetMismatch
 from moa_data.moa.layouts import LAYOUTS
 from moa_data.moa.model import MoADrafter
@@ -27,12 +29,15 @@ from moa_data.moa.model import MoADrafter
 def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:
     """A run as training leaves it, of a drafter with random weights."""
     config, identity = AutoConfig.from_pretrained(target), hash_target(target) | identity
-    drafter = (
-        MoADrafter(DrafterConfig.from_target(config, identity))
-        if kind == "moa"
-        else EagleDrafter(EagleConfig.from_target(config, identity))
-    )
+    drafter: Drafter
+    if kind == "moa":
+        drafter = MoADrafter(DrafterConfig.from_target(config, identity))
+    elif kind == "eagle3":
+        drafter = Eagle3Drafter(Eagle3Config.from_target(config, identity, fused_layers=(0, 1, 2)))
+    else:
+        drafter = EagleDrafter(EagleConfig.from_target(config, identity))
     drafter.initialize(torch.Generator().manual_seed(0))
+    drafter.adopt(FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)), lambda: torch.zeros(0))
     save_drafter(drafter, folder / "drafter")
     (folder / "run.yaml").write_text(yaml.safe_dump({"store": str(store), "drafter": kind}))
     return folder
@@ -40,7 +45,7 @@ def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str
 
 @pytest.fixture
 def runs(target: Path, store: Path, tmp_path: Path) -> dict[str, Path]:
-    return {kind: make_run(tmp_path / kind, target, store, kind) for kind in ("moa", "eagle")}
+    return {kind: make_run(tmp_path / kind, target, store, kind) for kind in ("moa", "eagle", "eagle3")}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

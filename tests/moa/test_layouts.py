@@ -11,12 +11,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.checkpoint import check_drafter_matches, load_drafter
 from moa_data.moa.eagle import EagleConfig, EagleDrafter
+from moa_data.moa.eagle3 import Eagle3Drafter
 from moa_data.moa.errors import CheckpointError, TargetMismatch
 from moa_data.moa.layouts import LAYOUTS, write_layout
 from moa_data.moa.model import MoADrafter
 from moa_data.moa.target import Target
 
 from .conftest import build_drafter, build_model
+from .test_eagle3 import build_eagle3
 
 MOA = ("moa", "moa-vllm")
 ENGINES = ("eagle", "vllm-eagle", "sglang-eagle")
@@ -34,6 +36,8 @@ def build_eagle(model, seed=1, **sizes):
 def build(name, model=None, **sizes):
     """A drafter that fits the layout."""
     model = model or build_model(num_attention_heads=6)
+    if LAYOUTS[name].kind == "eagle3":
+        return build_eagle3(model, fused_layers=(0, 1, 2), draft_vocabulary=40, **sizes)
     return build_drafter(model, **sizes) if LAYOUTS[name].kind == "moa" else build_eagle(model, **sizes)
 
 
@@ -52,6 +56,12 @@ def features(drafter, model):
         return drafter.layer_self_attention.attend_self(
             kv[0], drafter.layer_rotary(torch.arange(kv.shape[2])[None]), None
         )
+    if isinstance(drafter, Eagle3Drafter):
+        states = torch.randn(1, 12, 3 * model.config.hidden_size, generator=generator)
+        x = drafter.join(frozen.embed(tokens), drafter.true_features(states))
+        rotation = drafter.rotary(torch.arange(12)[None])
+        made = drafter.midlayer(x, rotation, *drafter.midlayer.keys_values(x, rotation), None)
+        return drafter.draft_logits(frozen, made)
     hidden = torch.randn(1, 12, model.config.hidden_size, generator=generator)
     return drafter(drafter.join(frozen.embed(tokens), hidden))
 
@@ -80,10 +90,12 @@ def test_half_precision_rounds_once(tmp_path, name):
     model = build_model()
     drafter = build(name, model)
     write(drafter, name, tmp_path, model, torch.bfloat16)
-    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    file = load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in file.values() if value.dtype not in (torch.int64, torch.bool)} == {torch.bfloat16}
     weights = load_drafter(tmp_path).state_dict()
     for key, value in drafter.state_dict().items():
-        assert torch.equal(weights[key], value.to(torch.bfloat16).float()), key
+        rounded = value.to(torch.bfloat16).float() if value.is_floating_point() else value
+        assert torch.equal(weights[key], rounded), key
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -252,6 +264,27 @@ def test_wrong_configs_are_named(tmp_path):
         CheckpointError, match=r"its tensors \(some.weight, ...\) are none of the layouts moa, moa-vllm"
     ):
         load_drafter(tmp_path)
+
+
+def test_eagle3_says_which_layers_it_joins(tmp_path):
+    model = build_model()
+    write(build("eagle3", model), "eagle3", tmp_path, model)
+    without_own_key(tmp_path)
+    assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    nested = config.pop("eagle_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
+    del config["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="does not say which layers"):
+        load_drafter(tmp_path)
+    nested["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_config": nested}))
+    with pytest.raises(TargetMismatch, match="reads layer 9"):
+        check_drafter_matches(load_drafter(tmp_path), Target(model))
+    with pytest.raises(CheckpointError, match="joins 2 layers of the target, and the engines join 3"):
+        write(build_eagle3(model), "eagle3", tmp_path / "two", model)
 
 
 def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide():

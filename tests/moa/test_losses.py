@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moa_data.moa.losses import chunked_forward_kl, feature_loss, forward_kl, forward_kl_of_heads
+from moa_data.moa.losses import chunked_forward_kl, chunked_head_kl, feature_loss, forward_kl
 
 
 @pytest.mark.parametrize("chunk_bytes", [4 * 31, 4 * 31 * 3, 1 << 26])
@@ -94,13 +94,23 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary():
     assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, "the measure must see the plain loss's logits"
 
 
-@pytest.mark.parametrize("n_rows", [0, 1, 10])
-def test_two_heads_in_chunks_equal_the_definition(n_rows):
-    features, own_head = torch.randn(n_rows, 5, requires_grad=True), torch.randn(13, 5, requires_grad=True)
-    hidden, head, weights = torch.randn(n_rows, 7), torch.randn(13, 7), torch.rand(n_rows)
-    expected = forward_kl(features @ own_head.T, hidden @ head.T)
-    got = forward_kl_of_heads(features, own_head, hidden, head, chunk_bytes=3 * 4 * 13)
-    torch.testing.assert_close(got, expected)
-    goal = torch.autograd.grad((expected * weights).sum(), [features, own_head])
-    for one, other in zip(torch.autograd.grad((got * weights).sum(), [features, own_head]), goal, strict=True):
-        torch.testing.assert_close(one, other)
+@pytest.mark.parametrize("n_tokens", [None, 7])
+def test_chunked_head_kl_equals_the_plain_one(n_tokens):
+    """In value and in both gradients, with chunks of one position; a weight of 0 leaves a step out."""
+    torch.manual_seed(3)
+    tokens = None if n_tokens is None else torch.randperm(20)[:n_tokens].sort().values
+    features = torch.randn(9, 3, 8, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(n_tokens or 20, 8, dtype=torch.float64, requires_grad=True)
+    hidden, target_head = torch.randn(9, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
+    weights = torch.rand(9, 3, dtype=torch.float64) * (torch.rand(9, 3) > 0.3)
+    got, by_step = chunked_head_kl(features, hidden, head, target_head, weights, tokens, chunk_bytes=1)
+    logits = features @ head.T
+    if tokens is not None:
+        logits = torch.full((9, 3, 20), -torch.inf, dtype=torch.float64).index_copy(-1, tokens, logits)
+    kl = forward_kl(logits, (hidden @ target_head.T)[:, None])
+    expected = (kl * weights).sum()
+    assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    torch.testing.assert_close(by_step.double(), (kl * (weights > 0)).sum(dim=0), rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(2 * got, (features, head))
+    for one, other in zip(found, torch.autograd.grad(2 * expected, (features, head)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

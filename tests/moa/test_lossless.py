@@ -13,6 +13,7 @@ from moa_data.moa.tree import TreeShape
 
 from .conftest import FAMILIES, build_drafter, build_model
 from .test_decode import bigram_target, silence
+from .test_eagle3 import build_eagle3, trained_eagle3
 from .test_independent import build_independent
 from .test_medusa import build_medusa
 
@@ -22,7 +23,7 @@ N_PROMPTS = 1000
 
 @pytest.mark.slow
 def test_a_thousand_prompts() -> None:
-    """Half of them with a drafter that is often right, so that deep branches are accepted; in batches of 1 to 8."""
+    """Many of them with a drafter that is often right, so that deep branches are accepted; in batches of 1 to 8."""
     chance = random.Random(0)
     targets = [Target(build_model(family)) for family in FAMILIES] + [bigram_target(frozenset({3, 24}))] * len(FAMILIES)
     for target in targets:
@@ -35,8 +36,12 @@ def test_a_thousand_prompts() -> None:
         sessions.append((target, draft_session(target, silence(drafter) if is_bigram else drafter)))
     for target in targets[: len(FAMILIES)]:
         sessions += [
-            (target, draft_session(target, build(target.model))) for build in (build_medusa, build_independent)
+            (target, draft_session(target, build(target.model)))
+            for build in (build_medusa, build_independent, build_eagle3)
         ]
+    eagle3_target = Target(build_model(num_hidden_layers=2))
+    eagle3_target.eos_token_ids = frozenset({3, 24})
+    sessions.append((eagle3_target, draft_session(eagle3_target, trained_eagle3(eagle3_target))))
     done, committed = 0, []
     while done < N_PROMPTS:
         place, shape = chance.randrange(len(sessions)), chance.choice(SHAPES)

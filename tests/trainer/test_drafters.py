@@ -1,4 +1,4 @@
-"""Runs with EAGLE and GLIDE: the same command and store, fewer activations, exact resume, and clear refusals."""
+"""Runs with EAGLE, EAGLE-3 and GLIDE: one command and store, fewer activations, exact resume, clear refusals."""
 
 from dataclasses import replace
 
@@ -10,6 +10,8 @@ import yaml
 from moa_data.moa.checkpoint import load_drafter
 from moa_data.moa.decode import draft_session, generate_batch, plain_generate, speculative_generate
 from moa_data.moa.eagle import EagleDrafter
+from moa_data.moa.eagle3 import Eagle3Drafter
+from moa_data.moa.errors import DrafterError
 from moa_data.moa.glide import GlideDrafter
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
@@ -19,14 +21,16 @@ from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
-from moa_data.trainer.data import draw
+from moa_data.trainer.data import StoreDataModule, draw
 from moa_data.trainer.errors import MissingField, TrainingError
+from moa_data.trainer.run import build_module
 
-from .conftest import build_store, tiny_model
+from .conftest import VOCABULARY, build_store, tiny_model
 from .test_run import BASE, last_state, run
 
 EAGLE = {"drafter": "eagle", "step_bound_min": 5, "step_bound_max": 15}
 GLIDE = EAGLE | {"drafter": "glide"}
+EAGLE3 = EAGLE | {"drafter": "eagle3", "fused_layers": (0, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +126,10 @@ def test_refusals(store_path, hidden_store, tmp_path):
     with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):
         run(bare, tmp_path / "run", max_steps=2, **EAGLE)
     for changes, message in (
-        ({"drafter": "condor"}, "drafter must be one of moa, eagle, glide, medusa, independent, got 'condor'"),
+        (
+            {"drafter": "condor"},
+            "drafter must be one of moa, eagle, eagle3, glide, medusa, independent, got 'condor'",
+        ),
         (EAGLE | {"layer_attention_heads": 2}, "layer_attention_heads is an option of --drafter moa, eagle has none"),
         (EAGLE | {"target_layer_inference": 1, "staircase": False}, "staircase is an .*; target_layer_inference is an"),
         ({"drafter": "eagle"}, r"step_bound_min is an option of --drafter moa.*; step_bound_max"),
@@ -142,7 +149,7 @@ def test_a_run_from_before_there_were_drafters_goes_on(store_path, tmp_path):
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
     record = tmp_path / "run" / "run.yaml"
     settings = yaml.safe_load(record.read_text())
-    for name in ("drafter", "feature_noise", "eagle_layers", "block_size"):
+    for name in ("drafter", "feature_noise", "eagle_layers", "block_size", "fused_layers", "test_time_steps"):
         del settings[name]
     record.write_text(yaml.safe_dump(settings))
     assert run(store_path, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
@@ -201,3 +208,90 @@ def test_glide_reads_the_last_layer_alone(store_path, tmp_path, codec):
         np.testing.assert_allclose(kv[row, :n_tokens].numpy(), expected, atol=1e-4)
         assert not kv[row, n_tokens:].any()
     assert sequence_bytes(store, config, 10) == 10 * 4 * (2 * 2 * 8 + 32)
+
+
+@pytest.fixture(scope="module")
+def layers_store(tmp_path_factory):
+    return build_store(
+        tmp_path_factory.mktemp("eagle3") / "store", activations=("hidden:last", "hidden:layer:0", "hidden:layer:1")
+    )
+
+
+def test_eagle3_learns_resumes_and_decodes(layers_store, tmp_path):
+    settings = EAGLE3 | {"draft_vocabulary": 50, "test_time_steps": 3, "micro_batch_size": 4, "optimizer": "muon"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(layers_store, whole, max_steps=30, **settings)
+    run(layers_store, parts, max_steps=30, stop_after_steps=16, **settings)
+    report = run(layers_store, parts, max_steps=30, resume=True, **settings)
+    for name, value in last_state(whole)["state_dict"].items():
+        assert torch.equal(value, last_state(parts)["state_dict"][name]), name
+    metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
+    assert metrics["val/kl"][-1] < 0.9 * metrics["val/kl"][0]
+    assert "train/feature_loss" not in metrics
+    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    drafter = load_drafter(parts)
+    assert isinstance(drafter, Eagle3Drafter)
+    assert (drafter.config.fused_layers, drafter.config.draft_vocabulary) == ((0, 1), 50)
+    store, counts = ActivationStore(layers_store), torch.zeros(VOCABULARY, dtype=torch.int64)
+    module = build_module(store, (config := TrainConfig(str(layers_store), "unused", **BASE | settings)), (
+        data := StoreDataModule(store, config)))  # fmt: skip
+    for i in data.train_sequences:
+        counts += torch.bincount(torch.from_numpy(store.read(i, "tokens")[store.read(i, "response_mask") > 0]).long(),
+            minlength=VOCABULARY)  # fmt: skip
+    chosen = module.drafter.draft_tokens
+    assert counts[chosen].min() >= counts[~module.drafter.t2d].max() > 0
+    assert torch.equal(chosen, drafter.draft_tokens)
+    target, tree = Target(tiny_model()), TreeShape(3, 2, 6)
+    prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
+    fast = generate_batch(target, prompts, max_new_tokens=12, open_session=draft_session(target, drafter), tree=tree)
+    for prompt, got in zip(prompts, fast, strict=True):
+        assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
+
+
+def test_eagle3_in_parts_and_in_low_precision(layers_store, tmp_path):
+    for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"}),
+                          ("true", {"precision": "bf16-true"})):  # fmt: skip
+        run(layers_store, tmp_path / name, max_steps=4, validate_every=4, log_every=1, **EAGLE3 | changes)
+    for name, value in last_state(tmp_path / "one")["state_dict"].items():
+        torch.testing.assert_close(value, last_state(tmp_path / "parts")["state_dict"][name], rtol=1e-3, atol=2e-5)
+    for name in ("train/loss", "train/forward_kl", "val/kl"):
+        full, *others = (read_metrics(tmp_path / run_name)[name] for run_name in ("one", "bf16", "true"))
+        for low in others:
+            assert [v for _, v in low] == pytest.approx([v for _, v in full], rel=0.03), name
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int8"])
+def test_eagle3_reads_the_fused_layers_alone(store_path, layers_store, tmp_path, codec):
+    path = layers_store
+    if codec != "lossless":
+        recode(layers_store, codec, path := tmp_path / "store")
+    store = ActivationStore(path)
+    config = TrainConfig(store=str(path), out="unused", **BASE | EAGLE3)
+    sequences = np.array([5, 0, 17])
+    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
+    batch = Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded).to(torch.device("cpu")).decode()
+    assert batch.inputs.kv is None
+    assert len(batch.inputs.layer_outputs) == 2
+    for layer, states in enumerate(batch.inputs.layer_outputs):
+        for row, i in enumerate(sequences.tolist()):
+            n_tokens = int(store.lengths[i])
+            np.testing.assert_allclose(states[row, :n_tokens], store.read(i, f"hidden/layer_{layer}"), atol=1e-6)
+            assert not states[row, n_tokens:].any()
+    assert sequence_bytes(store, config, 10) == 10 * 4 * 3 * 32
+
+
+def test_eagle3_refusals(store_path, layers_store, tmp_path):
+    with pytest.raises(MissingField, match=r"lacks hidden/layer_0; extract again with --activations kv,hidden:last,"
+                       r"hidden:layer:0,hidden:layer:1 "):  # fmt: skip
+        run(store_path, tmp_path / "run", max_steps=2, **EAGLE3)
+    for changes, error, message in (
+        ({"fused_layers": None}, DrafterError, "no three layers of a target with 3; choose them with --fused-layers"),
+        ({"fused_layers": (0, 7)}, DrafterError, "between 0 and 2, got 0,7"),
+        ({"official_quirks": True}, DrafterError, "leave out --official-quirks"),
+        ({"draft_vocabulary": 0}, TrainingError, "draft_vocabulary must be at least 1, got 0"),
+        ({"feature_weight": 0.5}, TrainingError, "feature_weight is an option of --drafter moa or eagle, eagle3 has"),
+        ({"drafter": "eagle"}, TrainingError, "fused_layers is an option of --drafter eagle3, eagle has none"),
+    ):
+        with pytest.raises(error, match=message):
+            run(layers_store, tmp_path / "run", max_steps=2, **EAGLE3 | changes)
+    assert not (tmp_path / "run").exists()
