@@ -112,7 +112,7 @@ def test_what_cannot_be_exported_is_named(
     monkeypatch.setattr(drafter_export, "load_drafter", lambda folder: next(loads)(folder))
     with pytest.raises(ForeignInvalid, match=r"fc\.weight does not load as it was written"):
         export_drafter(DrafterExportConfig(eagle, "vllm-eagle", out))
-    assert {path.name for path in tmp_path.iterdir()} == {"moa", "eagle", "other", "gone"}
+    assert {path.name for path in tmp_path.iterdir()} == {"moa", "eagle", "eagle3", "other", "gone"}
 
 
 def test_the_command_says_what_it_did_and_how_it_failed(runs: dict[str, Path], tmp_path: Path) -> None:
