@@ -55,13 +55,16 @@ def default_layers(n_layers: int) -> tuple[int, int, int]:
     Raises:
         OptionInvalid: the target is so small that these do not exist, or not three of them.
     """
-    layers = (1, n_layers // 2 - 1, n_layers - 4)
-    if not layers[0] < layers[1] < layers[2]:
+    from ..moa.eagle3 import default_fused_layers
+    from ..moa.errors import DrafterError
+
+    try:
+        return default_fused_layers(n_layers)
+    except DrafterError as error:
         raise OptionInvalid(
             f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; "
             "choose them with --layers, for example --layers 0,1."
-        )
-    return layers
+        ) from error
 
 
 def check_layers(layers: tuple[int, ...], n_layers: int) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ class Eagle3Config(DrafterSizes):
         return cls(**target_facts(config, target), **(defaults | given))
 
 
-def default_fused_layers(n_layers: int) -> tuple[int, ...]:
+def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     """A low, a middle and a high layer of L: 1, L // 2 - 1 and L - 4, as SpecForge, SGLang and vLLM have them.
 
     Raises:
