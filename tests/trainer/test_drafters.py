@@ -281,13 +281,12 @@ def test_eagle3_reads_the_fused_layers_alone(store_path, layers_store, tmp_path,
 
 
 def test_eagle3_refusals(store_path, layers_store, tmp_path):
-    with pytest.raises(MissingField, match=r"lacks hidden/layer_0; extract again with --activations kv,hidden:last,"
-                       r"hidden:layer:0,hidden:layer:1 "):  # fmt: skip
+    with pytest.raises(MissingField, match=r"lacks hidden/layer_0; add with .*--activations hidden:layer:0`"):
         run(store_path, tmp_path / "run", max_steps=2, **EAGLE3)
     for changes, error, message in (
         ({"fused_layers": None}, DrafterError, "no three layers of a target with 3; choose them with --fused-layers"),
         ({"fused_layers": (0, 7)}, DrafterError, "between 0 and 2, got 0,7"),
-        ({"official_quirks": True}, DrafterError, "leave out --official-quirks"),
+        ({"official_quirks": True}, TrainingError, "official_quirks is an option of --drafter moa or eagle or glide"),
         ({"draft_vocabulary": 0}, TrainingError, "draft_vocabulary must be at least 1, got 0"),
         ({"feature_weight": 0.5}, TrainingError, "feature_weight is an option of --drafter moa or eagle, eagle3 has"),
         ({"drafter": "eagle"}, TrainingError, "fused_layers is an option of --drafter eagle3, eagle has none"),

@@ -91,7 +91,7 @@ def test_only_the_last_hidden_state_is_read(store_path, monkeypatch, kind):
 def test_refusals(store_path, hidden_store, tmp_path):
     bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
     for settings in (MEDUSA, INDEPENDENT):
-        with pytest.raises(MissingField, match=r"lacks hidden/last; extract again with --activations kv,hidden:last"):
+        with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):
             run(bare, tmp_path / "run", max_steps=2, **settings)
     for changes, message in (
         (MEDUSA | {"medusa_heads": 2}, r"--draft-length 3 asks validation for more levels than the 2 that this medusa"),
