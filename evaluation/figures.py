@@ -163,7 +163,7 @@ def disconnection_figure(report: DisconnectionReport, path: Path) -> None:
     right.set_ylabel("target's log-probability per token, nats")
     for ax in (left, right):
         ax.set_xlabel("tokens since the cut")
-        ax.legend()
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle("After a disconnection: the drafter writes alone")
     _save(figure, path)
 
