@@ -17,6 +17,7 @@ from .errors import DiskFull
 PARTIAL_SUFFIX = ".partial"
 """Suffix of files and folders that are being written; whatever carries it after a crash is rubbish."""
 
+_TAKEN_AS_THEY_ARE = (bytes, np.ndarray)
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -31,7 +32,7 @@ def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> i
         The checksum of everything so far, an unsigned 32-bit number.
     """
     # The C extension takes bytes and arrays but neither memoryview nor bytearray.
-    plain = data if isinstance(data, bytes | np.ndarray) else np.frombuffer(data, np.uint8)
+    plain = data if isinstance(data, _TAKEN_AS_THEY_ARE) else np.frombuffer(data, np.uint8)
     return int(google_crc32c.extend(crc, plain))
 
 
