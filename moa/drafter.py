@@ -133,7 +133,7 @@ class Drafter(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
-        """Positions that carry loss: [B, T] bool, from response masks [B, T]."""
+        """Weight of each position in the loss: [B, T] of numbers or bool, from response masks [B, T]."""
 
     @abstractmethod
     def objective(

@@ -82,13 +82,13 @@ def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Tensor:
     return key <= last_context_of_query[..., None]
 
 
-def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase_rows: Tensor, n_keys: int) -> Tensor:
-    """Causal self-attention; in a staircase row only the drafted block and the query itself (official lines 169-193).
+def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int) -> Tensor:
+    """Causal self-attention; of staircase queries only the drafted block and the query itself (official 169-193).
 
     Args:
         queries: [B, Q] int64, positions of the queries.
         last_context_of_query: [B, Q] int64.
-        staircase_rows: [B] bool.
+        staircase: [B, Q] or [B, 1] bool.
         n_keys: T.
 
     Returns:
@@ -98,15 +98,16 @@ def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircas
     query = queries[..., None]
     causal = key <= query
     block = (key > last_context_of_query[..., None]) | (key == query)
-    return causal & (block | ~staircase_rows[:, None, None])
+    return causal & (block | ~staircase[..., None])
 
 
-def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor) -> Tensor:
+def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None = None) -> Tensor:
     """Which drafted queries of one row share a block, for the target layers over drafted features.
 
     Args:
         queries: [B, Q] int64.
         last_context_of_query: [B, Q] int64.
+        pass_index: [Q] int64, queries of different passes do not share blocks; None where there is one pass.
 
     Returns:
         [B, Q, Q] bool: key k is in the block of query q and not after it. Duplicated (padding) queries see
@@ -114,6 +115,8 @@ def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor) -> Tensor
     """
     same_block = last_context_of_query[:, :, None] == last_context_of_query[:, None, :]
     allowed = same_block & (queries[:, None, :] <= queries[:, :, None])
+    if pass_index is not None:
+        allowed &= pass_index[:, None] == pass_index[None, :]
     in_block = (queries > last_context_of_query)[:, None, :]
     self_only = torch.eye(queries.shape[1], dtype=torch.bool, device=queries.device)
     return (allowed & in_block) | self_only

@@ -25,7 +25,7 @@ from .drafter import DraftedFeatures, Drafter
 from .errors import DrafterError
 from .kv_buffer import KVBuffer, positions_behind
 from .layers import DecoderBlock, Rotary, Rotation
-from .objective import DEFAULT_WEIGHTS, Draws, LossTerms, LossWeights, TrainingInputs, loss_queries, moa_objective
+from .objective import DEFAULT_WEIGHTS, Draws, LossTerms, LossWeights, Rounds, TrainingInputs, moa_objective
 from .target_cache import TargetCache
 from .target_layers import drafted_target_layers, mixed_target_layers, recomputed_target_layers
 
@@ -36,10 +36,8 @@ positions first, writable behind them."""
 
 @dataclass
 class DrafterOutputs:
-    """What the training forward gives, for the queries [B, Q] it was asked for (all T positions by default)."""
+    """What the training forward gives, for the queries [B, Q] it was asked for."""
 
-    queries: Tensor
-    """[B, Q] int64, positions."""
     memory: Tensor
     """[B, T, E], the projection that cross-attention attends to."""
     self_attention: Tensor
@@ -81,8 +79,8 @@ class MoADrafter(Drafter):
     config_class: ClassVar[type[DrafterSizes]] = DrafterConfig
     training_options: ClassVar[frozenset[str]] = frozenset(
         {
-            "step_bound", "step_bound_min", "step_bound_max", "on_policy", "staircase", "feature_weight",
-            "official_quirks",
+            "step_bound", "step_bound_min", "step_bound_max", "on_policy", "teacher_forced_weight", "staircase",
+            "feature_weight", "official_quirks",
         }
     )  # fmt: skip
     config: DrafterConfig
@@ -114,10 +112,8 @@ class MoADrafter(Drafter):
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
-        """Drafted positions; all of the response in the official form."""
-        if official:
-            return response_mask.bool()
-        return draws.rounds(response_mask)[0]
+        """Drafted positions by their weight; all of the response in the official form."""
+        return response_mask.bool() if official else draws.position_weights(response_mask)
 
     def objective(
         self,
@@ -135,10 +131,9 @@ class MoADrafter(Drafter):
         """The training forward, which is bounded as draft rounds are."""
         if inputs.kv is None:
             raise DrafterError("Mixture of Attentions needs the target's keys and values; read them with the batch.")
-        drafted, context = draws.rounds(inputs.response_mask)
-        queries, valid = loss_queries(drafted)
-        outputs = self(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows, queries, last_context=context)
-        return DraftedFeatures(queries, valid, outputs.features)
+        rounds = Rounds.packed(draws, inputs.response_mask)
+        outputs = self(frozen, inputs.tokens, inputs.kv, rounds)
+        return DraftedFeatures(rounds.queries, rounds.drafted, outputs.features)
 
     def encode_layers(self, kv: Tensor) -> Tensor:
         """Layer self-attention, bidirectional, RoPE position = layer index: [B, T, L, D] -> [B, T, L, D]."""
@@ -169,11 +164,8 @@ class MoADrafter(Drafter):
         frozen: FrozenTarget,
         tokens: Tensor,
         kv: Tensor,
-        drafted: Tensor,
-        staircase_rows: Tensor,
-        queries: Tensor | None = None,
+        rounds: Rounds,
         overwrite_context: Tensor | None = None,
-        last_context: Tensor | None = None,
     ) -> DrafterOutputs:
         """Teacher-forced forward of many draft rounds.
 
@@ -181,25 +173,18 @@ class MoADrafter(Drafter):
             frozen: target pieces, with at least N layers.
             tokens: [B, T] int64, right padded.
             kv: [B, T, L, D], packed target KV.
-            drafted: [B, T] bool, from :func:`masks.drafted_positions`.
-            staircase_rows: [B] bool, rows whose self-attention sees only the drafted block.
-            queries: [B, Q] int64 positions to compute features for; None = all.
+            rounds: positions to compute features for, and what they see.
             overwrite_context: [B, T, E] target hidden state that enters the last N layers. Given: the official form of
                 target layer inference, where context positions are overwritten with it and the layers recompute all
-                keys from their input (needs ``queries=None``). None: drafted positions attend to the target's own KV
-                of verified positions, as in decoding.
-            last_context: [B, T] int64, up to which position each one sees the memory; that of ``drafted`` where None.
+                keys from their input (needs :meth:`Rounds.everywhere`). None: drafted positions attend to the target's
+                own KV of verified positions, as in decoding.
 
         Returns:
             All intermediates, see :class:`DrafterOutputs`.
         """
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
-        if queries is None:
-            queries = positions.expand(tokens.shape[0], -1)
-        if last_context is None:
-            last_context = masks.last_context(drafted)
-        context = last_context.gather(1, queries)  # [B, Q]
+        queries, context = rounds.queries, rounds.context
 
         memory = self.encode_memory(kv)  # [B, T, E]
 
@@ -208,7 +193,7 @@ class MoADrafter(Drafter):
         embeddings = frozen.embed(tokens)
         query_embeddings = embeddings.gather(1, queries[..., None].expand(-1, -1, embeddings.shape[-1]))  # [B, Q, E]
         keys, values = self.self_attention.keys_values(embeddings, rotation)
-        self_mask = masks.self_attention_mask(queries, context, staircase_rows, n_tokens)
+        self_mask = masks.self_attention_mask(queries, context, rounds.staircase, n_tokens)
         x1 = self.self_attention(query_embeddings, query_rotation, keys, values, self_mask)
 
         keys, values = self.cross_attention.keys_values(memory, rotation)
@@ -216,14 +201,14 @@ class MoADrafter(Drafter):
 
         entering = x2
         if self.config.target_layer_inference and overwrite_context is not None:
-            entering = torch.where(drafted[..., None], x2, overwrite_context.to(x2.dtype))
+            entering = torch.where(rounds.drafted[..., None], x2, overwrite_context.to(x2.dtype))
             leaving = recomputed_target_layers(frozen, entering, positions)
         elif self.config.target_layer_inference:
-            leaving = mixed_target_layers(frozen, entering, kv, queries, context)
+            leaving = mixed_target_layers(frozen, entering, kv, rounds)
         else:
             leaving = x2
         features = frozen.norm(leaving) if self.config.target_layer_inference else leaving
-        return DrafterOutputs(queries, memory, x1, x2, entering, leaving, features)
+        return DrafterOutputs(memory, x1, x2, entering, leaving, features)
 
     def new_state(self, n_rows: int) -> DraftState:
         """Empty caches of B rows."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import masks
 from .bundle import FrozenTarget
 from .kv_layout import unpack_kv
+from .objective import Rounds
 
 
 def recomputed_target_layers(frozen: FrozenTarget, x: Tensor, positions: Tensor) -> Tensor:
@@ -34,23 +35,23 @@ def recomputed_target_layers(frozen: FrozenTarget, x: Tensor, positions: Tensor)
     return x
 
 
-def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, queries: Tensor, context: Tensor) -> Tensor:
+def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
     """As in decoding: the target's KV up to s(i), the drafter's own after it.
 
     Args:
         frozen: target pieces.
         x: [B, Q, E], drafted features.
         kv: [B, T, L, D], packed target KV of all layers.
-        queries: [B, Q] int64 positions.
-        context: [B, Q] int64, s(i) of each query.
+        rounds: of the queries.
 
     Returns:
         [B, Q, E], before the final norm.
     """
+    queries, context = rounds.queries, rounds.context
     key = torch.arange(kv.shape[1], device=x.device)
     # A context query is its own drafted key too, so it must not see its target KV a second time.
     verified = masks.cross_attention_mask(context, kv.shape[1]) & (key != queries[..., None])  # [B, Q, T]
-    own = masks.drafted_block_mask(queries, context)  # [B, Q, Q]
+    own = masks.drafted_block_mask(queries, context, rounds.pass_index)  # [B, Q, Q]
     mask = torch.cat((verified, own), dim=-1)  # [B, Q, T + Q]
     at = torch.cat((key.expand(len(queries), -1), queries), dim=1)  # [B, T + Q]
     by_window = {window: _within(window, mask, queries, at) for window in set(frozen.windows)}

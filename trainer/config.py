@@ -44,7 +44,10 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of one training run. The defaults are the paper's (Table 6 and the released schedule)."""
+    """Settings of one training run.
+
+    The defaults are the paper's (Table 6 and the released schedule), but for ``teacher_forced_weight``, 0 in the paper.
+    """
 
     store: str
     """Activation store to train from."""
@@ -92,6 +95,9 @@ class TrainConfig:
     on_policy: bool = True
     """Train what draft rounds see; without, each position sees the target's activations up to the one before it, the
     paper's standard training (no step bound and no staircase then)."""
+    teacher_forced_weight: float = 1.0
+    """Weight of a second pass over each batch beside the on-policy one, in which every position is the first draft of
+    its own round; 0 for the paper's training (docs/decisions/0004). Official quirks go without."""
     staircase: bool = True
     """Curriculum: self-attention sees only the drafted block in a share of rows that falls to 0 at half of training."""
     feature_noise: float = 0.2
@@ -182,9 +188,12 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 found.append(f"{name} must be a number above 0, got {value}")
-        for name in ("weight_decay", "gradient_clip", "forward_kl_weight", "feature_weight", "feature_noise"):
+        weights = ("forward_kl_weight", "feature_weight", "teacher_forced_weight")
+        for name in (*weights, "weight_decay", "gradient_clip", "feature_noise"):
             if not 0 <= getattr(self, name) < float("inf"):
                 found.append(f"{name} must be a number from 0 up, got {getattr(self, name)}")
+        if self.official_quirks and not self.on_policy:
+            found.append("official_quirks needs on_policy: the released code has no other training")
         if not 2 <= self.step_bound_min <= self.step_bound_max:
             found.append(f"step bounds must satisfy 2 <= min <= max, got {self.step_bound_min}..{self.step_bound_max}")
         if not 0 <= self.validation_fraction < 1:

@@ -134,8 +134,8 @@ class TrainingStream:
         if plan.denominator is None:
             # Lightning averages over micro-batches, and over devices.
             response = self._reader.response_masks(self._sequences[plan.rows])
-            n_positions = count_loss_positions(response, plan.draws, self._reader.config)
-            plan.denominator = max(1, n_positions) / (len(plan.parts) * self._n_ranks)
+            total = sum_loss_weights(response, plan.draws, self._reader.config)
+            plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         rows = plan.rows[part]
         inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows])
         own = _rows_of(plan.draws, torch.from_numpy(part))
@@ -193,9 +193,9 @@ def micro_batch_size(config: TrainConfig, n_ranks: int, sequence_bytes: int = 0)
     return config.micro_batch_size
 
 
-def count_loss_positions(response: Tensor, draws: Draws, config: TrainConfig) -> int:
-    """Positions that carry loss, of response masks [B, T]."""
-    return int(drafter_class(config.drafter).loss_positions(response, draws, config.official_quirks).sum())
+def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
+    """Weight of all positions that carry loss, each 1 unless the drafter says otherwise, of response masks [B, T]."""
+    return float(drafter_class(config.drafter).loss_positions(response, draws, config.official_quirks).sum())
 
 
 class DrawnRows(Draws):
@@ -216,14 +216,16 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     offset = torch.zeros_like(step_bound) if config.official_quirks else (phase * step_bound).long()
     seeds = tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist())
     bound = step_bound if config.step_bound else None
-    return DrawnRows(bound, staircase, offset, seeds, config.feature_noise, not config.on_policy)
+    forced = 0.0 if config.official_quirks else config.teacher_forced_weight if config.on_policy else 1.0
+    return DrawnRows(bound, staircase, offset, seeds, config.feature_noise, float(config.on_policy), forced)
 
 
 def _rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
     seeds = tuple(draws.noise_seeds[row] for row in rows.tolist())
     bound = None if draws.step_bound is None else draws.step_bound[rows]
     staircase, offset = draws.staircase_rows[rows], draws.offset[rows]
-    return Draws(bound, staircase, offset, seeds, draws.noise_width, draws.teacher_forced)
+    of_all = draws.noise_width, draws.on_policy_weight, draws.teacher_forced_weight
+    return Draws(bound, staircase, offset, seeds, *of_all)
 
 
 class ValidationBatches:

@@ -82,9 +82,9 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     n_bytes = len(buffer) - CRC_BYTES
     # Behind a big decompression all Python is cold, so this does with few steps: no slice, one checksum of the whole.
     if crc32c(buffer) != _CRC_OF_CHECKED:
-        got, (expected,) = crc32c(buffer[:n_bytes]), _CRC.unpack_from(buffer, n_bytes)
+        got, (expected,) = crc32c(buffer[:n_bytes]), _CRC.unpack_from(buffer.data, n_bytes)
         raise ShardCorrupt(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
-    n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer)
+    n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:  # blosc believes its header
         raise ShardCorrupt(
             f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {n_bytes} bytes and {out.nbytes}"

@@ -14,9 +14,9 @@ def test_the_docstring_example():
     query = torch.tensor([[6]])
     seen = masks.cross_attention_mask(context[:, 6:7], 9)
     assert seen[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
-    plain = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([False]), 9)
+    plain = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[False]]), 9)
     assert plain[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 6]
-    stairs = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([True]), 9)
+    stairs = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[True]]), 9)
     assert stairs[0, 0].nonzero().flatten().tolist() == [5, 6]
 
 
@@ -31,7 +31,7 @@ def test_no_row_is_ever_empty():
     stairs = torch.rand(16, generator=generator) < 0.5
     for mask in (
         masks.cross_attention_mask(context, 40),
-        masks.self_attention_mask(queries, context, stairs, 40),
+        masks.self_attention_mask(queries, context, stairs[:, None], 40),
         masks.drafted_block_mask(queries, context),
     ):
         assert mask.any(dim=-1).all()

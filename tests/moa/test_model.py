@@ -8,7 +8,7 @@ from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.config import DrafterConfig
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.model import DraftState
-from moa_data.moa.objective import Draws, TrainingInputs, loss_queries, moa_objective
+from moa_data.moa.objective import Draws, Rounds, TrainingInputs, loss_queries, moa_objective
 
 from .conftest import FAMILIES, build_drafter, build_model
 
@@ -34,9 +34,9 @@ def test_teacher_forced_features_equal_draft_steps(family, n_target_layers, step
     tokens = torch.randint(4, 67, (1, 30))
     kv, _, _ = activations(model, tokens)
     response = (torch.arange(30) >= 11)[None]
-    drafted = masks.drafted_positions(response, torch.tensor([step_bound]), torch.tensor([2]))
-    no_staircase = torch.zeros(1, dtype=torch.bool)
-    trained = drafter(frozen, tokens, kv, drafted, no_staircase).features
+    draws = Draws(torch.tensor([step_bound]), torch.zeros(1, dtype=torch.bool), torch.tensor([2]))
+    drafted = masks.drafted_positions(response, draws.step_bound, draws.offset)
+    trained = drafter(frozen, tokens, kv, Rounds.everywhere(draws, response)).features
 
     context = masks.last_context(drafted)[0].tolist()
     state = DraftState()
@@ -92,7 +92,7 @@ def test_loss_on_gathered_positions_equals_all_positions(n_target_layers):
     packed = torch.autograd.grad(terms.total, list(drafter.parameters()))
 
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-    out = drafter(frozen, inputs.tokens, inputs.kv, drafted, draws.staircase_rows)
+    out = drafter(frozen, inputs.tokens, inputs.kv, Rounds.everywhere(draws, inputs.response_mask))
     from moa_data.moa.losses import feature_loss, forward_kl
 
     n = drafted.sum() + 1e-5

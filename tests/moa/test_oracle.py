@@ -117,7 +117,7 @@ def test_training_case(name):
     assert torch.equal(context, expected["start_positions"])
     n_tokens = real.shape[1]
     queries = torch.arange(n_tokens).expand_as(context)
-    sa_allowed = masks.self_attention_mask(queries, context, draws.staircase_rows, n_tokens)
+    sa_allowed = masks.self_attention_mask(queries, context, draws.staircase_rows[:, None], n_tokens)
     assert torch.equal(sa_allowed[real], expected["sa_allowed"].bool()[real])
     ca_allowed = masks.cross_attention_mask(context, n_tokens)
     assert torch.equal(ca_allowed[real], expected["ca_allowed"].bool()[real])

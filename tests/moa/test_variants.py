@@ -1,5 +1,7 @@
 """Without layer self-attention, without a step bound, teacher-forced: training and decoding compute the same."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from moa_data.moa.decode import draft_session, generate_batch, plain_generate
 from moa_data.moa.errors import CheckpointError
 from moa_data.moa.layouts import LAYOUTS, write_layout
 from moa_data.moa.model import MoADrafter
-from moa_data.moa.objective import Draws, TrainingInputs, loss_queries, moa_objective
+from moa_data.moa.objective import Draws, Rounds, TrainingInputs, moa_objective
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
 
@@ -20,7 +22,8 @@ N_TOKENS, PROMPT = 22, 9
 ROUNDS = {
     "bounded": Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([2])),
     "unbounded": Draws(None, torch.zeros(1, dtype=torch.bool)),
-    "teacher-forced": Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), teacher_forced=True),
+    "teacher-forced": Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), None, (), 0.0, 0.0, 1.0),
+    "both": Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([2]), (), 0.0, 1.0, 0.5),
 }
 
 
@@ -57,18 +60,13 @@ def test_trained_features_equal_draft_steps(rounds, layer_attention, family, n_t
     read = MoADrafter.layers_read(n_target_layers, layer_attention)
     assert read == (None if layer_attention else ((-1,), (-1,), (-2, -1))[n_target_layers])
     inputs, draws = inputs_for(model, 4 if read is None else len(read)), ROUNDS[rounds]
-    drafted, context = draws.rounds(inputs.response_mask)
-    queries, valid = loss_queries(drafted)
-    staircase = draws.staircase_rows
-    trained = drafter(
-        frozen, inputs.tokens, inputs.kv, drafted, staircase, queries, last_context=context
-    ).features[valid]  # fmt: skip
+    rounds = Rounds.packed(draws, inputs.response_mask)
+    trained = drafter(frozen, inputs.tokens, inputs.kv, rounds).features[0]
 
     tokens, stepped, last_root = inputs.tokens[0].tolist(), [], None
-    for position in range(N_TOKENS):
-        if not drafted[0, position]:
-            continue
-        root = int(context[0, position]) + 1
+    for query, position in enumerate(rounds.queries[0].tolist()):
+        assert rounds.drafted[0, query], "one row has no padding"
+        root = int(rounds.context[0, query]) + 1
         if position == root:
             state, cache = drafter.new_state(1), prefilled(target, tokens[:root])
             features = drafter.root_features(state, frozen, [tokens[: root + 1]], cache)
@@ -95,14 +93,43 @@ def test_losses_are_on_the_rounds_of_the_draws():
     drafter, frozen = build_drafter(model, layer_attention=False), FrozenTarget.from_model(model)
     inputs = inputs_for(model, 1)
     n_response = N_TOKENS - PROMPT
-    n_positions = {name: moa_objective(drafter, frozen, inputs, draws)[0].n_positions for name, draws in ROUNDS.items()}
+    terms = {name: moa_objective(drafter, frozen, inputs, draws)[0] for name, draws in ROUNDS.items()}
+    n_positions = {name: one.n_positions for name, one in terms.items()}
     assert n_positions["unbounded"] == n_positions["teacher-forced"] == n_response
-    assert n_positions["bounded"] == int(ROUNDS["bounded"].rounds(inputs.response_mask)[0].sum()) < n_response
+    drafted = masks.drafted_positions(inputs.response_mask, ROUNDS["bounded"].step_bound, ROUNDS["bounded"].offset)
+    assert n_positions["bounded"] == int(drafted.sum()) < n_response
+    assert n_positions["both"] == n_positions["bounded"] + n_response
     for name, draws in ROUNDS.items():
-        counted = MoADrafter.loss_positions(inputs.response_mask, draws, official=False)
-        assert int(counted.sum()) == n_positions[name]
-    totals = [float(moa_objective(drafter, frozen, inputs, draws)[0].total.detach()) for draws in ROUNDS.values()]
-    assert len(set(totals)) == 3
+        weights = MoADrafter.loss_positions(inputs.response_mask, draws, official=False)
+        expected = n_positions["bounded"] + 0.5 * n_response if name == "both" else n_positions[name]
+        assert float(weights.sum()) == expected
+    assert len({float(one.total.detach()) for one in terms.values()}) == len(ROUNDS)
+
+
+@pytest.mark.parametrize("n_target_layers", [0, 2])
+def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers):
+    """In value and in gradient; the staircase of the on-policy pass does not reach the teacher-forced one."""
+    model = build_model()
+    drafter, frozen = build_drafter(model, n_target_layers), FrozenTarget.from_model(model, n_target_layers)
+    inputs = inputs_for(model, 4)
+    inputs = TrainingInputs(
+        *(part.detach().repeat_interleave(2, dim=0) for part in vars(inputs).values() if isinstance(part, torch.Tensor))
+    )
+    inputs.response_mask[1, :12] = False
+    draws = Draws(torch.tensor([5, 6]), torch.tensor([True, False]), torch.tensor([2, 1]))
+    only = Draws(None, torch.zeros(2, dtype=torch.bool), on_policy_weight=0.0, teacher_forced_weight=1.0)
+    both = dataclasses.replace(draws, teacher_forced_weight=0.5)
+    found = []
+    for one in (draws, only, both):
+        terms, _ = moa_objective(drafter, frozen, inputs, one)
+        gradients = torch.autograd.grad(terms.total, list(drafter.parameters()))
+        found.append((terms.n_positions, terms.total, gradients))
+    (n_policy, policy, policy_gradients), (n_forced, forced, forced_gradients), (n_both, total, gradients) = found
+    assert n_both == n_policy + n_forced
+    share = n_policy / (n_policy + 0.5 * n_forced)
+    torch.testing.assert_close(total, share * policy + (1 - share) * forced)
+    for got, a, b in zip(gradients, policy_gradients, forced_gradients, strict=True):
+        torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
 
 
 @pytest.mark.parametrize("tree", [TreeShape(4), TreeShape(3, 2, 6)], ids=str)

@@ -12,11 +12,11 @@ from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import (
     TrainingStream,
     ValidationBatches,
-    count_loss_positions,
     draw,
     epoch_order,
     micro_batch_size,
     split_sequences,
+    sum_loss_weights,
 )
 
 from .conftest import build_store
@@ -84,7 +84,7 @@ def test_micro_batches_make_up_the_batch(store_path):
     iterator = iter(stream_of(store, config(micro_batch_size=1)))
     parts = [next(iterator) for _ in range(4)]
     assert sum(part.n_tokens for part in parts) == whole.n_tokens
-    n_positions = [count_loss_positions(part.inputs.response_mask, part.draws, config()) for part in parts]
+    n_positions = [sum_loss_weights(part.inputs.response_mask, part.draws, config()) for part in parts]
     assert sum(n_positions) == whole.denominator
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 

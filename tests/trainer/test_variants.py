@@ -7,7 +7,7 @@ from moa_data.moa.checkpoint import load_drafter
 from moa_data.storage.reader import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import TrainingStream, count_loss_positions, draw
+from moa_data.trainer.data import TrainingStream, draw, sum_loss_weights
 from moa_data.trainer.errors import TrainingError
 
 from .test_run import BASE, last_state, run
@@ -57,12 +57,20 @@ def test_draws_of_each_variant(store_path):
     assert unbounded.step_bound is None
     assert torch.equal(unbounded.staircase_rows, draw(usual, 0, 10).staircase_rows)
     forced = draw(settings(store_path, on_policy=False), 0, 10)
-    assert forced.teacher_forced
+    assert (forced.on_policy_weight, forced.teacher_forced_weight) == (0.0, 1.0)
     assert not forced.staircase_rows.any()
-    for changes in ({"step_bound": False}, {"on_policy": False}):
+    for changes in ({"step_bound": False, "teacher_forced_weight": 0.0}, {"on_policy": False}):
         config = settings(store_path, **changes)
-        assert count_loss_positions(response, draw(config, 0, 10), config) == 8 * 25
-    assert count_loss_positions(response, draw(usual, 0, 10), usual) < 8 * 25
+        assert sum_loss_weights(response, draw(config, 0, 10), config) == 8 * 25
+    paper = settings(store_path, teacher_forced_weight=0.0)
+    on_policy = sum_loss_weights(response, draw(paper, 0, 10), paper)
+    assert on_policy < 8 * 25
+    assert sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
+    both = settings(store_path, teacher_forced_weight=0.5)
+    assert sum_loss_weights(response, draw(both, 0, 10), both) == on_policy + 0.5 * 8 * 25
+    assert draw(settings(store_path, official_quirks=True), 0, 10).teacher_forced_weight == 0.0
+    problems = settings(store_path, official_quirks=True, on_policy=False).problems()
+    assert any("needs on_policy" in problem for problem in problems)
     store = ActivationStore(store_path)
     config = settings(store_path, step_bound=False, micro_batch_size=4)
     reader = BatchReader(store, config, torch.device("cpu"))
