@@ -24,6 +24,7 @@ from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.drafter import Drafter
 from moa_data.moa.kv_layout import cache_kv, new_cache
 from moa_data.moa.model import MoADrafter
+from moa_data.moa.objective import Draws, Rounds
 from moa_data.moa.registry import DRAFTERS
 from moa_data.moa.target import Target
 
@@ -106,9 +107,8 @@ def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
         cache = new_cache()
         endless.model.model(tokens, past_key_values=cache)
         drafted = (torch.arange(tokens.shape[1]) >= root)[None]
-        features = drafter(
-            one.frozen, tokens, cache_kv(cache, 0, tokens.shape[1]), drafted, torch.zeros(1, dtype=torch.bool)
-        ).features
+        rounds = Rounds.everywhere(Draws(None, torch.zeros(1, dtype=torch.bool)), drafted)
+        features = drafter(one.frozen, tokens, cache_kv(cache, 0, tokens.shape[1]), rounds).features
         assert one.frozen.logits(features)[0, root:-1].argmax(dim=-1).tolist() == written
         log_p = endless.model(tokens).logits[0, root:-1].log_softmax(dim=-1)
         expected = log_p.gather(1, torch.tensor(written)[:, None])[:, 0].tolist()
