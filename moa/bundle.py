@@ -189,6 +189,7 @@ class FrozenTarget(nn.Module):
     Attributes:
         config: the target's transformers config.
         n_layers: N, how many decoder layers are here.
+        windows: attention window of each of them in tokens, None where it sees everything.
         layers: the last N layers in order; ``layers[0]`` is target layer ``L - N``.
     """
 
@@ -196,6 +197,8 @@ class FrozenTarget(nn.Module):
         super().__init__()
         self.config = config
         self.n_layers = n_layers
+        windows = layer_windows(config)
+        self.windows = windows[len(windows) - n_layers :]
         dtype = weights["lm_head.weight"].dtype
         self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -263,12 +266,6 @@ class FrozenTarget(nn.Module):
     def blocks(self) -> list[DecoderBlock]:
         """:attr:`layers` with their type."""
         return cast(list[DecoderBlock], list(self.layers))
-
-    @property
-    def windows(self) -> list[int | None]:
-        """Attention window of each of :attr:`layers` in tokens, None where it sees everything."""
-        windows = layer_windows(self.config)
-        return windows[len(windows) - self.n_layers :]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> embeddings [B, T, E]."""

@@ -113,5 +113,5 @@ class LayerCaches:
         is_chain_alone = len(x) == 1 and self.n_fed == level + 1
         mask = None if is_chain_alone else masks.tree_mask([n - 1 for n in self.n_true], seen)
         for block, slots in zip(blocks, self.slots, strict=True):
-            x = block(x, rotation, *slots.append(*block.keys_values(x, rotation)), mask)
+            x = block.attend_behind(x, rotation, slots.append, mask)
         return x

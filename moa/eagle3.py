@@ -38,7 +38,7 @@ from .bundle import FrozenTarget, target_sizes
 from .config import DrafterSizes, target_facts
 from .errors import DrafterError
 from .feature_drafter import FeatureDrafter
-from .layers import BlockSizes, DecoderBlock, RMSNorm, Rotary, Rotation
+from .layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from .objective import (
     DEFAULT_WEIGHTS,
     Draws,
@@ -140,25 +140,14 @@ class Eagle3Block(DecoderBlock):
         super().__init__(sizes)
         self.hidden_norm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
-    def _normed(self, joined: Tensor) -> Tensor:
-        embeddings, hidden = joined.chunk(2, dim=-1)
+    def normed(self, x: Tensor) -> Tensor:
+        """Embeddings and features [..., 2E], each normed."""
+        embeddings, hidden = x.chunk(2, dim=-1)
         return torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), dim=-1)
 
-    def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H_kv, S, d] of embeddings and features [B, S, 2E]."""
-        return self.self_attn.keys_values(self._normed(source), rotation)
-
-    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Queries [B, H, Q, d] of embeddings and features [B, Q, 2E]."""
-        return self.self_attn.queries(self._normed(x), rotation)
-
-    def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """As :meth:`DecoderBlock.forward`, but for x [B, Q, 2E] -> [B, Q, E]."""
-        return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows the attention: x [B, Q, 2E], attended [B, Q, E] -> [B, Q, E]."""
-        return self._finish(x.chunk(2, dim=-1)[1], attended)
+    def residual(self, x: Tensor) -> Tensor:
+        """The features: [..., 2E] -> [..., E]."""
+        return x.chunk(2, dim=-1)[1]
 
 
 class Eagle3Drafter(FeatureDrafter):

@@ -5,6 +5,7 @@ A block is self-attention when its keys come from its own input and cross-attent
 streams pass through the same input norm (official ``train/cross_attention.py``, lines 139-203).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .errors import DrafterError
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each [..., d], float32."""
+"""cos, and sin with the sign of its term (negative in the first half), each [..., d], float32."""
+
+AppendKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes keys and values [B, H_kv, Q, d] of new tokens, gives those of all, [B, H_kv, S, d]."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,11 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Cos and sin [..., d] for integer positions [...]."""
-        angles = positions[..., None].float() * self.inv_freq.float()  # [..., d/2]
-        angles = torch.cat((angles, angles), dim=-1)  # [..., d]
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        """Cos and signed sin [..., d] for integer positions [...]."""
+        inv_freq = self.inv_freq.float()
+        angles = positions[..., None].float() * torch.cat((-inv_freq, inv_freq))  # [..., d]
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.scaling == 1.0 else (cos * self.scaling, sin * self.scaling)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
         """Move with the module, but keep the float32 values."""
@@ -99,9 +104,13 @@ def _rope_config(head_dim: int, rope_parameters: dict[str, Any], max_position_em
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate x [B, heads, T, d] by cos/sin of shape [B or 1, T, d], computed in x's dtype as transformers does."""
-    cos, sin = (part.to(x.dtype).unsqueeze(1) for part in rotation)
-    return _Rotate.apply(x, cos, sin)
+    """Rotate x [B, heads, T, d] by cos and signed sin [B or 1, T, d], computed in x's dtype as transformers does."""
+    cos, sin = rotation
+    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    if torch.is_grad_enabled():
+        return _Rotate.apply(x, cos, sin)
+    # A draft step is a few tokens, of which the number of calls is the cost.
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class _Rotate(torch.autograd.Function):
@@ -115,7 +124,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        # The table's halves are equal, so the transpose of the rotation is the rotation by the negative angle.
+        # The transpose of the rotation is the rotation by the negative angle.
         cos, sin = ctx.saved_tensors
         return _rotated(grad_outputs[0], cos, sin, -1), None, None
 
@@ -123,7 +132,7 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     half = x.shape[-1] // 2
     out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=sign)
     out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
     return out
 
@@ -133,8 +142,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
-        exact = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
-        if x.device.type == "cpu" and exact and torch.is_grad_enabled():
+        trains = torch.is_grad_enabled() and x.device.type == "cpu"
+        if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return _RMSNorm.apply(x, self.weight, self.eps)
         return super().forward(x)
 
@@ -262,16 +271,28 @@ class DecoderBlock(nn.Module):
         self.input_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps) if sizes.input_norm else nn.Identity()
         self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
+    def normed(self, x: Tensor) -> Tensor:
+        """What queries, keys and values are made from: [..., E] -> [..., E]."""
+        return self.input_layernorm(x)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """What the attention's output is added to: [..., E] -> [..., E]."""
+        return x
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Rotated queries [B, H, Q, d] of x [B, Q, E], which is normed here."""
+        return self.self_attn.queries(self.normed(x), rotation)
+
     def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H_kv, S, d] of a source [B, S, E], which is normed here."""
-        return self.self_attn.keys_values(self.input_layernorm(source), rotation)
+        return self.self_attn.keys_values(self.normed(source), rotation)
 
     def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Let the queries x [B, Q, E] attend to given keys and values.
 
         Args:
             x: [B, Q, E].
-            rotation: cos and sin of the queries' positions, [B or 1, Q, d].
+            rotation: of the queries' positions, [B or 1, Q, d].
             keys: [B, H_kv, S, d], rotated.
             values: [B, H_kv, S, d].
             mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
@@ -279,12 +300,27 @@ class DecoderBlock(nn.Module):
         Returns:
             [B, Q, E].
         """
-        q = self.self_attn.queries(self.input_layernorm(x), rotation)
-        return self._finish(x, self.self_attn(q, keys, values, mask))
+        return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
+
+    def attend_behind(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Tensor | None) -> Tensor:
+        """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
+
+        Args:
+            x: [B, Q, E].
+            rotation: of x's positions, [B or 1, Q, d].
+            append: takes x's own keys and values, each [B, H_kv, Q, d], and gives all, each [B, H_kv, S, d].
+            mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
+
+        Returns:
+            [B, Q, E].
+        """
+        normed = self.normed(x)
+        keys, values = append(*self.self_attn.keys_values(normed, rotation))
+        return self.finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         """Self-attention over x [B, T, E]; equals :meth:`forward` on x's own keys and values with one norm less."""
-        return self._finish(x, self._self_attention(x, rotation, mask))
+        return self.finish(x, self._self_attention(x, rotation, mask))
 
     def attend_self_mean(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Mean over T of :meth:`attend_self` without a mask: [B, T, E] -> [B, E].
@@ -295,6 +331,11 @@ class DecoderBlock(nn.Module):
         gated = self.mlp.gated(self.post_attention_layernorm(x)).mean(dim=1)  # [B, MLP width]
         return x.mean(dim=1) + self.mlp.down_proj(gated)
 
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows the attention: x and its output [B, Q, E] -> [B, Q, E]."""
+        x = self.residual(x) + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
     def _self_attention(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         norm, scale = self.input_layernorm, None
         if isinstance(norm, RMSNorm) and torch.is_grad_enabled() and not x.requires_grad:
@@ -304,7 +345,3 @@ class DecoderBlock(nn.Module):
             normed = norm(x)
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
         return self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
-
-    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x))

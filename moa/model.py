@@ -302,7 +302,11 @@ class MoADrafter(Drafter):
             root = embeddings.gather(1, last[..., None].expand(-1, -1, embeddings.shape[-1]))
             at = positions.expand(len(counts), -1).gather(1, last)
         seen = torch.ones(tokens.shape[0], 1, 1, dtype=torch.bool, device=tokens.device)
-        return self._draft(state, frozen, root, at, seen, target_kv, is_chain=True)
+        before = [length - 1 for length in state.self_attention.lengths]
+        mask = None if len(before) == 1 else masks.tree_mask(before, seen)
+        rotation = self.rotary(at)
+        x = self.self_attention(root, rotation, *state.self_attention.view(), mask)
+        return self._attend_to_target(state, frozen, x, at, rotation, before, seen, mask, target_kv)
 
     def draft_level(
         self,
@@ -327,30 +331,32 @@ class MoADrafter(Drafter):
         Returns:
             Features of the nodes [B, b, E]: of their children.
         """
-        roots = [length - state.n_fed for length in state.self_attention.lengths]
-        first = torch.tensor(roots, device=tokens.device)[:, None] + level
+        before = [length - state.n_fed for length in state.self_attention.lengths]
+        first = torch.tensor(before, device=tokens.device)[:, None] + level
         positions = first.expand(-1, tokens.shape[1])  # [B, b]: a level stands at one position
-        embeddings = frozen.embed(tokens)
-        state.self_attention.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)))
         state.n_fed += tokens.shape[1]
-        return self._draft(state, frozen, embeddings, positions, seen, target_kv, is_chain=state.n_fed == level + 1)
+        is_chain_alone = len(before) == 1 and state.n_fed == level + 1
+        mask = None if is_chain_alone else masks.tree_mask(before, seen)
+        rotation = self.rotary(positions)
+        x = self.self_attention.attend_behind(frozen.embed(tokens), rotation, state.self_attention.append, mask)
+        return self._attend_to_target(state, frozen, x, positions, rotation, before, seen, mask, target_kv)
 
-    def _draft(
+    def _attend_to_target(
         self,
         state: DraftState,
         frozen: FrozenTarget,
         x: Tensor,
         positions: Tensor,
+        rotation: Rotation,
+        before: Sequence[int],
         seen: Tensor,
+        mask: Tensor | None,
         target_kv: TargetLayersKV | None,
-        is_chain: bool,
     ) -> Tensor:
-        """Features of fed tokens x [B, b, E] at positions [B, b]; a chain of one row needs no masks."""
-        rotation = self.rotary(positions)
-        alone = is_chain and x.shape[0] == 1
-        before = [length - state.n_fed for length in state.self_attention.lengths]
-        self_mask = None if alone else masks.tree_mask(before, seen)
-        x = self.self_attention(x, rotation, *state.self_attention.view(), mask=self_mask)
+        """Features of fed tokens behind the self-attention, x [B, b, E] at positions [B, b].
+
+        ``before`` are the verified tokens of each row, ``mask`` is what the tokens see of them and of each other.
+        """
         memory_mask = None
         if len(set(state.memory.lengths)) > 1:
             slots = torch.arange(max(state.memory.lengths), device=x.device)
@@ -360,8 +366,7 @@ class MoADrafter(Drafter):
             return x
         assert target_kv is not None
         by_window = {
-            window: None if alone and window is None else masks.tree_mask(before, seen, window)
-            for window in set(frozen.windows)
+            window: mask if window is None else masks.tree_mask(before, seen, window) for window in set(frozen.windows)
         }
         views = target_kv(max(before) + state.n_fed)
         return frozen.norm(drafted_target_layers(frozen, x, positions, views, before, state.n_fed, by_window))

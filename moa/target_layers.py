@@ -5,6 +5,7 @@ nodes of one level, S slots.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,8 +92,7 @@ def drafted_target_layers(
     """
     rotation = frozen.rotary(positions)
     for layer, view, window in zip(frozen.blocks, views, frozen.windows, strict=True):
-        keys, values = layer.keys_values(x, rotation)
-        x = layer(x, rotation, *_write_behind(view, before, n_fed, keys, values), by_window[window])
+        x = layer.attend_behind(x, rotation, partial(_write_behind, view, before, n_fed), by_window[window])
     return x
 
 
@@ -109,9 +109,15 @@ def _write_behind(
     Nothing is copied of the context; the target's next call writes over these slots.
     """
     n_new = keys.shape[2]
+    if len(before) == 1:
+        stop = before[0] + n_fed
+        view[0][:, :, stop - n_new : stop] = keys
+        view[1][:, :, stop - n_new : stop] = values
+        return view
+    # A row's leftovers are masked slots of longer rows' calls, where a NaN would still spread.
+    keys, values = keys.nan_to_num(), values.nan_to_num()
     for row, length in enumerate(before):
         stop = length + n_fed
-        # A row's leftovers are masked slots of longer rows' calls, where a NaN would still spread.
-        view[0][row, :, stop - n_new : stop] = keys[row].nan_to_num()
-        view[1][row, :, stop - n_new : stop] = values[row].nan_to_num()
+        view[0][row, :, stop - n_new : stop] = keys[row]
+        view[1][row, :, stop - n_new : stop] = values[row]
     return view

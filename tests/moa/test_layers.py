@@ -73,8 +73,9 @@ def test_incremental_use_equals_whole_use():
     buffer = KVBuffer(initial_capacity=2)
     for position in range(9):
         rotation, row = rotary(torch.tensor([[position]])), x[:, position : position + 1]
-        out = block(row, rotation, *buffer.append(*block.keys_values(row, rotation)), None)
+        out = block.attend_behind(row, rotation, buffer.append, None)
         torch.testing.assert_close(out, whole[:, position : position + 1], rtol=0, atol=1e-5)
+        assert torch.equal(out, block(row, rotation, *buffer.view(), None))
 
 
 def test_kv_buffer_grows_and_crops():
@@ -158,8 +159,11 @@ def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient():
     x = torch.randn(2, 3, 5, 12, dtype=torch.float64, requires_grad=True)
     cos, sin = (part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(5)[None]))
     first, second = x.chunk(2, dim=-1)
-    plain = x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    plain = x * cos[:, None] + torch.cat((second, first), dim=-1) * sin[:, None]
+    assert torch.equal(sin[..., :6], -sin[..., 6:])
     torch.testing.assert_close(rotate(x, (cos, sin)), plain)
+    with torch.no_grad():
+        torch.testing.assert_close(rotate(x, (cos, sin)), plain)
     assert torch.autograd.gradcheck(lambda x: rotate(x, (cos, sin)), x)
 
     norm = RMSNorm(12, eps=1e-5, dtype=torch.float64)
