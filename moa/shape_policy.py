@@ -34,8 +34,8 @@ class AdaptivePolicy:
     """The fastest shape round by round.
 
     An answer on which the drafter fails is soon decoded plainly. There the memory of its failure fades, so that it is
-    tried again; and a prompt that takes the drafter longer to read than its drafts would save is decoded plainly
-    altogether.
+    tried again; and a prompt that takes the drafter longer to read than its drafts would save, in an answer as long as
+    those before, is decoded plainly altogether.
 
     Args:
         costs: of the parts of a round.
@@ -48,6 +48,8 @@ class AdaptivePolicy:
         self._round_s = np.array([costs.round_s(shape) for shape in self._shapes])
         self._surcharge = _Surcharge()
         self._answers = deque([1.0], maxlen=_N_ANSWERS)
+        self._answers_n_tokens: deque[float] = deque(maxlen=_N_ANSWERS)
+        self._n_tokens = 0.0  # of this answer
         self._n_drafted_rounds = 0  # since the last plain one, over all answers
         self._seen = self._expected = 0.0
         self.begin(0, 1)
@@ -61,8 +63,11 @@ class AdaptivePolicy:
         self._n_unread = n_prompt_tokens
         self._surcharge.forget_neighbour()
         saved_s = self._costs.round_s(None) - 1.0 / float(self._speeds(self._typical).max())
-        # How long the answer will be and how well it is drafted is not known: reading must pay within a quarter of it.
-        self._drafts = saved_s * max_new_tokens / 4 > self._costs.prompt_token_s * n_prompt_tokens
+        # A first answer may be short: reading must pay within a quarter of what it may have.
+        n_tokens = max_new_tokens / 4
+        if self._answers_n_tokens:
+            n_tokens = min(max_new_tokens, sum(self._answers_n_tokens) / len(self._answers_n_tokens))
+        self._drafts = saved_s * n_tokens > self._costs.prompt_token_s * n_prompt_tokens
 
     def next_shape(self) -> TreeShape | None:
         """The shape with the best expected speed; None for a plain step."""
@@ -87,6 +92,8 @@ class AdaptivePolicy:
             accepted: the accepted nodes of each row.
             round_s: seconds of the round.
         """
+        seen = float(np.mean([len(nodes) for nodes in accepted]))
+        self._n_tokens += 1.0 + seen
         if self._chosen is None:
             self._n_rounds *= _FADE_PLAIN
             self._n_unread += 1
@@ -99,7 +106,6 @@ class AdaptivePolicy:
             self._surcharge.observe_drafted(round_s / expected_s)
         self._n_unread = 0
         self._n_drafted_rounds += 1
-        seen = float(np.mean([len(nodes) for nodes in accepted]))
         expected = float(self._accepted[self._chosen])
         self._n_rounds = self._n_rounds * _FADE + 1.0
         self._seen = self._seen * _FADE + seen
@@ -117,6 +123,9 @@ class AdaptivePolicy:
     def _remember_answer(self) -> None:
         if self._expected:
             self._answers.append(self._answer_seen / self._answer_expected)
+        if self._n_tokens:
+            self._answers_n_tokens.append(self._n_tokens)
+        self._n_tokens = 0.0
 
 
 class _Surcharge:

@@ -77,6 +77,19 @@ def test_a_prompt_that_takes_longer_to_read_than_drafts_save_is_decoded_plainly(
     assert policy.next_shape() is not None
 
 
+def test_how_long_answers_were_decides_what_reading_a_prompt_may_take() -> None:
+    rounds, log = dataclasses.replace(ROUNDS, prompt_token_s=1.0), log_of([0, 2, 5])
+    saved_s = 10.0 - min(rounds.round_s(shape) / log.committed(shape) for shape in candidates())
+    for n_tokens, drafts in ((80, True), (10, False)):
+        policy = AdaptivePolicy(rounds, log)
+        policy.begin(10_000, 100)  # nothing pays for so long a prompt
+        for _ in range(n_tokens):
+            assert policy.next_shape() is None
+            policy.observe([[]], rounds.round_s(None))
+        policy.begin(int(50 * saved_s), 100)
+        assert (policy.next_shape() is not None) == drafts
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_drafts_that_take_longer_than_measured_are_given_up(seed: int) -> None:
     promised = fastest(ROUNDS, LOG)[1]
