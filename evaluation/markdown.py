@@ -29,6 +29,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "generated token ids over the whole generation, prefill included. Exact: answers with the very tokens of the "
         "baseline. Intervals: 95 %, bootstrap over prompts.",
         *_drafter_lines(report),
+        *_pair_lines(report),
         *(f"\n{name} chose {text.removeprefix('auto: ')}." for name, text in report.choices.items()),
         "",
         *_cost_lines(report),
@@ -106,6 +107,19 @@ def _drafter_lines(report: EvaluationReport) -> list[str]:
         trained = f", {facts['n_steps']:,} steps" if facts["n_steps"] else ""
         trained += f", {facts['n_tokens']:,} tokens" if facts["n_tokens"] else ""
         lines.append(f"\nDrafter {name}: {facts['kind']}, {facts['n_parameters']:,} weights{trained}.")
+    return lines
+
+
+def _pair_lines(report: EvaluationReport) -> list[str]:
+    if not report.pairs:
+        return []
+    lines = ["", f"| over {report.pairs[0].over} | acceptance length | tokens/s |", "|---|---|---|"]
+    for pair in report.pairs:
+        length = "-"
+        if pair.acceptance_length is not None:
+            length = f"{pair.acceptance_length:.2f}" + interval_text(pair.acceptance_length_interval)
+        speed = f"{pair.speed:.2f}" + interval_text(pair.speed_interval)
+        lines.append(f"| {pair.method} {pair.drafter} | {length} | {speed} |")
     return lines
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from .errors import EvaluationError
 from .measure import Measurement, MethodRun, PromptRow
+from .pairs import DrafterPair, drafter_pairs
 from .statistics import acceptance_length, acceptance_length_interval, accepted_by_position, speed_ratio_interval
 
 KIND = "moa-data evaluation report"
@@ -29,6 +30,8 @@ CONVENTIONS = {
     "seconds": "the whole generation: prefill, drafting, verification and what lies between; the median of "
     "repeats; of a batch, the prompt's equal share",
     "ratio": "total tokens / total seconds of the method over the same of the baseline",
+    "pairs": "with several drafters, each over the first one by the same method, prompts paired: acceptance length by "
+    "acceptance length, tokens per second by tokens per second",
     "accepted_by_position": "share of target calls that accepted the draft at each position, the first draft first; an "
     "answer's last call may be cut",
     "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens; the last call of an answer may "
@@ -111,6 +114,7 @@ class EvaluationReport:
         measurement: every row.
         choices: method -> which shape ``auto`` chose, and why.
         drafters: name -> kind, weights, steps and training tokens of a drafter.
+        pairs: each drafter over the first one, method by method.
     """
 
     config: dict[str, Any]
@@ -122,6 +126,7 @@ class EvaluationReport:
     measurement: Measurement
     choices: dict[str, str]
     drafters: dict[str, dict[str, Any]]
+    pairs: list[DrafterPair]
 
     def method(self, name: str) -> MethodSummary:
         """The summary of a method by its name.
@@ -144,6 +149,7 @@ class EvaluationReport:
             "auto": self.choices,
             "drafters": self.drafters,
             "methods": [dataclasses.asdict(summary) for summary in self.methods],
+            "pairs": [dataclasses.asdict(pair) for pair in self.pairs],
             "categories": {
                 name: [dataclasses.asdict(summary) for summary in summaries]
                 for name, summaries in self.categories.items()
@@ -194,6 +200,7 @@ def build_report(
         measurement=measurement,
         choices=dict(choices or {}),
         drafters=dict(drafters or {}),
+        pairs=drafter_pairs(rows, list(drafters or {})),
     )
 
 

@@ -65,7 +65,14 @@ def test_a_comparison_and_its_files(
         summary = report.evaluation.method(f"{method} one")
         assert first[method]["acceptance_length"] == second[method]["acceptance_length"] == summary.acceptance_length
         assert first[method]["draft_ms_per_draft"] * summary.n_drafted == pytest.approx(1e3 * summary.draft_s)
+    pairs = written["evaluation"]["pairs"]
+    assert [(pair["method"], pair["drafter"], pair["over"]) for pair in pairs] == [
+        ("chain", "other", "one"), ("tree", "other", "one"),
+    ]  # fmt: skip
+    assert all(pair["acceptance_length"] == 1.0 for pair in pairs)
     text = out.with_suffix(".md").read_text()
+    assert "| over one | acceptance length | tokens/s |" in text
+    assert "| chain other | 1.00 (1.00-1.00) |" in text
     assert "| one | moa |" in text
     assert "7 MB" in text
     assert "All were trained alike" in text
