@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py --model MODEL --drafter RUN [--prompt-tokens 200] [--device cpu] [--dtype float32]
     python benchmarks/decode.py --shape llama-3-8b --device cuda --dtype bfloat16      random weights
+    python benchmarks/decode.py --shape llama-3-8b --kind eagle                        of another drafter
 
 Drafts and target calls are timed alone, in turns, and the least of all repeats counts; rounds are timed while decoding.
 With random weights nothing is accepted, which leaves the costs as they are. Writes JSON with --out.
@@ -20,10 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moa_data.moa.auto_tree import measure_costs
 from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.config import DrafterConfig
 from moa_data.moa.decode import OnRound, draft_session, generate_batch
 from moa_data.moa.drafter import Drafter
-from moa_data.moa.model import MoADrafter
+from moa_data.moa.registry import DRAFTERS, drafter_class
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
 from moa_data.provenance import collect_provenance
@@ -31,6 +31,10 @@ from moa_data.provenance import collect_provenance
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
     },
     "tiny": {
@@ -49,9 +53,11 @@ def random_target(shape: str, dtype: torch.dtype, device: str) -> Target:
     return Target(model.eval().requires_grad_(False))
 
 
-def random_drafter(target: Target) -> Drafter:
-    """A Mixture of Attentions in the proportions of the released one."""
-    drafter = MoADrafter(DrafterConfig.from_target(target.config))
+def random_drafter(target: Target, kind: str, n_target_layers: int) -> Drafter:
+    """A drafter of the kind's own proportions, which are those of its authors."""
+    build = drafter_class(kind)
+    sizes = {"target_layer_inference": n_target_layers} if n_target_layers else {}
+    drafter = build(build.config_class.from_target(target.config, **sizes))
     drafter.initialize(torch.Generator().manual_seed(0))
     return drafter.to(device=target.device, dtype=target.model.dtype).eval()
 
@@ -85,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         drafter = load_drafter(options.drafter, dtype, target.device)
     else:
         target = random_target(options.shape, dtype, options.device)
-        drafter = random_drafter(target)
+        drafter = random_drafter(target, options.kind, options.target_layers)
     if options.compile:
         target.compile(options.prompt_tokens + options.max_new_tokens + 128)
         for shape in (None, *ROUNDS):  # each size once, and the sizes of the last rounds
@@ -100,6 +106,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "target": options.model or options.shape,
         "compiled": options.compile,
+        "drafter": drafter.kind,
+        "target_layers": options.target_layers if not options.model else None,
         "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "prompt_tokens": options.prompt_tokens,
         "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
@@ -122,7 +130,7 @@ def describe(found: dict[str, Any]) -> str:
     plain = found["rounds"]["plain"]["round_ms"]
     lines = [
         f"{found['target']}, {found['dtype']} on {found['device']} ({found['n_threads']} threads)"
-        f"{', compiled' if found['compiled'] else ''}, drafter of "
+        f"{', compiled' if found['compiled'] else ''}, {found['drafter']} of "
         f"{found['drafter_parameters']:,} weights, {found['prompt_tokens']} tokens of context",
         "",
         "| drafts | round, ms | draft | verify | rest | round over a plain step |",
@@ -150,6 +158,8 @@ def main() -> None:
     parser.add_argument("--model", help="a target; without it --shape is built with random weights")
     parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--kind", choices=DRAFTERS, default="moa", help="of the drafter, with --shape")
+    parser.add_argument("--target-layers", type=int, default=0, help="of moa, with --shape: target layer inference")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--prompt-tokens", type=int, default=200)
