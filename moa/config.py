@@ -58,6 +58,27 @@ class DrafterSizes:
                 f"give a shape of at most {self.max_depth} levels, or a drafter trained for more."
             )
 
+    def check_kv_heads(self, *names: str) -> None:
+        """Refuse numbers of KV heads, named by their fields, that don't divide the query heads.
+
+        Raises:
+            DrafterError: naming all that don't.
+        """
+        wrong = [name for name in names if getattr(self, name) < 1 or self.n_heads % getattr(self, name)]
+        if wrong:
+            given = " and ".join(f"{name} ({getattr(self, name)})" for name in wrong)
+            raise DrafterError(f"{given} must divide the {self.n_heads} query heads of the target.")
+
+    def check_at_least_one(self, *names: str) -> None:
+        """Refuse fields below 1.
+
+        Raises:
+            DrafterError: naming the first.
+        """
+        for name in names:
+            if getattr(self, name) < 1:
+                raise DrafterError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
         """Sizes for a target.

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from .bundle import FrozenTarget, target_sizes
 from .causal_layers import causal_features
 from .config import DrafterSizes, target_facts
-from .errors import DrafterError
 from .feature_drafter import FeatureDrafter
 from .layers import DecoderBlock, Rotary
 from .objective import (
@@ -56,13 +55,8 @@ class EagleConfig(DrafterSizes):
     """The linear layer that joins token and hidden state has a bias, as in some of the EAGLE authors' checkpoints."""
 
     def __post_init__(self) -> None:
-        if self.self_attention_kv_heads < 1 or self.n_heads % self.self_attention_kv_heads:
-            raise DrafterError(
-                f"self_attention_kv_heads ({self.self_attention_kv_heads}) must divide the {self.n_heads} query heads "
-                "of the target."
-            )
-        if self.eagle_layers < 1:
-            raise DrafterError(f"eagle_layers must be at least 1, got {self.eagle_layers}.")
+        self.check_kv_heads("self_attention_kv_heads")
+        self.check_at_least_one("eagle_layers")
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:

@@ -75,11 +75,7 @@ class Eagle3Config(DrafterSizes):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
-        if self.self_attention_kv_heads < 1 or self.n_heads % self.self_attention_kv_heads:
-            raise DrafterError(
-                f"self_attention_kv_heads ({self.self_attention_kv_heads}) must divide the {self.n_heads} query heads "
-                "of the target."
-            )
+        self.check_kv_heads("self_attention_kv_heads")
         # A foreign checkpoint does not say how many layers its target has.
         check_fused_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
         if not 1 <= self.draft_vocabulary <= self.vocab_size:
@@ -87,8 +83,7 @@ class Eagle3Config(DrafterSizes):
                 f"draft_vocabulary must be between 1 and the target's {self.vocab_size} tokens, got "
                 f"{self.draft_vocabulary}."
             )
-        if self.test_time_steps < 1:
-            raise DrafterError(f"test_time_steps must be at least 1, got {self.test_time_steps}.")
+        self.check_at_least_one("test_time_steps")
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:

@@ -72,13 +72,8 @@ class GlideConfig(DrafterSizes):
     (``train/cross_attention.py``, lines 241-242)."""
 
     def __post_init__(self) -> None:
-        if self.self_attention_kv_heads < 1 or self.n_heads % self.self_attention_kv_heads:
-            raise DrafterError(
-                f"self_attention_kv_heads ({self.self_attention_kv_heads}) must divide the {self.n_heads} query heads "
-                "of the target."
-            )
-        if self.block_size < 1:
-            raise DrafterError(f"block_size must be at least 1, got {self.block_size}.")
+        self.check_kv_heads("self_attention_kv_heads")
+        self.check_at_least_one("block_size")
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:

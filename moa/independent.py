@@ -55,8 +55,7 @@ class IndependentConfig(DrafterSizes):
     def __post_init__(self) -> None:
         if self.independent_width < 2 or self.independent_width % 2:
             raise DrafterError(f"independent_width must be an even number from 2 up, got {self.independent_width}.")
-        if self.independent_layers < 1:
-            raise DrafterError(f"independent_layers must be at least 1, got {self.independent_layers}.")
+        self.check_at_least_one("independent_layers")
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:

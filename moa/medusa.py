@@ -27,7 +27,6 @@ from . import losses, masks
 from .bundle import FrozenTarget
 from .config import DrafterSizes, target_facts
 from .drafter import DraftedFeatures, Drafter
-from .errors import DrafterError
 from .objective import (
     DEFAULT_WEIGHTS,
     Draws,
@@ -56,9 +55,7 @@ class MedusaConfig(DrafterSizes):
     """Residual layers of each head."""
 
     def __post_init__(self) -> None:
-        for name in ("medusa_heads", "medusa_layers"):
-            if getattr(self, name) < 1:
-                raise DrafterError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        self.check_at_least_one("medusa_heads", "medusa_layers")
 
     @property
     def max_depth(self) -> int:
