@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "rounds": {},
     }
     repeats: dict[str, list[dict[str, float]]] = {}
-    for _ in range(options.repeats):
+    for _ in range(0 if options.parts_only else options.repeats):
         for shape in (None, *ROUNDS):
             one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
             repeats.setdefault(str(shape or "plain"), []).append(one)
@@ -127,18 +127,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(found: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    plain = found["rounds"]["plain"]["round_ms"]
     lines = [
         f"{found['target']}, {found['dtype']} on {found['device']} ({found['n_threads']} threads)"
         f"{', compiled' if found['compiled'] else ''}, {found['drafter']} of "
         f"{found['drafter_parameters']:,} weights, {found['prompt_tokens']} tokens of context",
         "",
-        "| drafts | round, ms | draft | verify | rest | round over a plain step |",
-        "|---|---|---|---|---|---|",
     ]
+    if found["rounds"]:
+        lines += [
+            "| drafts | round, ms | draft | verify | rest | round over a plain step |",
+            "|---|---|---|---|---|---|",
+        ]
     for name, one in found["rounds"].items():
         parts = " | ".join(f"{one[key]:.2f}" for key in ("round_ms", "draft_ms", "verify_ms", "rest_ms"))
-        lines.append(f"| {name} | {parts} | {one['round_ms'] / plain:.2f} |")
+        lines.append(f"| {name} | {parts} | {one['round_ms'] / found['rounds']['plain']['round_ms']:.2f} |")
     verify = ", ".join(f"{n}: {ms:.2f}" for n, ms in found["verify_ms"].items())
     root = ", ".join(f"{b}: {ms:.2f}" for b, ms in found["draft_root_ms"].items())
     level = ", ".join(f"{b}: {ms:.2f}" for b, ms in found["draft_level_ms"].items())
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--compile", action="store_true", help="static shapes, compiled; CUDA graphs on a CUDA device")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts-only", action="store_true", help="no whole rounds: drafts and target calls alone")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if bool(options.model) != bool(options.drafter):
