@@ -60,6 +60,42 @@ class AutoShape:
         )
 
 
+class _Probe:
+    """A policy that drafts with the widest tree, and decodes plainly every third round, to time both side by side."""
+
+    def __init__(self) -> None:
+        self._n_rounds, self._last_s = 0, 0.0
+        self._seconds: dict[int, list[float]] = {WIDEST.n_nodes: [], 0: []}
+
+    def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Count the rounds of this generation."""
+        self._n_rounds = 0
+
+    def next_shape(self) -> TreeShape | None:
+        """Plain is every third round, not the first, which reads the prompt."""
+        self._n_rounds += 1
+        return None if self._n_rounds % 3 == 0 else WIDEST
+
+    def observe(self, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+        """Take note of the seconds until it is known what was drafted."""
+        self._last_s = round_s
+
+    def note(self, drafts: DraftTree) -> None:
+        """Keep the seconds of a round; those that drafted less, at the end of an answer, count for nothing."""
+        if drafts.n_nodes in self._seconds:
+            self._seconds[drafts.n_nodes].append(self._last_s)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether both were timed."""
+        return all(self._seconds.values())
+
+    @property
+    def widest_over_plain(self) -> float:
+        """Seconds of a round with the widest tree over those of a plain one, by their medians."""
+        return float(np.median(self._seconds[WIDEST.n_nodes]) / np.median(self._seconds[0]))
+
+
 def choose_shape(
     target: Target,
     open_session: OpenSession,
@@ -69,7 +105,7 @@ def choose_shape(
     batch_size: int = 1,
     sampling: SamplingConfig = GREEDY,
 ) -> AutoShape:
-    """Decode some prompts with a wide tree, measure what each part of a round costs, and choose.
+    """Decode some prompts with a wide tree, and plainly now and then, measure what each part costs, and choose.
 
     Where tokens are sampled, chains are judged as if they were picked like a tree's nodes, not drawn.
 
@@ -85,26 +121,25 @@ def choose_shape(
         DrafterError: a prompt that cannot be decoded.
     """
     began = time.perf_counter()
-    log, round_s = AcceptanceLog(), []
+    log, probe = AcceptanceLog(), _Probe()
     rows = [prompts[index % len(prompts)] for index in range(max(batch_size, len(prompts)))]
     costs = measure_costs(target, open_session, rows[:batch_size])
     for start in range(0, len(rows) - batch_size + 1, batch_size):
-        ends: list[float] = []
 
-        def on_round(drafts: DraftTree, accepted: list[list[int]], ends: list[float] = ends) -> None:
-            log.observe(drafts, accepted)
-            if drafts.n_nodes == WIDEST.n_nodes:
-                ends.append(time.perf_counter())
+        def on_round(drafts: DraftTree, accepted: list[list[int]]) -> None:
+            probe.note(drafts)
+            if drafts.n_nodes:
+                log.observe(drafts, accepted)
 
         generate_batch(
             target, rows[start : start + batch_size], max_new_tokens=max_new_tokens, open_session=open_session,
-            tree=WIDEST, sampling=sampling, on_round=on_round,
+            tree=probe, sampling=sampling, on_round=on_round,
         )  # fmt: skip
-        round_s += np.diff(ends).tolist()
-    if round_s:
-        # As robust against what else the machine does as the costs, which are the least of several timings.
-        rest_s = max(0.0, float(np.quantile(round_s, 0.1)) - costs.round_s(WIDEST))
-        costs = replace(costs, rest_s=rest_s)
+    if probe.is_usable:
+        # Whatever else the machine does slows neighbouring rounds alike, but not quite: what is left is mostly reading
+        # what was committed, which a first level does too.
+        rest_s = probe.widest_over_plain * costs.round_s(None) - costs.round_s(WIDEST)
+        costs = replace(costs, rest_s=min(max(0.0, rest_s), costs.root_s[1]))
     shape, ratio = fastest(costs, log)
     return AutoShape(shape, costs, log, ratio, time.perf_counter() - began)
 

@@ -30,7 +30,7 @@ class DecodingCosts:
         verify_s: tokens per row in a target call -> its seconds, not falling.
         root_s: breadth -> seconds of the first level of drafts.
         level_s: breadth -> seconds of each further level.
-        rest_s: seconds of a round outside of drafting and the target call, and of drafting what was just committed.
+        rest_s: seconds of a round outside of drafting and the target call, and of reading what was just committed.
         prompt_token_s: seconds that the drafter needs for each token of a prompt before its first draft.
     """
 

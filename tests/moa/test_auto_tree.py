@@ -2,14 +2,16 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from moa_data.moa.auto_tree import choose_shape
 from moa_data.moa.decode import draft_session, generate_batch
 from moa_data.moa.drafter import Drafter
+from moa_data.moa.drafting import DrafterSession
 from moa_data.moa.target import Target
-from moa_data.moa.tree import TreeShape
+from moa_data.moa.tree import DraftTree, TreeShape
 
 from .conftest import build_drafter, build_model
 from .test_eagle import build_eagle
@@ -50,3 +52,27 @@ def test_a_choice_is_measured_on_the_target_itself(build: Callable[..., Drafter]
         assert expected * choice.costs.round_s(None) == pytest.approx(choice.speed_ratio)
         assert choice.speed_ratio > 1.0
         assert str(choice.shape) in choice.describe()
+
+
+@pytest.mark.parametrize(("shares", "most"), [((1.0, 1.0), 0.0), ((1.0, 1000.0), 1.0)])
+def test_a_machine_that_slows_down_meanwhile_charges_drafts_little(
+    monkeypatch: pytest.MonkeyPatch, shares: tuple[float, float], most: float
+) -> None:
+    """Neither where all rounds take long, nor where those with drafts are hit."""
+    model = build_model(eos_token_id=None)
+    target, drafter = Target(model), build_drafter(model)
+    propose, is_plain = DrafterSession.propose, [True]
+
+    def noting(self: DrafterSession, *args: Any) -> DraftTree:
+        is_plain[0] = False
+        return propose(self, *args)
+
+    def seconds(began: float, ended: float) -> float:
+        was_plain, is_plain[0] = is_plain[0], True
+        return 100.0 * shares[not was_plain]
+
+    monkeypatch.setattr(DrafterSession, "propose", noting)
+    monkeypatch.setattr("moa_data.moa.clock.DeviceClock.seconds", staticmethod(seconds))
+    choice = choose_shape(target, draft_session(target, drafter), [[5, 6, 7], [8, 9]], max_new_tokens=12)
+    assert choice.acceptance.n_rounds > 4
+    assert choice.costs.rest_s <= most * choice.costs.root_s[1]
