@@ -109,12 +109,8 @@ def _write_behind(
     Nothing is copied of the context; the target's next call writes over these slots.
     """
     n_new = keys.shape[2]
-    if len(before) == 1:
-        stop = before[0] + n_fed
-        view[0][:, :, stop - n_new : stop] = keys
-        view[1][:, :, stop - n_new : stop] = values
-        return view
-    # A row's leftovers are masked slots of longer rows' calls, where a NaN would still spread.
+    # A row's leftovers are masked slots of longer rows' calls, or of calls over the whole cache, where a NaN would
+    # still spread.
     keys, values = keys.nan_to_num(), values.nan_to_num()
     for row, length in enumerate(before):
         stop = length + n_fed
