@@ -161,6 +161,8 @@ class DrafterConfig(DrafterSizes):
     """Whether there is a layer self-attention; without it only the KV of the target's last layer is encoded."""
     target_layer_inference: int = 0
     """N, how many of the target's last layers the drafted features pass through."""
+    cross_attention_drafts: bool = False
+    """Whether cross-attention sees, behind the memory, the drafts of its round too; in the paper it does not."""
 
     def __post_init__(self) -> None:
         problems = []

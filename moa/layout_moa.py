@@ -35,9 +35,15 @@ def from_official_keys(weights: Mapping[str, Tensor]) -> Weights:
     return {name.replace(_OFFICIAL_PROJECTION, _OWN_PROJECTION): value for name, value in weights.items()}
 
 
-def _lacking(sizes: DrafterConfig, who: str) -> list[str]:
-    """A refusal where the drafter was trained without a part."""
-    return [] if sizes.layer_attention else [f"it has no layer self-attention, which {who} always runs"]
+def _unlike_the_paper(sizes: DrafterConfig, who: str) -> list[str]:
+    """Refusals where the drafter was trained otherwise than in the paper."""
+    found = [] if sizes.layer_attention else [f"it has no layer self-attention, which {who} always runs"]
+    if sizes.cross_attention_drafts:
+        found.append(
+            f"its cross-attention sees the drafts of the round, which it does not in {who} (train with "
+            "--no-cross-attention-drafts)"
+        )
+    return found
 
 
 def sizes_from_official(weights: Mapping[str, Tensor], target_config: Any) -> DrafterConfig:
@@ -83,7 +89,7 @@ class MoaLayout(DrafterLayout):
 
     def refusals(self, sizes: DrafterConfig) -> list[str]:
         """Sizes that the official code does not read from anywhere, or takes to be others."""
-        found = split_heads(sizes, self.reader) + _lacking(sizes, self.reader)
+        found = split_heads(sizes, self.reader) + _unlike_the_paper(sizes, self.reader)
         heads, head_dim = sizes.layer_attention_heads, sizes.layer_attention_head_dim
         if (heads, head_dim) != (sizes.n_heads, sizes.kv_width // sizes.n_heads):
             found.append(
@@ -171,7 +177,7 @@ class MoaVllmLayout(MoaLayout):
 
     def refusals(self, sizes: DrafterConfig) -> list[str]:
         """What the fork asserts, or has no place for."""
-        found = split_heads(sizes, self.reader) + _lacking(sizes, self.reader)
+        found = split_heads(sizes, self.reader) + _unlike_the_paper(sizes, self.reader)
         if sizes.self_attention_kv_heads != sizes.cross_attention_kv_heads:
             found.append(
                 f"self- and cross-attention have {sizes.self_attention_kv_heads} and {sizes.cross_attention_kv_heads} "

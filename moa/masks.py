@@ -122,6 +122,24 @@ def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor, pass_inde
     return (allowed & in_block) | self_only
 
 
+def round_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None, n_keys: int) -> Tensor:
+    """What drafted queries see of verified positions and, behind these, of each other.
+
+    Args:
+        queries: [B, Q] int64.
+        last_context_of_query: [B, Q] int64.
+        pass_index: as for :func:`drafted_block_mask`.
+        n_keys: T.
+
+    Returns:
+        [B, Q, T + Q] bool.
+    """
+    # A context query is its own drafted key too, so it must not see its verified position a second time.
+    key = torch.arange(n_keys, device=queries.device)
+    verified = cross_attention_mask(last_context_of_query, n_keys) & (key != queries[..., None])
+    return torch.cat((verified, drafted_block_mask(queries, last_context_of_query, pass_index)), dim=-1)
+
+
 def staircase_drop_probability(progress: float) -> float:
     """Probability that a row is NOT a staircase row (official lines 137-140).
 

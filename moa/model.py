@@ -7,12 +7,17 @@ D = 2 * H_kv * d, E target width, V vocabulary, N target layers used for inferen
     tokens -> embeddings -> causal self-attention -> cross-attention to the memory
            -> (last N target layers, final norm) -> LM head
 
+With ``cross_attention_drafts`` the cross-attention sees, behind the memory, what self-attention made of the drafts of the
+round. In the paper's form a draft knows those before it only as embeddings, and the further from the last verified
+position, the less it agrees with the target.
+
 Training runs many draft rounds at once: position i sees the memory up to its last context position s(i), exactly what a
 draft step sees after the verification that ended at s(i). Both paths call the same blocks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -57,13 +62,29 @@ class DraftState:
 
     Attributes:
         self_attention: of the verified tokens, then of this round's drafts in the order of feeding.
-        memory: cross-attention keys and values of the positions that have target KV.
+        memory: cross-attention keys and values of the positions that have target KV; behind them, where the drafter
+            looks at them, of this round's drafts.
         n_fed: tokens of this round's tree that were fed, the root included.
     """
 
     def __init__(self, n_rows: int = 1) -> None:
         self.self_attention = KVBuffer(n_rows)
         self.memory = KVBuffer(n_rows)
+        self.n_fed = 0
+
+    def forget_drafts(self, in_memory: bool) -> None:
+        """End the round: keep the verified positions and, of self-attention, the root, which is verified by now.
+
+        Args:
+            in_memory: the memory has the drafts too.
+        """
+        if not self.n_fed:
+            return
+        # Behind the last root lie nodes in the order of feeding, those accepted among others. Encoding the accepted
+        # ones anew is two projections of a few tokens; which of them stand where they belong is not worth asking.
+        self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
+        if in_memory:
+            self.memory.crop([length - self.n_fed for length in self.memory.lengths])
         self.n_fed = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -196,8 +217,14 @@ class MoADrafter(Drafter):
         self_mask = masks.self_attention_mask(queries, context, rounds.staircase, n_tokens)
         x1 = self.self_attention(query_embeddings, query_rotation, keys, values, self_mask)
 
-        keys, values = self.cross_attention.keys_values(memory, rotation)
-        x2 = self.cross_attention(x1, query_rotation, keys, values, masks.cross_attention_mask(context, n_tokens))
+        verified = self.cross_attention.keys_values(memory, rotation)
+        if self.config.cross_attention_drafts:
+            behind = partial(_concatenated, verified)
+            mask = masks.round_mask(queries, context, rounds.pass_index, n_tokens)
+            x2 = self.cross_attention.attend_behind(x1, query_rotation, behind, mask)
+        else:
+            mask = masks.cross_attention_mask(context, n_tokens)
+            x2 = self.cross_attention(x1, query_rotation, *verified, mask)
 
         entering = x2
         if self.config.target_layer_inference and overwrite_context is not None:
@@ -218,10 +245,7 @@ class MoADrafter(Drafter):
         self, state: DraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
         """Encode the target KV that came since the last round; feed the tokens not yet fed, up to the root."""
-        if state.n_fed:
-            # Behind the last root lie nodes in the order of feeding, those accepted among others. Encoding the accepted
-            # ones anew is two projections of a few tokens; which of them stand where they belong is not worth asking.
-            state.self_attention.crop([length - state.n_fed + 1 for length in state.self_attention.lengths])
+        state.forget_drafts(self.config.cross_attention_drafts)
         n_verified = [len(tokens) - 1 for tokens in committed]
         counts = [n - length for n, length in zip(n_verified, state.memory.lengths, strict=True)]
         if max(counts):
@@ -276,8 +300,8 @@ class MoADrafter(Drafter):
     ) -> Tensor:
         """First draft step of a round: feed the tokens not yet fed, up to the root.
 
-        The root is fed anew in each round: where it stands, the cache may hold a draft that was rejected there. So crop
-        ``state.self_attention`` to the verified tokens first.
+        The root is fed anew in each round: where it stands, the cache may hold a draft that was rejected there. So call
+        :meth:`DraftState.forget_drafts`, and crop ``state.self_attention`` to the verified tokens, first.
 
         Args:
             state: caches of B rows.
@@ -357,11 +381,14 @@ class MoADrafter(Drafter):
 
         ``before`` are the verified tokens of each row, ``mask`` is what the tokens see of them and of each other.
         """
-        memory_mask = None
-        if len(set(state.memory.lengths)) > 1:
-            slots = torch.arange(max(state.memory.lengths), device=x.device)
-            memory_mask = (slots < torch.tensor(state.memory.lengths, device=x.device)[:, None])[:, None, :]
-        x = self.cross_attention(x, rotation, *state.memory.view(), mask=memory_mask)
+        if self.config.cross_attention_drafts:
+            x = self.cross_attention.attend_behind(x, rotation, state.memory.append, mask)
+        else:
+            memory_mask = None
+            if len(set(state.memory.lengths)) > 1:
+                slots = torch.arange(max(state.memory.lengths), device=x.device)
+                memory_mask = (slots < torch.tensor(state.memory.lengths, device=x.device)[:, None])[:, None, :]
+            x = self.cross_attention(x, rotation, *state.memory.view(), mask=memory_mask)
         if not self.config.target_layer_inference:
             return x
         assert target_kv is not None
@@ -370,3 +397,8 @@ class MoADrafter(Drafter):
         }
         views = target_kv(max(before) + state.n_fed)
         return frozen.norm(drafted_target_layers(frozen, x, positions, views, before, state.n_fed, by_window))
+
+
+def _concatenated(first: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H_kv, S, d] behind the first ones."""
+    return torch.cat((first[0], keys), dim=2), torch.cat((first[1], values), dim=2)

@@ -50,10 +50,7 @@ def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rou
     """
     queries, context = rounds.queries, rounds.context
     key = torch.arange(kv.shape[1], device=x.device)
-    # A context query is its own drafted key too, so it must not see its target KV a second time.
-    verified = masks.cross_attention_mask(context, kv.shape[1]) & (key != queries[..., None])  # [B, Q, T]
-    own = masks.drafted_block_mask(queries, context, rounds.pass_index)  # [B, Q, Q]
-    mask = torch.cat((verified, own), dim=-1)  # [B, Q, T + Q]
+    mask = masks.round_mask(queries, context, rounds.pass_index, kv.shape[1])  # [B, Q, T + Q]
     at = torch.cat((key.expand(len(queries), -1), queries), dim=1)  # [B, T + Q]
     by_window = {window: _within(window, mask, queries, at) for window in set(frozen.windows)}
     rotation = frozen.rotary(queries)

@@ -46,7 +46,8 @@ _LEAST = {
 class TrainConfig:
     """Settings of one training run.
 
-    The defaults are the paper's (Table 6 and the released schedule), but for ``teacher_forced_weight``, 0 in the paper.
+    The defaults are the paper's (Table 6 and the released schedule), but for ``teacher_forced_weight``, 0 in the paper,
+    and ``cross_attention_drafts``, which the paper has not.
     """
 
     store: str
@@ -114,6 +115,9 @@ class TrainConfig:
     """KV heads of cross-attention; default: half of the target's."""
     cross_attention_mlp_width: int | None = None
     """MLP width of cross-attention; default: 3/7 of the target's."""
+    cross_attention_drafts: bool = True
+    """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
+    so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005). Official quirks go without."""
     layer_attention: bool = True
     """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
     layer_attention_heads: int | None = None

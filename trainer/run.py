@@ -202,6 +202,8 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     }
     build = drafter_class(config.drafter)
     sizes = {name: getattr(config, name) for name in _own_options(build) - build.training_options}
+    if config.official_quirks:
+        sizes.pop("cross_attention_drafts", None)  # the released code has no such thing
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
     if most is not None and config.draft_length > most:

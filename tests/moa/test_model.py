@@ -54,6 +54,7 @@ def test_teacher_forced_features_equal_draft_steps(family, n_target_layers, step
         if not drafted[0, position]:
             continue
         if state.memory.lengths[0] < n_verified:
+            state.forget_drafts(drafter.config.cross_attention_drafts)
             drafter.extend_memory(state, kv[:, state.memory.lengths[0] : n_verified])
             state.self_attention.crop([n_verified])
             for i, layer in enumerate(layers):  # what the drafter wrote is the target's again

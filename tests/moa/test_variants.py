@@ -1,4 +1,4 @@
-"""Without layer self-attention, without a step bound, teacher-forced: training and decoding compute the same."""
+"""Without layer self-attention or a step bound, teacher-forced, with drafts in sight: training equals decoding."""
 
 import dataclasses
 
@@ -50,13 +50,14 @@ def inputs_for(model, n_layers_read):
 
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("layer_attention", [True, False])
+@pytest.mark.parametrize("sees_drafts", [True, False])
 @pytest.mark.parametrize(("family", "n_target_layers"), [("llama", 0), ("llama", 1), ("mistral", 2)])
 @torch.inference_mode()
-def test_trained_features_equal_draft_steps(rounds, layer_attention, family, n_target_layers):
+def test_trained_features_equal_draft_steps(rounds, layer_attention, sees_drafts, family, n_target_layers):
     """Each loss position is reached by a decoding session that has verified what the position sees in training."""
     model = build_model(family)
     target, frozen = Target(model), FrozenTarget.from_model(model, n_target_layers)
-    drafter = build_drafter(model, n_target_layers, layer_attention=layer_attention)
+    drafter = build_drafter(model, n_target_layers, layer_attention=layer_attention, cross_attention_drafts=sees_drafts)
     read = MoADrafter.layers_read(n_target_layers, layer_attention)
     assert read == (None if layer_attention else ((-1,), (-1,), (-2, -1))[n_target_layers])
     inputs, draws = inputs_for(model, 4 if read is None else len(read)), ROUNDS[rounds]
@@ -106,11 +107,13 @@ def test_losses_are_on_the_rounds_of_the_draws():
     assert len({float(one.total.detach()) for one in terms.values()}) == len(ROUNDS)
 
 
+@pytest.mark.parametrize("sees_drafts", [True, False])
 @pytest.mark.parametrize("n_target_layers", [0, 2])
-def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers):
+def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers, sees_drafts):
     """In value and in gradient; the staircase of the on-policy pass does not reach the teacher-forced one."""
     model = build_model()
-    drafter, frozen = build_drafter(model, n_target_layers), FrozenTarget.from_model(model, n_target_layers)
+    drafter = build_drafter(model, n_target_layers, cross_attention_drafts=sees_drafts)
+    frozen = FrozenTarget.from_model(model, n_target_layers)
     inputs = inputs_for(model, 4)
     inputs = TrainingInputs(
         *(part.detach().repeat_interleave(2, dim=0) for part in vars(inputs).values() if isinstance(part, torch.Tensor))
@@ -132,11 +135,12 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers
         torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
 
 
+@pytest.mark.parametrize("sizes", [{"layer_attention": False}, {"cross_attention_drafts": True}], ids=str)
 @pytest.mark.parametrize("tree", [TreeShape(4), TreeShape(3, 2, 6)], ids=str)
-def test_decoding_without_layer_attention_is_lossless(tree):
+def test_decoding_is_lossless(tree, sizes):
     target = Target(build_model())
     target.eos_token_ids = frozenset()
-    drafter = build_drafter(target.model, 1, layer_attention=False)
+    drafter = build_drafter(target.model, 1, **sizes)
     prompts = [[5, 9, 31], [7], [11, 12, 13, 14, 15, 16]]
     session = draft_session(target, drafter)
     together = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=tree)
@@ -144,6 +148,32 @@ def test_decoding_without_layer_attention_is_lossless(tree):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
         (alone,) = generate_batch(target, [prompt], max_new_tokens=12, open_session=session, tree=tree)
         assert alone.stats.committed_per_call == got.stats.committed_per_call
+
+
+@torch.inference_mode()
+def test_a_round_goes_on_from_verified_positions_alone():
+    """Accepted drafts enter the memory as the target's own; rejected ones leave nothing, in one row as in two."""
+    target = Target(build_model())
+    drafter, frozen = build_drafter(target.model, cross_attention_drafts=True), FrozenTarget.from_model(target.model)
+    text = list(range(4, 40))
+    for rows in ([text], [text, text[3:]]):
+        cache, fresh = target.new_cache(len(rows)), target.new_cache(len(rows))
+        state = drafter.new_state(len(rows))
+        for n_verified in (8, 9, 12):
+            committed = [row[: n_verified + 1 - (len(text) - len(row))] for row in rows]
+            for one in (cache, fresh):
+                new = [part[length:-1] for part, length in zip(committed, one.lengths, strict=True)]
+                width = max(map(len, new))
+                target.forward(torch.tensor([part + [0] * (width - len(part)) for part in new]), one)
+                one.commit([range(len(part)) for part in new])
+            got = drafter.root_features(state, frozen, committed, cache)
+            expected = drafter.root_features(drafter.new_state(len(rows)), frozen, committed, fresh)
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+            for level in (1, 2):  # drafts of which none is what comes next
+                seen = torch.ones(len(rows), 1, level + 1, dtype=torch.bool)
+                wrong = torch.full((len(rows), 1), 60 + level)
+                drafter.level_features(state, frozen, wrong, got, seen, level, cache)
+        assert state.memory.lengths == [len(part) + 2 for part in committed], "the root and two drafts behind"
 
 
 def test_checkpoints(tmp_path):
@@ -155,4 +185,10 @@ def test_checkpoints(tmp_path):
     assert not any(name.startswith("layer_self_attention") for name in again.state_dict())
     for name in ("moa", "moa-vllm"):
         with pytest.raises(CheckpointError, match="no layer self-attention"):
+            write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
+    drafter = build_drafter(model, cross_attention_drafts=True)
+    save_drafter(drafter, tmp_path / "drafts")
+    assert load_drafter(tmp_path / "drafts").config.cross_attention_drafts
+    for name in ("moa", "moa-vllm"):
+        with pytest.raises(CheckpointError, match="train with --no-cross-attention-drafts"):
             write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
