@@ -7,8 +7,8 @@ D = 2 * H_kv * d, E target width, V vocabulary, N target layers used for inferen
     tokens -> embeddings -> causal self-attention -> cross-attention to the memory
            -> (last N target layers, final norm) -> LM head
 
-With ``cross_attention_drafts`` the cross-attention sees, behind the memory, what self-attention made of the drafts of the
-round. In the paper's form a draft knows those before it only as embeddings, and the further from the last verified
+With ``cross_attention_drafts`` the cross-attention sees, behind the memory, what self-attention made of the round's
+drafts. In the paper's form a draft knows those before it only as embeddings, and the further from the last verified
 position, the less it agrees with the target.
 
 Training runs many draft rounds at once: position i sees the memory up to its last context position s(i), exactly what a
