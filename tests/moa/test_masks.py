@@ -40,6 +40,14 @@ def test_no_row_is_ever_empty():
     assert not (masks.cross_attention_mask(context, 40) & later).any()
 
 
+def test_a_round_sees_verified_positions_and_its_own_drafts():
+    queries = torch.tensor([[3, 4, 6, 4]])
+    context, passes = torch.tensor([[2, 2, 5, 3]]), torch.tensor([0, 0, 0, 1])
+    verified, own = masks.round_mask(queries, context, passes, 8).int().split((8, 4), dim=-1)
+    assert verified[0].tolist() == [[1] * 3 + [0] * 5, [1] * 3 + [0] * 5, [1] * 6 + [0] * 2, [1] * 4 + [0] * 4]
+    assert own[0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], "the last is of another pass"
+
+
 def test_without_a_bound_every_response_position_is_drafted():
     response = torch.tensor([[0, 1, 1, 0]])
     assert torch.equal(masks.drafted_positions(response, None), response.bool())
