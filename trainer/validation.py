@@ -22,7 +22,7 @@ class ValidationSums:
     """Sums and counts, reduced only at the end."""
 
     kl: float = 0.0
-    """Forward KL in nats, entropy of the target included."""
+    """Forward KL in nats."""
     agreements: int = 0
     """Positions where drafter and target have the same argmax."""
     positions: int = 0
@@ -45,13 +45,21 @@ class ValidationSums:
         }
 
 
-@torch.no_grad()
-def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> ValidationSums:
-    """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
+@dataclass(frozen=True)
+class Comparison:
+    """A drafter against the stored activations of one batch."""
 
-    Expected acceptance length of a round: 1 + the run of draft steps at which drafter and target have the same argmax.
-    The text between is the dataset's, not the target's own, so the figure is an estimate of decoding, not decoding.
-    """
+    drafted: Tensor
+    """[B, T] bool, positions that a draft round reaches."""
+    agree: Tensor
+    """[B, T] bool, drafted positions where drafter and target have the same argmax."""
+    kl: Tensor
+    """[P], of the drafted positions, in nats."""
+
+
+@torch.no_grad()
+def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> Comparison:
+    """Draft every round of a batch on the text of the data set."""
     inputs, draws = batch.inputs, batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
     outputs = drafter.drafted_features(frozen, inputs, draws)
@@ -61,14 +69,44 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
     agree_at = torch.zeros_like(drafted)
     rows = torch.arange(drafted.shape[0], device=drafted.device)[:, None].expand_as(queries)
     agree_at[rows[valid], queries[valid]] = agree
-    runs = agreement_runs(agree_at, drafted, draft_length)
+    return Comparison(drafted, agree_at, kl)
+
+
+def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> ValidationSums:
+    """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
+
+    Expected acceptance length of a round: 1 + the run of draft steps at which drafter and target have the same argmax.
+    The text between is the dataset's, not the target's own, so the figure is an estimate of decoding, not decoding.
+    """
+    found = compare_batch(drafter, frozen, batch)
+    runs = agreement_runs(found.agree, found.drafted, draft_length)
     return ValidationSums(
-        kl=float(kl.sum()),
-        agreements=int(agree.sum()),
-        positions=int(valid.sum()),
+        kl=float(found.kl.sum()),
+        agreements=int(found.agree.sum()),
+        positions=len(found.kl),
         committed=int((runs + 1).sum()),
         rounds=len(runs),
     )
+
+
+def agreement_by_distance(found: Comparison, draft_length: int) -> tuple[Tensor, Tensor]:
+    """Count agreement by how far a draft is from the last verified position, whatever the drafts before it said.
+
+    Args:
+        found: of one batch.
+        draft_length: most drafts of a round.
+
+    Returns:
+        Agreements and drafted positions at distance 1, 2, ..., each [draft_length] int64. A round that begins at
+        position 0 of a row counts, though it has verified one token alone.
+    """
+    index = torch.arange(found.drafted.shape[1], device=found.drafted.device)
+    distance = index - masks.last_context(found.drafted)  # [B, T]
+    counts = [
+        torch.bincount(distance[where], minlength=draft_length + 1)[1 : draft_length + 1]
+        for where in (found.agree, found.drafted)
+    ]
+    return counts[0], counts[1]
 
 
 def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
