@@ -13,6 +13,7 @@ short_steps=${SHORT_STEPS:-340}
 long_steps=${LONG_STEPS:-3000}
 read -r -a sizes <<< "${DRAFTER_SIZES---self-attention-kv-heads 1 --self-attention-mlp-width 320 \
 --cross-attention-kv-heads 1 --cross-attention-mlp-width 320 --layer-attention-kv-heads 2 --layer-attention-mlp-width 224}"
+read -r -a options <<< "${TRAIN_OPTIONS:-}"
 mkdir -p "$out/logs"
 
 step() { # step NAME COMMAND...: runs it, keeps its output, shows it
@@ -25,7 +26,7 @@ train() { # train NAME N_STEPS: goes on if the run is there
   local resume=()
   if [ -e "$out/$1/checkpoints/last.ckpt" ]; then resume=(--resume); fi
   step "train-$1" "$moa_data" train "$out/store" --out "$out/$1" --preset small --max-steps "$2" \
-    "${sizes[@]}" "${resume[@]}"
+    "${sizes[@]}" "${options[@]}" "${resume[@]}"
 }
 
 step plan "$moa_data" plan --model "$model" --dataset "$train_chats" --out "$out/store"
