@@ -31,8 +31,9 @@ _CALIBRATION_TOKENS = 32
 @click.option("--max-new-tokens", default=256, show_default=True, metavar="N", help="Stop after this many tokens.")
 @click.option(
     "--tree", default="auto", show_default=True, metavar="SHAPE",
-    help="Drafts per target call: a chain's length such as 5, a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's), "
-    "static:NODES, or auto: the fastest shape on this machine by measured costs and acceptance, or none if none pays.",
+    help="Drafts per target call: a chain's length such as 5; 10@0.2 for a chain of at most 10 that stops where it is "
+    "less likely than 0.2 to be accepted; a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's); static:NODES; or "
+    "auto: the fastest shape on this machine by measured costs and acceptance, or none if none pays.",
 )  # fmt: skip
 @click.option("--temperature", default=0.0, show_default=True, help="0 decodes greedily, above it samples.")
 @click.option(
@@ -102,6 +103,8 @@ def generate(
 
     sampling = SamplingConfig(temperature, top_p, top_k, repetition_penalty)
     shape = None if tree == "auto" else parse_shape(tree)
+    if shape is not None:
+        sampling.check_shape(shape)
     loaded = Target.load(model, getattr(torch, dtype), device)
     check_template(loaded.tokenizer, model)
     if compile_slots:

@@ -38,8 +38,9 @@ class EvalConfig:
     draft_length: int = 5
     """Tokens drafted per target call by chain and prompt-lookup."""
     tree: str = "6x8x62"
-    """Shape for tree: levels of drafts x breadth x most nodes verified, or static:NODES. The default is EAGLE-2's,
-    whose depth 7 counts the root."""
+    """Shape for tree: levels of drafts x breadth x most nodes verified, static:NODES, or a chain as LENGTH@PROBABILITY,
+    which stops where it is less likely than that to be accepted. The default is EAGLE-2's, whose depth 7 counts the
+    root."""
     batch_size: int = 1
     """Prompts decoded together."""
     repeats: int = 1
@@ -80,7 +81,8 @@ class EvalConfig:
             try:
                 make()
             except DrafterError as error:
-                found.append(str(error).rstrip("."))
+                if (problem := str(error).rstrip(".")) not in found:
+                    found.append(problem)
         return found + self._method_problems()
 
     def _method_problems(self) -> list[str]:
@@ -112,11 +114,13 @@ class EvalConfig:
         """Shape of the method ``tree``.
 
         Raises:
-            DrafterError: no shape, or one that makes no sense.
+            DrafterError: no shape, or one that makes no sense or none with this sampling.
         """
         from ..moa.tree import parse_shape
 
-        return parse_shape(self.tree)
+        shape = parse_shape(self.tree)
+        self.sampling().check_shape(shape)
+        return shape
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ class CompareConfig:
     draft_length: int = 5
     """Tokens drafted per target call by chains."""
     tree: str = "6x8x62"
-    """Shape of trees: levels of drafts x breadth x most nodes verified, or static:NODES."""
+    """Shape of trees: levels of drafts x breadth x most nodes verified, static:NODES, or a chain as LENGTH@PROBABILITY,
+    which stops where it is less likely than that to be accepted."""
     batch_size: int = 1
     """Prompts decoded together."""
     repeats: int = 1

@@ -21,6 +21,8 @@ from .target import Target
 from .target_cache import TargetCache
 from .tree import DraftTree, TreeShape
 
+_ASKED_IN_VAIN = 1e-30
+"""A probability below which no chain of three drafts falls."""
 _N_VERIFIED = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 63)
 
 
@@ -34,6 +36,7 @@ class AutoShape:
         acceptance: counted.
         speed_ratio: expected tokens/s over plain decoding's.
         calibration_s: seconds that all of this took.
+        is_drawn: chains are drawn from the drafter's distribution.
     """
 
     shape: TreeShape | None
@@ -41,18 +44,21 @@ class AutoShape:
     acceptance: AcceptanceLog
     speed_ratio: float
     calibration_s: float
+    is_drawn: bool = False
 
     def policy(self) -> AdaptivePolicy:
         """Starts each answer with the choice and adapts it to the answer."""
-        return AdaptivePolicy(self.costs, self.acceptance)
+        return AdaptivePolicy(self.costs, self.acceptance, self.is_drawn)
 
     def describe(self) -> str:
         """One line for people."""
         if self.shape is None:
             return "auto: plain decoding, because no shape of drafts promises to be faster here"
         costs, shape = self.costs, self.shape
-        draft_s = costs.root_s[shape.breadth] + (shape.depth - 1) * costs.level_s[shape.breadth]
-        verify_ms, plain_ms = (1e3 * costs.verification_s(n) for n in (1 + n_nodes_of(shape), 1))
+        n_drafts = self.acceptance.n_drafts(shape)
+        draft_s = costs.draft_s(shape, n_drafts)
+        n_nodes = n_nodes_of(shape) if n_drafts is None else n_drafts
+        verify_ms, plain_ms = (1e3 * costs.verification_s(n) for n in (1 + n_nodes, 1))
         return (
             f"auto: {shape} (draft {1e3 * draft_s:.1f} ms, verify {verify_ms:.1f} ms, plain step {plain_ms:.1f} ms; "
             f"{self.acceptance.committed(shape):.2f} tokens per call and {self.speed_ratio:.2f} times plain decoding "
@@ -76,7 +82,7 @@ class _Probe:
         self._n_rounds += 1
         return None if self._n_rounds % 3 == 0 else WIDEST
 
-    def observe(self, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
         """Take note of the seconds until it is known what was drafted."""
         self._last_s = round_s
 
@@ -123,7 +129,8 @@ def choose_shape(
     began = time.perf_counter()
     log, probe = AcceptanceLog(), _Probe()
     rows = [prompts[index % len(prompts)] for index in range(max(batch_size, len(prompts)))]
-    costs = measure_costs(target, open_session, rows[:batch_size])
+    is_drawn = sampling.temperature > 0
+    costs = measure_costs(target, open_session, rows[:batch_size], is_drawn=is_drawn)
     for start in range(0, len(rows) - batch_size + 1, batch_size):
 
         def on_round(drafts: DraftTree, accepted: list[list[int]]) -> None:
@@ -140,13 +147,13 @@ def choose_shape(
         # what was committed, which a first level does too.
         rest_s = probe.widest_over_plain * costs.round_s(None) - costs.round_s(WIDEST)
         costs = replace(costs, rest_s=min(max(0.0, rest_s), costs.root_s[1]))
-    shape, ratio = fastest(costs, log)
-    return AutoShape(shape, costs, log, ratio, time.perf_counter() - began)
+    shape, ratio = fastest(costs, log, is_drawn)
+    return AutoShape(shape, costs, log, ratio, time.perf_counter() - began, is_drawn)
 
 
 @torch.inference_mode()
 def measure_costs(
-    target: Target, open_session: OpenSession, prompts: Sequence[list[int]], n_repeats: int = 5
+    target: Target, open_session: OpenSession, prompts: Sequence[list[int]], n_repeats: int = 5, is_drawn: bool = False
 ) -> DecodingCosts:
     """Time target calls and drafts behind some prompts.
 
@@ -155,10 +162,13 @@ def measure_costs(
         open_session: who drafts.
         prompts: token ids, a row each.
         n_repeats: timings of each part, of which the least counts.
+        is_drawn: chains are drawn from the drafter's distribution, and so don't stop by it.
     """
     room = target.max_positions - max(map(len, prompts))
     verify_s: dict[int, list[float]] = {n: [] for n in _N_VERIFIED if n < max(2, room)}
-    timings: dict[tuple[int, int], list[float]] = {(b, depth): [] for b in BREADTHS for depth in (1, 3)}
+    asking = TreeShape(3, stop_below=0.0 if is_drawn else _ASKED_IN_VAIN)
+    timings: dict[TreeShape, list[float]] = {TreeShape(depth, b): [] for b in BREADTHS for depth in (1, 3)}
+    timings.setdefault(asking, [])
     first_round_s = []
     for _ in range(n_repeats):
         cache, session, committed = _prefilled(target, open_session, prompts)
@@ -166,19 +176,20 @@ def measure_costs(
         for n_tokens, found in verify_s.items():
             tokens = torch.zeros(len(prompts), n_tokens, dtype=torch.int64, device=target.device)
             found.append(_seconds(target, partial(_call, target, cache, tokens)))
-        for (breadth, depth), found in timings.items():
+        for shape, found in timings.items():
             # A drafter may propose once per target call only, so that the root is committed each time.
             _commit_root(target, cache, session, committed)
-            found.append(_seconds(target, partial(session.propose, committed, TreeShape(depth, breadth))))
+            found.append(_seconds(target, partial(session.propose, committed, shape)))
     # Whatever else the machine does only adds time: the least of all repeats is nearest to the cost, and a larger
     # call bounds a smaller one.
-    first, third = ({b: min(timings[b, depth]) for b in BREADTHS} for depth in (1, 3))
+    first, third = ({b: min(timings[TreeShape(depth, b)]) for b in BREADTHS} for depth in (1, 3))
     least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
     return DecodingCosts(
         dict(zip(verify_s, least.tolist(), strict=True)),
         first,
         {b: max(third[b] - first[b], 0.0) / 2 for b in BREADTHS},
         prompt_token_s=max(0.0, min(first_round_s) - first[1]) / max(map(len, prompts)),
+        stop_s=max(0.0, min(timings[asking]) - third[1]) / 2,
     )
 
 

@@ -45,10 +45,11 @@ class ShapePolicy(Protocol):
         """Of the next round; None for a plain decoding step."""
         ...
 
-    def observe(self, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
         """Learn from the round that has just ended.
 
         Args:
+            n_drafts: of each row.
             accepted: the accepted nodes of each row.
             round_s: seconds of drafting and verifying.
         """
@@ -241,7 +242,7 @@ def generate_batch(
         verified_at = clock.mark()
         draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
         if policy is not None:
-            policy.observe(accepted, draft_s + verify_s)
+            policy.observe(drafts.n_nodes, accepted, draft_s + verify_s)
         if on_round is not None:
             on_round(drafts, accepted)
         for row in active:

@@ -92,14 +92,14 @@ class DrafterSession:
             shape: of the drafts.
 
         Raises:
-            DrafterError: the shape has more levels than the drafter can make.
+            DrafterError: the shape has more levels than the drafter can make, or chains are drawn and it stops them.
         """
         self.drafter.config.check_depth(shape.depth)
         features = self.drafter.root_features(self.state, self.frozen, committed, self.cache)
         if isinstance(shape, StaticTree):
             return self._static_tree(features, shape)
         if shape.is_chain:
-            return self._chain(features, committed, min(shape.depth, shape.n_nodes))
+            return self._chain(features, committed, shape)
         return self._tree(features, shape)
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -107,10 +107,14 @@ class DrafterSession:
         self.state.select_rows(rows)
         self._generators = [self._generators[row] for row in rows] if self._generators else []
 
-    def _chain(self, features: Tensor, committed: Sequence[list[int]], depth: int) -> DraftTree:
+    def _chain(self, features: Tensor, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+        if self._sampling is not None:
+            self._sampling.check_shape(shape)
+        depth = min(shape.depth, shape.n_nodes)
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
         paths = [list(row) for row in committed]
+        probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
         for level in range(1, depth + 1):
             if level > 1:
                 seen = torch.ones(len(paths), 1, level, dtype=torch.bool, device=self._device)
@@ -120,6 +124,10 @@ class DrafterSession:
             logits = self.drafter.draft_logits(self.frozen, features[:, 0])  # [B, V]
             if self._sampling is None:
                 tokens.append(logits.argmax(dim=-1, keepdim=True))
+                if shape.stop_below and level < depth:
+                    probability = probability * logits.float().softmax(dim=-1).amax(dim=-1)
+                    if probability.mean() < shape.stop_below:
+                        break
                 continue
             drawn = [distribution(row, path, self._sampling) for row, path in zip(logits, paths, strict=True)]
             picked = [draw(p, generator) for p, generator in zip(drawn, self._generators, strict=True)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import DrafterError
-from .tree import DraftTree
+from .tree import DraftTree, Shape, TreeShape
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,20 @@ class SamplingConfig:
     def is_argmax(self) -> bool:
         """Whether the next token is the plain argmax of the logits."""
         return self.temperature == 0 and self.repetition_penalty == 1
+
+    def check_shape(self, shape: Shape) -> None:
+        """Refuse chains that stop by their probability where drafts are drawn.
+
+        How many are drawn would depend on the other rows of a batch, and with it the answer that a seed gives.
+
+        Raises:
+            DrafterError: such a chain, and a temperature above 0.
+        """
+        if self.temperature > 0 and isinstance(shape, TreeShape) and shape.stop_below:
+            raise DrafterError(
+                f"chains such as {shape} stop by their probability in greedy decoding only; give a chain's length "
+                f"such as {shape.depth}, or a temperature of 0."
+            )
 
 
 GREEDY = SamplingConfig()

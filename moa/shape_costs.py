@@ -6,6 +6,7 @@ the best ratio, and plain decoding is one of the candidates, so that drafting is
 
 E is counted, not modelled: a few answers are decoded with a wide tree, and each accepted node tells for which smaller
 shapes it would have been drafted too. What a shape's rounds would have been is approximated by the wide tree's rounds.
+Of a chain that stops by its probability the mean number of drafts is counted likewise.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from .tree import DraftTree, TreeShape
 WIDEST = TreeShape(6, 8, 62)
 """The official tree of EAGLE-2 and MoA: seven levels with the root."""
 BREADTHS = (1, 2, 4, 8)
+STOPS = (0.05, 0.1, 0.2, 0.3)
+"""Probabilities below which chains may stop."""
 MARGIN = 1.03
 """Drafting must promise this many times plain decoding's speed: below it, the estimate's error decides."""
 
@@ -32,6 +35,7 @@ class DecodingCosts:
         level_s: breadth -> seconds of each further level.
         rest_s: seconds of a round outside of drafting and the target call, and of reading what was just committed.
         prompt_token_s: seconds that the drafter needs for each token of a prompt before its first draft.
+        stop_s: seconds of asking whether a chain stops, for each of its drafts but the last.
     """
 
     verify_s: dict[int, float]
@@ -39,17 +43,29 @@ class DecodingCosts:
     level_s: dict[int, float]
     rest_s: float = 0.0
     prompt_token_s: float = 0.0
+    stop_s: float = 0.0
 
-    def verification_s(self, n_tokens: int) -> float:
+    def verification_s(self, n_tokens: float) -> float:
         """Seconds of a target call over n tokens per row, interpolated."""
         return float(np.interp(n_tokens, list(self.verify_s), list(self.verify_s.values())))
 
-    def round_s(self, shape: TreeShape | None) -> float:
-        """Seconds of a round; None for plain decoding."""
+    def draft_s(self, shape: TreeShape, n_drafts: float | None = None) -> float:
+        """Seconds of the drafts of a round.
+
+        Args:
+            shape: of the drafts.
+            n_drafts: of a chain that stopped, or its mean; None for all levels.
+        """
+        n_levels = shape.depth if n_drafts is None else n_drafts
+        n_asked = min(n_levels, shape.depth - 1) if shape.stop_below else 0
+        return self.root_s[shape.breadth] + (n_levels - 1) * self.level_s[shape.breadth] + n_asked * self.stop_s
+
+    def round_s(self, shape: TreeShape | None, n_drafts: float | None = None) -> float:
+        """Seconds of a round; None for plain decoding, ``n_drafts`` as in :meth:`draft_s`."""
         if shape is None:
             return self.verification_s(1)
-        draft_s = self.root_s[shape.breadth] + (shape.depth - 1) * self.level_s[shape.breadth]
-        return draft_s + self.verification_s(1 + n_nodes_of(shape)) + self.rest_s
+        n_nodes = n_nodes_of(shape) if n_drafts is None else n_drafts
+        return self.draft_s(shape, n_drafts) + self.verification_s(1 + n_nodes) + self.rest_s
 
 
 @dataclass
@@ -60,6 +76,9 @@ class AcceptanceLog:
     needed: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(breadth, depth) -> for each accepted node that a tree of this breadth and depth drafts, how many nodes the tree
     must have to hold it."""
+    chains: list[tuple[list[float], list[int]]] = field(default_factory=list)
+    """Of each call: how probable the drafter's likeliest chain was up to each of its drafts, the mean of the rows, and
+    how many of these drafts each row accepted."""
 
     def observe(self, drafts: DraftTree, accepted: Sequence[Sequence[int]]) -> None:
         """Count a round of each row.
@@ -71,6 +90,7 @@ class AcceptanceLog:
         self.n_rounds += len(accepted)
         if drafts.scores is None or not drafts.n_nodes:
             return
+        self._observe_chains(drafts, accepted)
         for row, nodes in enumerate(accepted):
             if not nodes:
                 continue
@@ -87,29 +107,64 @@ class AcceptanceLog:
         """Tokens per target call that a shape would have had, the bonus included."""
         if shape is None or not self.n_rounds:
             return 1.0
+        if shape.stop_below:
+            calls = zip(self.chains, self._stops(shape), strict=True)
+            return 1.0 + sum(min(n, stop) for (_, accepted), stop in calls for n in accepted) / self.n_rounds
         needed = self.needed.get((shape.breadth, shape.depth), ())
         return 1.0 + sum(n <= n_nodes_of(shape) for n in needed) / self.n_rounds
 
+    def n_drafts(self, shape: TreeShape | None) -> float | None:
+        """Mean drafts of a chain that stops by its probability; None for other shapes, whose costs need no count."""
+        if shape is None or not shape.stop_below:
+            return None
+        return float(np.mean(self._stops(shape))) if self.chains else float(shape.depth)
 
-def fastest(costs: DecodingCosts, log: AcceptanceLog) -> tuple[TreeShape | None, float]:
+    def _stops(self, shape: TreeShape) -> list[int]:
+        """Drafts that such a chain would have had in each call."""
+        return [
+            min(shape.depth, 1 + sum(probability >= shape.stop_below for probability in probabilities))
+            for probabilities, _ in self.chains
+        ]
+
+    def _observe_chains(self, drafts: DraftTree, accepted: Sequence[Sequence[int]]) -> None:
+        assert drafts.scores is not None
+        probabilities, n_accepted = np.zeros(WIDEST.depth), []
+        for row, nodes in enumerate(accepted):
+            scores = drafts.scores[row].tolist()
+            depths = _depths_within(drafts.parents[row].tolist(), scores, 1)
+            for node, depth in enumerate(depths):
+                if depth > 0:
+                    probabilities[depth - 1] += np.exp(scores[node]) / len(accepted)
+            n_accepted.append(sum(depths[node] > 0 for node in nodes))
+        self.chains.append((probabilities.tolist(), n_accepted))
+
+
+def fastest(costs: DecodingCosts, log: AcceptanceLog, is_drawn: bool = False) -> tuple[TreeShape | None, float]:
     """The shape with the best expected speed, and its ratio to plain decoding's; None for plain decoding.
 
     Args:
         costs: of the parts of a round.
         log: of acceptance.
+        is_drawn: as of :func:`candidates`.
     """
     plain = 1.0 / costs.round_s(None)
     best: tuple[TreeShape | None, float] = (None, 1.0)
-    for shape in candidates():
-        ratio = log.committed(shape) / costs.round_s(shape) / plain
+    for shape in candidates(is_drawn):
+        ratio = log.committed(shape) / costs.round_s(shape, log.n_drafts(shape)) / plain
         if ratio > max(best[1], MARGIN):
             best = (shape, ratio)
     return best
 
 
-def candidates() -> list[TreeShape]:
-    """Chains and trees up to the widest."""
+def candidates(is_drawn: bool = False) -> list[TreeShape]:
+    """Chains and trees up to the widest.
+
+    Args:
+        is_drawn: whether chains are drawn, which then do not stop by their probability.
+    """
     chains = [TreeShape(depth) for depth in range(1, WIDEST.depth + 1)]
+    if not is_drawn:
+        chains += [TreeShape(WIDEST.depth, stop_below=probability) for probability in STOPS]
     trees = [
         TreeShape(depth, breadth, n_nodes)
         for breadth in BREADTHS[1:]

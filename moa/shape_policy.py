@@ -40,12 +40,13 @@ class AdaptivePolicy:
     Args:
         costs: of the parts of a round.
         log: of acceptance on typical prompts.
+        is_drawn: whether chains are drawn from the drafter's distribution.
     """
 
-    def __init__(self, costs: DecodingCosts, log: AcceptanceLog) -> None:
-        self._costs, self._shapes = costs, candidates()
+    def __init__(self, costs: DecodingCosts, log: AcceptanceLog, is_drawn: bool = False) -> None:
+        self._costs, self._shapes = costs, candidates(is_drawn)
         self._accepted = np.array([log.committed(shape) - 1.0 for shape in self._shapes])
-        self._round_s = np.array([costs.round_s(shape) for shape in self._shapes])
+        self._round_s = np.array([costs.round_s(shape, log.n_drafts(shape)) for shape in self._shapes])
         self._surcharge = _Surcharge()
         self._answers = deque([1.0], maxlen=_N_ANSWERS)
         self._answers_n_tokens: deque[float] = deque(maxlen=_N_ANSWERS)
@@ -85,10 +86,11 @@ class AdaptivePolicy:
             return self._shapes[best]
         return None
 
-    def observe(self, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
         """Compare with what was expected of the shape.
 
         Args:
+            n_drafts: of each row.
             accepted: the accepted nodes of each row.
             round_s: seconds of the round.
         """
@@ -101,7 +103,9 @@ class AdaptivePolicy:
             self._surcharge.observe_plain(round_s / self._costs.round_s(None))
             return
         # Beside its drafts, the drafter has read what was decoded without it.
-        expected_s = float(self._round_s[self._chosen]) + self._costs.prompt_token_s * max(0, self._n_unread)
+        shape = self._shapes[self._chosen]
+        expected_s = self._costs.round_s(shape, n_drafts if shape.is_chain else None)
+        expected_s += self._costs.prompt_token_s * max(0, self._n_unread)
         if self._n_rounds:
             self._surcharge.observe_drafted(round_s / expected_s)
         self._n_unread = 0

@@ -28,17 +28,24 @@ class TreeShape:
         depth: levels of drafts below the root (the official depth less one).
         breadth: nodes that are extended at each level, and children that each of them gets. 1 makes a chain.
         n_nodes: most nodes that are verified, the best by cumulative log-probability.
+        stop_below: a chain ends behind a draft that the drafter itself finds less likely than this to be accepted (the
+            product of its probabilities so far, in a batch its mean over the rows); 0 for chains of full depth.
     """
 
     depth: int
     breadth: int = 1
     n_nodes: int = 1 << 30
+    stop_below: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
+        """Refuse sizes below 1, and a bound that no chain can keep."""
         for name in ("depth", "breadth", "n_nodes"):
             if getattr(self, name) < 1:
                 raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.stop_below < 1:
+            raise DrafterError(f"a chain can stop below a probability from 0 to 1, got {self.stop_below}.")
+        if self.stop_below and not self.is_chain:
+            raise DrafterError("only chains stop below a probability; the best nodes of a tree are picked by theirs.")
         if not self.is_chain and self.n_nodes < self.depth:
             raise DrafterError(
                 f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; give at least {self.depth}."
@@ -53,25 +60,31 @@ class TreeShape:
     def parse(cls, text: str) -> "TreeShape":
         """``5`` is a chain of five drafts, ``6x8x62`` a tree of six levels, breadth 8 and at most 62 nodes.
 
+        ``10@0.2`` is a chain of at most ten drafts that stops below a probability of 0.2.
+
         Raises:
-            DrafterError: neither of these, or a size below 1.
+            DrafterError: none of these, or a size below 1.
         """
+        length, _, probability = text.lower().partition("@")
         try:
-            sizes = [int(part) for part in text.lower().split("x")]
+            sizes = [int(part) for part in length.split("x")]
+            stop_below = float(probability) if "@" in text else 0.0
         except ValueError:
-            sizes = []
+            sizes, stop_below = [], 0.0
         if len(sizes) == 1:
-            return cls(sizes[0])
+            return cls(sizes[0], stop_below=stop_below)
         if len(sizes) == 3:
-            return cls(*sizes)
+            return cls(sizes[0], sizes[1], sizes[2], stop_below)
         raise DrafterError(
-            f"{text!r} is no shape of drafts; expected a chain's length such as 5, DEPTHxBREADTHxNODES such as "
-            "6x8x62, or static:NODES such as static:16."
+            f"{text!r} is no shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as 10@0.2, "
+            "DEPTHxBREADTHxNODES such as 6x8x62, or static:NODES such as static:16."
         )
 
     def __str__(self) -> str:
         """What :meth:`parse` reads."""
-        return str(self.depth) if self.is_chain else f"{self.depth}x{self.breadth}x{self.n_nodes}"
+        if not self.is_chain:
+            return f"{self.depth}x{self.breadth}x{self.n_nodes}"
+        return f"{self.depth}@{self.stop_below:g}" if self.stop_below else str(self.depth)
 
     @property
     def is_chain(self) -> bool:
@@ -85,7 +98,7 @@ class TreeShape:
 
     def cut(self, depth: int) -> "TreeShape":
         """The same shape with at most that depth, which must be at least 1."""
-        return TreeShape(min(self.depth, depth), self.breadth, self.n_nodes)
+        return TreeShape(min(self.depth, depth), self.breadth, self.n_nodes, self.stop_below)
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,7 @@ Shape = TreeShape | StaticTree
 
 
 def parse_shape(text: str) -> Shape:
-    """``5``, ``6x8x62`` (see :meth:`TreeShape.parse`), or ``static:16`` for a static tree of 16 nodes.
+    """``5``, ``10@0.2``, ``6x8x62`` (see :meth:`TreeShape.parse`), or ``static:16`` for a static tree of 16 nodes.
 
     Raises:
         DrafterError: none of these, or sizes that make no sense.

@@ -128,6 +128,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
         ({"method": ("plain", "assisted")}, "needs a small model"),
         ({"tree": "6x8"}, "'6x8' is no shape of drafts.*such as 6x8x62"),
         ({"tree": "6x8x3"}, "3 nodes cannot make a draft tree 6 levels deep"),
+        ({"tree": "6@0.2", "temperature": 0.5}, r"6@0\.2 stop by their probability in greedy decoding only"),
         ({"temperature": -1.0}, "temperature must be a number from 0 up, got -1"),
         ({"batch_size": 0, "repeats": 0}, "batch_size is 0.*repeats is 0"),
         ({"dtype": "float8"}, "expected one of float32"),

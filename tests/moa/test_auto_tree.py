@@ -10,6 +10,7 @@ from moa_data.moa.auto_tree import choose_shape
 from moa_data.moa.decode import draft_session, generate_batch
 from moa_data.moa.drafter import Drafter
 from moa_data.moa.drafting import DrafterSession
+from moa_data.moa.sampling import SamplingConfig
 from moa_data.moa.target import Target
 from moa_data.moa.tree import DraftTree, TreeShape
 
@@ -29,8 +30,9 @@ def test_shapes_that_change_from_round_to_round_are_lossless(build: Callable[...
         def next_shape(self) -> TreeShape | None:
             return next(self.shapes)
 
-        def observe(self, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+        def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
             assert round_s > 0
+            assert n_drafts in (0, 1, 2, 3, 4)
             assert 1 <= len(accepted) <= 3
 
     session = draft_session(target, build(model))
@@ -48,10 +50,23 @@ def test_a_choice_is_measured_on_the_target_itself(build: Callable[..., Drafter]
         assert choice.speed_ratio == 1.0
         assert "plain decoding" in choice.describe()
     else:
-        expected = choice.acceptance.committed(choice.shape) / choice.costs.round_s(choice.shape)
+        n_drafts = choice.acceptance.n_drafts(choice.shape)
+        expected = choice.acceptance.committed(choice.shape) / choice.costs.round_s(choice.shape, n_drafts)
         assert expected * choice.costs.round_s(None) == pytest.approx(choice.speed_ratio)
         assert choice.speed_ratio > 1.0
         assert str(choice.shape) in choice.describe()
+
+
+def test_chains_that_are_drawn_are_not_asked_whether_they_stop() -> None:
+    model = build_model(eos_token_id=None)
+    target, sampling = Target(model), SamplingConfig(temperature=1.0)
+    session = draft_session(target, build_drafter(model), None, sampling)
+    choice = choose_shape(target, session, [[5, 6, 7]], max_new_tokens=12, sampling=sampling)
+    assert choice.costs.stop_s == 0.0
+    generation = generate_batch(
+        target, [[5, 6, 7]], max_new_tokens=30, open_session=session, tree=choice.policy(), sampling=sampling
+    )
+    assert len(generation[0].tokens) == 30
 
 
 @pytest.mark.parametrize(("shares", "most"), [((1.0, 1.0), 0.0), ((1.0, 1000.0), 1.0)])

@@ -1,5 +1,7 @@
 """The fastest shape follows from costs and acceptance; where nothing pays, that is plain decoding."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -73,3 +75,49 @@ def log_of(*accepted: list[int]) -> AcceptanceLog:
 def test_verification_costs_are_interpolated() -> None:
     assert costs(per_token=1.0).verification_s(5) == 14.0
     assert costs().round_s(TreeShape(3)) == 13.0
+    assert costs().round_s(TreeShape(3), n_drafts=2) == 12.0
+
+
+def test_a_chain_that_stops_is_credited_with_what_it_would_have_drafted() -> None:
+    log = AcceptanceLog()
+    log.observe(tree(), [[0, 2, 5]])  # its chain has probabilities 0.90, 0.82 and 0.74
+    log.observe(tree(), [[0, 3]])
+    log.observe(tree(), [[]])
+    expected = (0.95, 1, 5 / 3), (0.85, 2, 2.0), (0.8, 3, 7 / 3), (0.1, 4, 7 / 3)
+    for stop_below, n_drafts, committed in expected:
+        shape = TreeShape(6, stop_below=stop_below)
+        assert log.n_drafts(shape) == n_drafts
+        assert log.committed(shape) == pytest.approx(committed)
+    assert log.n_drafts(TreeShape(2, stop_below=0.1)) == 2
+    assert log.n_drafts(TreeShape(5)) is None
+    assert log.n_drafts(None) is None
+
+
+def test_rows_of_a_batch_stop_together() -> None:
+    log = AcceptanceLog()
+    unlikely = [-1.0, -5.0, -5.0, -6.0, -6.0, -7.0]
+    tokens, parents = torch.zeros(2, 6, dtype=torch.int64), torch.tensor([PARENTS] * 2)
+    both = DraftTree(tokens, parents, torch.tensor([SCORES, unlikely]))
+    log.observe(both, [[0, 2, 5], [0]])
+    # Means of 0.90 and 0.37, 0.82 and 0.01, 0.74 and 0.00.
+    assert [log.n_drafts(TreeShape(6, stop_below=bound)) for bound in (0.7, 0.6, 0.4, 0.38, 0.3)] == [1, 2, 3, 3, 4]
+    assert log.committed(TreeShape(6, stop_below=0.7)) == 2.0
+    assert log.committed(TreeShape(6, stop_below=0.6)) == 2.5
+
+
+def test_a_chain_stops_where_its_confidence_tells_good_drafts_from_bad() -> None:
+    log, bad = AcceptanceLog(), [-2.5, -9.0, -4.0, -9.0, -9.0, -5.5]
+    for _ in range(5):
+        log.observe(tree(), [[0, 2, 5]])
+        log.observe(DraftTree(torch.zeros(1, 6, dtype=torch.int64), tree().parents, torch.tensor([bad])), [[]])
+    dear = costs(per_token=2.0, level=2.0)
+    chosen, ratio = fastest(dear, log)
+    assert chosen is not None
+    assert chosen.stop_below
+    assert ratio == pytest.approx(2.5 * 10.0 / dear.round_s(chosen, n_drafts=2.5))
+    drawn, drawn_ratio = fastest(dear, log, is_drawn=True)
+    assert drawn is None or not drawn.stop_below
+    assert drawn_ratio < ratio
+    # Where it costs as much as it saves to ask, nobody asks.
+    asked_dearly = dataclasses.replace(dear, stop_s=4.0)
+    assert fastest(asked_dearly, log) == (drawn, drawn_ratio)

@@ -1,12 +1,13 @@
 """The policy follows what its rounds show: acceptance of the answer, of late, and seconds."""
 
 import dataclasses
+import itertools
 import math
 import random
 
 import pytest
 
-from moa_data.moa.shape_costs import DecodingCosts, candidates, fastest
+from moa_data.moa.shape_costs import DecodingCosts, candidates, fastest, n_nodes_of
 from moa_data.moa.shape_policy import AdaptivePolicy
 from moa_data.moa.tree import TreeShape
 
@@ -16,12 +17,16 @@ ROUNDS = costs(per_token=1.0, level=0.5)
 LOG = log_of([0, 2, 5], [0, 2, 5], [0])
 
 
+def nodes_of(shape: TreeShape | None) -> int:
+    return n_nodes_of(shape) if shape else 0
+
+
 def shapes_of(policy: AdaptivePolicy, n_rounds: int, accepted: list[int]) -> list[TreeShape | None]:
     """Shapes of rounds that take exactly as long as they should."""
     found = []
     for _ in range(n_rounds):
         found.append(policy.next_shape())
-        policy.observe([accepted if found[-1] else []], ROUNDS.round_s(found[-1]))
+        policy.observe(nodes_of(found[-1]), [accepted if found[-1] else []], ROUNDS.round_s(found[-1]))
     return found
 
 
@@ -39,7 +44,7 @@ def speed_ratio(
             spike = 5.0 if draws.random() < 0.02 else 1.0
             round_s = actual.round_s(shape) * slowness * math.exp(draws.gauss(0, 0.1)) * spike
             nodes = draws.choice(accepted)[: shape.depth] if shape else []
-            policy.observe([nodes], round_s)
+            policy.observe(nodes_of(shape), [nodes], round_s)
             n_tokens += 1 + len(nodes)
             seconds += round_s
             plain_s += (1 + len(nodes)) * actual.round_s(None) * slowness * spike
@@ -85,7 +90,7 @@ def test_how_long_answers_were_decides_what_reading_a_prompt_may_take() -> None:
         policy.begin(10_000, 100)  # nothing pays for so long a prompt
         for _ in range(n_tokens):
             assert policy.next_shape() is None
-            policy.observe([[]], rounds.round_s(None))
+            policy.observe(0, [[]], rounds.round_s(None))
         policy.begin(int(50 * saved_s), 100)
         assert (policy.next_shape() is not None) == drafts
 
@@ -123,3 +128,16 @@ def test_a_drafter_that_failed_on_the_last_answers_must_earn_its_drafts() -> Non
     later = shapes_of(policy, 40, [])
     assert first.index(None) >= 1
     assert later[0] is None or later.count(None) > first.count(None)
+
+
+def test_a_chain_that_stopped_is_expected_to_take_less() -> None:
+    rounds, log = costs(per_token=1.0, level=2.0), log_of([0, 2, 5])
+    policy = AdaptivePolicy(rounds, log)
+    policy.begin(10, 100)
+    for n_drafts in itertools.islice(itertools.cycle((1, 3, 2)), 60):
+        shape = policy.next_shape()
+        assert shape is None or shape.is_chain
+        round_s = rounds.round_s(shape, n_drafts if shape else None)
+        policy.observe(n_drafts if shape else 0, [[0]] if shape else [[]], round_s)
+    assert policy._surcharge.is_sure
+    assert policy._surcharge.factor == pytest.approx(1.0)

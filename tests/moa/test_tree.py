@@ -19,10 +19,11 @@ from .test_eagle import build_eagle
 from .test_glide import build_glide
 
 
-@pytest.mark.parametrize("text", ["5", "6x8x62", "static:16"])
+@pytest.mark.parametrize("text", ["5", "10@0.2", "6x8x62", "static:16"])
 def test_shapes_are_read_from_text(text: str) -> None:
     assert str(parse_shape(text)) == text
     assert parse_shape("2X3X4") == TreeShape(2, 3, 4)
+    assert parse_shape("5@0") == TreeShape(5)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,13 @@ def test_shapes_are_read_from_text(text: str) -> None:
         ("3x-1x5", "breadth of a draft tree must be at least 1"),
         ("6x8x5", "5 nodes cannot make a draft tree 6 levels deep"),
         ("99x99x999", "960,597 candidates"),
+        ("5@", "no shape of drafts"),
+        ("@0.5", "no shape of drafts"),
+        ("5@often", "no shape of drafts"),
+        ("5@1", "below a probability from 0 to 1, got 1.0"),
+        ("5@-0.1", "below a probability from 0 to 1"),
+        ("5@nan", "below a probability from 0 to 1"),
+        ("6x8x62@0.2", "only chains stop below a probability"),
     ],
 )
 def test_shapes_without_a_meaning_are_refused(text: str, message: str) -> None:
@@ -70,6 +78,7 @@ def test_a_cut_tree_loses_whole_levels() -> None:
     assert tree.cut(2).depth == 2
     assert paths(tree.cut(2)) == {path for path in paths(tree) if len(path) <= 2}
     assert tree.cut(99) == tree
+    assert TreeShape(6, stop_below=0.2).cut(3) == TreeShape(3, stop_below=0.2)
 
 
 NEPHEW = StaticTree((-1, -1, 0, 1, 2), (0, 1, 0, 0, 0))
