@@ -125,9 +125,14 @@ def train(config: TrainConfig) -> None:
     Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a PNG of the curves
     to --out. With --resume it goes on from the last checkpoint, bit for bit on a CPU.
 
+    The defaults suit targets of 7B and more. --preset small is for targets of some million weights: Muon, batches of 8, a
+    learning rate that decays over the whole run. --preset paper is Mixture of Attentions as published, and what
+    `export-drafter --format moa` takes. Where memory is short, lower --micro-batch-size, which changes no result.
+
     \b
     Examples:
       moa-data train store --out runs/moa --max-steps 2000
+      moa-data train store --out runs/small --preset small --max-steps 340
       moa-data train store --out runs/moa --resume
       moa-data train store --out runs/moa --config run.yaml --learning-rate 1e-4
     """

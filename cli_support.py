@@ -96,7 +96,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return text
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in text:
-        return f"out of memory: {text.split('. ')[0]}. Lower --batch-tokens (extract) or --batch-size (train)."
+        return f"out of memory: {text.split('. ')[0]}. Lower --batch-tokens (extract) or --micro-batch-size (train)."
     return None
 
 

@@ -7,6 +7,7 @@ when it goes on from decoded KV, and the acceptance length of drafters trained f
 
     python benchmarks/codecs.py MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 int4 transform:1]
         [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
+        [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
 
 Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md and OUT/codecs.png
 show all results that are there.
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_step import add_size_options, chosen_sizes
+from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training
 
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.bundle import FrozenTarget
@@ -163,7 +164,8 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: 
     """Train from the store and decode the test prompts."""
     run = options.out / f"run-{slug(codec)}-{seed}"
     shutil.rmtree(run, ignore_errors=True)
-    values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed} | chosen_sizes(options)
+    values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed}
+    values |= chosen_sizes(options) | chosen_training(options)
     trained = train(
         TrainConfig(store=str(store_folder(options, codec)), out=str(run), max_steps=options.steps, **values),
         progress_bar=False,
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--n-prompts", type=int, default=80)
     parser.add_argument("--threads", type=int, default=1)
     add_size_options(parser)
+    add_training_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ runs the target over the batch (all layers' KV and the last hidden state, as an 
 same step. Reported are medians over the pairs with their quartiles, and the step's cost in target forwards.
 
     python benchmarks/online_step.py STORE MODEL [--pairs 40] [--batch-size 8] [--threads 1] [drafter sizes]
+        [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_step import add_size_options, chosen_sizes, write_result
+from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, write_result
 
 from moa_data.moa.kv_layout import cache_kv, new_cache
 from moa_data.moa.target import Target
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     add_size_options(parser)
+    add_training_options(parser)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -79,7 +81,10 @@ def main() -> None:
             store=options.store,
             out=folder,
             max_steps=options.pairs + 2,
-            **PRESETS["small"] | {"batch_size": options.batch_size} | chosen_sizes(options),
+            **PRESETS["small"]
+            | {"batch_size": options.batch_size}
+            | chosen_sizes(options)
+            | chosen_training(options),
         )
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)

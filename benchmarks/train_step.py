@@ -3,6 +3,7 @@
 A short run that isn't counted comes first. Validation is off. Appends one JSON file to benchmarks/results.
 
     python benchmarks/train_step.py STORE [--steps 40] [--batch-size 8] [--threads 1] [--reader-threads 1]
+        [drafter sizes] [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
 """
 
 import argparse
@@ -28,6 +29,7 @@ SIZES = (
     "layer_attention_mlp_width",
     "target_layer_inference",
 )
+TRAINING = ("optimizer", "teacher_forced_weight", "cross_attention_drafts")
 
 
 def main() -> None:
@@ -40,10 +42,11 @@ def main() -> None:
     parser.add_argument("--reader-threads", type=int, default=1)
     parser.add_argument("--precision", default="auto")
     add_size_options(parser)
+    add_training_options(parser)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    sizes = chosen_sizes(options)
+    chosen = chosen_sizes(options) | chosen_training(options)
     values = PRESETS["small"] | {
         "batch_size": options.batch_size,
         "reader_threads": options.reader_threads,
@@ -52,7 +55,7 @@ def main() -> None:
         "checkpoint_every": 10**9,
     }
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
-        config = TrainConfig(store=options.store, out=f"{folder}/warm-up", max_steps=3, **values, **sizes)
+        config = TrainConfig(store=options.store, out=f"{folder}/warm-up", max_steps=3, **values | chosen)
         train(config, progress_bar=False)
         report = train(replace(config, out=f"{folder}/run", max_steps=options.steps), progress_bar=False)
     figures = {
@@ -79,6 +82,18 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 def chosen_sizes(options: argparse.Namespace) -> dict[str, int]:
     """The sizes that were given."""
     return {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of training that decide what a step computes."""
+    parser.add_argument("--optimizer", default=None, help="adamw or muon; default: that of the preset small, muon")
+    parser.add_argument("--teacher-forced-weight", type=float, default=None, help="0 for the on-policy pass alone")
+    parser.add_argument("--cross-attention-drafts", action=argparse.BooleanOptionalAction, default=None)
+
+
+def chosen_training(options: argparse.Namespace) -> dict[str, Any]:
+    """The training options that were given."""
+    return {name: getattr(options, name) for name in TRAINING if getattr(options, name) is not None}
 
 
 def write_result(folder: Path, name: str, result: dict[str, Any]) -> Path:

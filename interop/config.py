@@ -85,7 +85,7 @@ class DrafterExportConfig:
     drafter: str
     """A run of `moa-data train`, or a folder with a drafter in any format that can be loaded."""
     format: str
-    """moa, moa-vllm, eagle, vllm-eagle, sglang-eagle or moa-eagle; docs/interop.md says who loads which."""
+    """moa, moa-vllm, eagle, vllm-eagle, sglang-eagle, moa-eagle or eagle3; docs/interop.md says who loads which."""
     out: str
     """Folder to write; it must not exist, or be empty."""
     model: str | None = None

@@ -151,7 +151,7 @@ class TrainConfig:
     devices: str = "auto"
     """Devices of this machine to use: auto or a number."""
     accelerator: str = "auto"
-    """auto, cpu, gpu or mps."""
+    """auto, cpu, gpu, cuda or mps."""
     validation_fraction: float = 0.02
     """Share of sequences held out, chosen by a hash of their content."""
     validation_sequences: int = 64
@@ -212,7 +212,7 @@ class TrainConfig:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
+    "paper": {"teacher_forced_weight": 0.0, "cross_attention_drafts": False},
     "small": {
         "optimizer": "muon",
         "learning_rate": 1e-4,
@@ -223,5 +223,5 @@ PRESETS: dict[str, dict[str, Any]] = {
         "validate_every": 100,
     },
 }
-"""Named starting points: ``paper`` for 7B-class targets (Table 6), ``small`` for targets of some million parameters,
-whose short runs need Muon and a higher rate that decays over the whole run."""
+"""Named starting points: ``paper`` is Mixture of Attentions as published, ``small`` is for targets of some million
+weights, whose short runs need Muon and a higher rate that decays over the whole run. The defaults suit 7B and more."""

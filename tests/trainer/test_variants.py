@@ -6,7 +6,7 @@ import torch
 from moa_data.moa.checkpoint import load_drafter
 from moa_data.storage.reader import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
-from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.data import TrainingStream, draw, sum_loss_weights
 from moa_data.trainer.errors import TrainingError
 
@@ -24,6 +24,7 @@ def settings(store_path, **changes):
         {"step_bound": False},
         {"step_bound_min": 4, "step_bound_max": 4},
         {"on_policy": False, "target_layer_inference": 1},
+        PRESETS["paper"],
     ],
     ids=str,
 )
@@ -33,6 +34,7 @@ def test_each_variant_trains(store_path, tmp_path, changes):
     assert all(torch.isfinite(weight).all() for weight in last_state(tmp_path / "run")["state_dict"].values())
     drafter = load_drafter(tmp_path / "run")
     assert drafter.config.layer_attention == changes.get("layer_attention", True)
+    assert drafter.config.cross_attention_drafts == changes.get("cross_attention_drafts", True)
 
 
 def test_without_layer_attention_one_layer_is_read(store_path):
@@ -62,7 +64,7 @@ def test_draws_of_each_variant(store_path):
     for changes in ({"step_bound": False, "teacher_forced_weight": 0.0}, {"on_policy": False}):
         config = settings(store_path, **changes)
         assert sum_loss_weights(response, draw(config, 0, 10), config) == 8 * 25
-    paper = settings(store_path, teacher_forced_weight=0.0)
+    paper = settings(store_path, **PRESETS["paper"])
     on_policy = sum_loss_weights(response, draw(paper, 0, 10), paper)
     assert on_policy < 8 * 25
     assert sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
