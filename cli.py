@@ -125,9 +125,10 @@ def train(config: TrainConfig) -> None:
     Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a PNG of the curves
     to --out. With --resume it goes on from the last checkpoint, bit for bit on a CPU.
 
-    The defaults suit targets of 7B and more. --preset small is for targets of some million weights: Muon, batches of 8, a
-    learning rate that decays over the whole run. --preset paper is Mixture of Attentions as published, and what
-    `export-drafter --format moa` takes. Where memory is short, lower --micro-batch-size, which changes no result.
+    The defaults suit targets of 7B and more. --preset small is for targets of some million weights: Muon, batches of 8,
+    a learning rate that decays over the whole run. --preset paper is Mixture of Attentions as published, and what
+    `export-drafter --format moa` takes. Where memory is short, lower --micro-batch-size: the result differs by rounding
+    alone.
 
     \b
     Examples:
