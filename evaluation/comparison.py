@@ -5,31 +5,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..moa.registry import DRAFTERS
 from .markdown import length_text, markdown_report, ratio_text
 from .report import EvaluationReport, MethodSummary
 
 KIND = "moa-data comparison report"
 SCHEMA_VERSION = 1
 CONVENTIONS = {
-    "comparable": "runs are trained alike: one store with one codec, equal steps, tokens, batches and optimizer",
+    "comparable": "runs are trained alike: one store with one codec, equal steps, tokens and settings, but for those "
+    "that a drafter has of its own",
     "n_bytes_read": "bytes of the store that a run read for its training tokens: stored chunks, as compressed as they "
     "are; None for runs that did not record it",
     "n_tokens": "training tokens of all invocations of a run, prompts included, padding not",
     "draft_ms_per_call": "seconds of drafting over target calls",
     "draft_ms_per_draft": "seconds of drafting over drafted tokens that were verified",
 }
-_TRAINED_ALIKE = (
-    "batch_size",
-    "optimizer",
-    "learning_rate",
-    "matrix_learning_rate",
-    "peak_multiplier",
-    "warmup_steps",
-    "decay_steps",
-    "seed",
-    "official_quirks",
-)
-"""Settings of a run that all drafters have."""
+_MAY_DIFFER = frozenset(
+    {
+        "store", "out", "drafter", "preset", "resume", "stop_after_steps", "max_steps", "epochs", "micro_batch_size",
+        "devices", "accelerator", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every", "checkpoint_every",
+    }
+)  # fmt: skip
+"""Settings that change no result, or that are told in another way: stores by what they hold, steps as taken."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,14 @@ def differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: settings[name] for name in _TRAINED_ALIKE if name in settings}
+    """All that drafters of any kind are trained with; what one kind has of its own is what is compared."""
+    own = {
+        name
+        for drafter in DRAFTERS.values()
+        for name in drafter.training_options | {item.name for item in dataclasses.fields(drafter.config_class)}
+    }
+    left_out = _MAY_DIFFER | (own - {"official_quirks"})
+    return {name: value for name, value in settings.items() if name not in left_out}
 
 
 def _short(value: Any) -> str:

@@ -31,6 +31,7 @@ def markdown_report(report: EvaluationReport) -> str:
         *_drafter_lines(report),
         *_pair_lines(report),
         *(f"\n{name} chose {text.removeprefix('auto: ')}." for name, text in report.choices.items()),
+        *_calibration_line(report),
         "",
         *_cost_lines(report),
     ]
@@ -64,11 +65,22 @@ def _settings(report: EvaluationReport) -> str:
     if "tree" in methods:
         parts.append(f"trees {config['tree']}")
     parts.append(f"temperature {config['temperature']}" if config["temperature"] else "greedy")
+    usual = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    parts += [f"{name.replace('_', '-')} {config[name]}" for name, value in usual.items() if config[name] != value]
+    if config["compile"]:
+        parts.append(f"target calls compiled for {config['compile']} tokens")
     if config["batch_size"] > 1:
         parts.append(f"{config['batch_size']} prompts at once")
     if config["repeats"] > 1:
         parts.append(f"median of {config['repeats']} repeats")
     return ", ".join(parts)
+
+
+def _calibration_line(report: EvaluationReport) -> list[str]:
+    if not report.choices:
+        return []
+    n_prompts = max(1, report.config["warmup"])
+    return [f"\nAcceptance was counted on the first {n_prompts} of the prompts, which are measured too."]
 
 
 def _method_line(report: EvaluationReport, summary: MethodSummary) -> str:

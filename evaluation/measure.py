@@ -110,6 +110,7 @@ def measure(
     repeats: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
+    explain: bool = True,
 ) -> Measurement:
     """Decode every turn of every prompt with every method; the order of the methods turns round from batch to batch.
 
@@ -123,6 +124,7 @@ def measure(
         repeats: times that each method decodes each batch, in alternation.
         seed: prompt i draws from seed + i.
         progress: called with (done, total, message) per batch.
+        explain: measure the gap of the two highest logits where tokens first differ; says nothing where they are drawn.
 
     Raises:
         PromptsError: the chat template refuses a prompt.
@@ -142,7 +144,7 @@ def measure(
             if batch:
                 shift = n_batches % len(methods)
                 order = [*methods][shift:] + [*methods][:shift]
-                result.rows += _measure_batch(target, methods, order, batch, turn, repeats)
+                result.rows += _measure_batch(target, methods, order, batch, turn, repeats, explain)
                 n_batches += 1
         if progress is not None:
             last = chats[-1].prompt
@@ -188,6 +190,7 @@ def _measure_batch(
     batch: Sequence[_Chat],
     turn: int,
     repeats: int,
+    explain: bool,
 ) -> list[PromptRow]:
     """Answer one turn of each chat with every method."""
     baseline = next(iter(methods))
@@ -200,7 +203,7 @@ def _measure_batch(
     for index, chat in enumerate(batch):
         of_baseline = generations[baseline][0][index]
         runs = {
-            name: _compare(target, chat.tokens, of_baseline, [repeat[index] for repeat in generations[name]])
+            name: _compare(target, chat.tokens, of_baseline, [repeat[index] for repeat in generations[name]], explain)
             for name in methods
         }
         prompt = chat.prompt
@@ -233,12 +236,14 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
         raise PromptsError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
-def _compare(target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation]) -> MethodRun:
+def _compare(
+    target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], explain: bool
+) -> MethodRun:
     """A method's run: its median repeat. Greedy and seeded repeats give equal tokens."""
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap: Any = None
-    if divergence is not None:
+    if divergence is not None and explain:
         gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]])
     stats = other.stats
     return MethodRun(

@@ -1,5 +1,6 @@
 """The methods of an evaluation by name: each turns a batch of prompts into generations."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,17 +78,22 @@ def build_methods(config: EvalConfig, target: Target, calibration_prompts: Seque
                         batch_size=config.batch_size,
                         sampling=config.sampling(),
                     )
-                    methods.choices[methods.add(name, _decoding(decode, open_session, choice.policy()))] = choice
+                    # A policy learns from the answers; each repeat has its own, which has not seen the prompt before.
+                    policies = [choice.policy() for _ in range(config.repeats)]
+                    methods.choices[methods.add(name, _decoding(decode, open_session, *policies))] = choice
                 else:
                     methods.add(name, _decoding(decode, open_session, shape))
     return methods
 
 
 def _decoding(
-    decode: Callable[..., list[Generation]], open_session: OpenSession | None, shape: Shape | ShapePolicy | None
+    decode: Callable[..., list[Generation]], open_session: OpenSession | None, *shapes: Shape | ShapePolicy | None
 ) -> Generate:
+    """Decode with these shapes in turn."""
+    turns = itertools.cycle(shapes)
+
     def generate(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
-        return decode(prompts, open_session=open_session, tree=shape, seed=seeds)
+        return decode(prompts, open_session=open_session, tree=next(turns), seed=seeds)
 
     return generate
 

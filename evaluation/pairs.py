@@ -50,11 +50,13 @@ def _pair(rows: Sequence[PromptRow], method: str, drafter: str, over: str) -> Dr
     prompt_ids = [row.prompt_id for row in rows]
     runs = [(row.runs[f"{method} {drafter}"], row.runs[f"{method} {over}"]) for row in rows]
     length, length_interval = None, None
-    if all(run.n_target_calls and other.n_target_calls for run, other in runs):
-        calls = [
-            (sum(run.committed_per_call), run.n_target_calls, sum(other.committed_per_call), other.n_target_calls)
-            for run, other in runs
-        ]
-        length, length_interval = relative_with_interval(prompt_ids, calls)
+    # An answer of one token, which the prefill gives, has no call: it says nothing of acceptance.
+    calls = {
+        index: (sum(run.committed_per_call), run.n_target_calls, sum(other.committed_per_call), other.n_target_calls)
+        for index, (run, other) in enumerate(runs)
+        if run.n_target_calls and other.n_target_calls
+    }
+    if calls:
+        length, length_interval = relative_with_interval([prompt_ids[index] for index in calls], list(calls.values()))
     seconds = [(run.n_tokens, run.seconds, other.n_tokens, other.seconds) for run, other in runs]
     return DrafterPair(method, drafter, over, length, length_interval, *relative_with_interval(prompt_ids, seconds))

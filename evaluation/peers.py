@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..moa.clock import DeviceClock, Mark
 from ..moa.decode import DecodeStats, Generation
 from ..moa.sampling import SamplingConfig
 from ..moa.target import Target
@@ -74,13 +75,14 @@ class TransformersGenerate:
         answer = generated[0, len(prompt) :].tolist()
         # A call that finds n tokens in the cache follows n + 1 committed ones: the last of them is among its inputs.
         committed = [n + 1 for n in target_calls.n_cached[1:]] + [len(prompt) + len(answer)]
+        target_s = target_calls.seconds
         stats = DecodeStats(
             committed_per_call=[after - before for before, after in itertools.pairwise(committed)],
             n_tokens=len(answer),
             n_drafted=sum(target_calls.n_inputs[1:]) - len(target_calls.n_inputs[1:]),
-            prefill_s=target_calls.seconds[0],
+            prefill_s=target_s[0],
             draft_s=sum(draft_calls.seconds),
-            verify_s=sum(target_calls.seconds[1:]),
+            verify_s=sum(target_s[1:]),
             total_s=total_s,
         )
         return Generation(answer, stats)
@@ -111,14 +113,20 @@ class _Calls:
     def __init__(self, model: PreTrainedModel | None) -> None:
         self.n_cached: list[int] = []
         self.n_inputs: list[int] = []
-        self.seconds: list[float] = []
-        self._began = 0.0
+        self._clock = DeviceClock(torch.device("cpu") if model is None else model.device)
+        self._marks: list[tuple[Mark, Mark]] = []
+        self._began = self._clock.mark()
         self._handles = []
         if model is not None:
             self._handles = [
                 model.register_forward_pre_hook(self._before, with_kwargs=True),
                 model.register_forward_hook(self._after),
             ]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each call, on the device that ran it; waits for that."""
+        return [self._clock.seconds(began, ended) for began, ended in self._marks]
 
     def remove(self) -> None:
         """Stop observing."""
@@ -130,7 +138,7 @@ class _Calls:
         cache = named.get("past_key_values")
         self.n_inputs.append(tokens.shape[1])
         self.n_cached.append(0 if cache is None else int(cache.get_seq_length()))
-        self._began = time.perf_counter()
+        self._began = self._clock.mark()
 
     def _after(self, module: Any, arguments: tuple[Any, ...], output: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
+        self._marks.append((self._began, self._clock.mark()))

@@ -79,6 +79,7 @@ def run_methods(
         repeats=config.repeats,
         seed=config.seed,
         progress=progress,
+        explain=config.temperature == 0,
     )
     return build_report(
         measurement,

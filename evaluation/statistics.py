@@ -52,9 +52,8 @@ def acceptance_length(prompt_ids: Sequence[str], runs: Sequence[MethodRun]) -> t
 
 
 def acceptance_length_interval(prompt_ids: Sequence[str], runs: Sequence[MethodRun]) -> tuple[float, float] | None:
-    """Bootstrap interval of :func:`acceptance_length`; None where it has no standard error."""
-    sums = _tokens_and_calls(prompt_ids, runs)
-    return _interval(sums, lambda total: total[:, 0] / total[:, 1]) if sums[:, 1].all() else None
+    """Bootstrap interval of :func:`acceptance_length`; None where fewer than two prompts have a call."""
+    return ratio_with_interval(prompt_ids, [(sum(run.committed_per_call), run.n_target_calls) for run in runs])[1]
 
 
 def speed_ratio_interval(

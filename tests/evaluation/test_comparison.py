@@ -105,6 +105,21 @@ def test_differences_are_named() -> None:
     ]
 
 
+def test_every_setting_that_changes_a_result_is_compared() -> None:
+    def facts(**settings: Any) -> dict[str, Any]:
+        return {"n_steps": 340, "n_tokens": 5000, "store": STORE, "settings": SETTINGS | settings}
+
+    for name, value, other in (
+        ("precision", "32-true", "bf16-mixed"), ("weight_decay", 0.0, 0.1), ("gradient_clip", 1.0, 0.0),
+        ("forward_kl_weight", 0.1, 1.0), ("validation_fraction", 0.02, 0.5), ("validate_every", 100, 7),
+        ("draft_length", 5, 2), ("validation_sequences", 64, 8), ("official_quirks", False, True),
+    ):  # fmt: skip
+        (found,) = differences({"a": facts(**{name: value}), "b": facts(**{name: other})})
+        assert found.startswith(f"settings differ in {name}: a ")
+    for name in ("reader_threads", "micro_batch_size", "self_attention_mlp_width", "eagle_layers", "step_bound_max"):
+        assert differences({"a": facts(**{name: 1}), "b": facts(**{name: 2})}) == []
+
+
 def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     drafter = load_drafter(drafter_folder)
     bare = drafter_facts(drafter_folder, drafter)

@@ -141,6 +141,8 @@ def test_a_divergence_is_located_with_its_logit_gap(target: Target) -> None:
     assert run.first_divergence == 2
     assert run.top2_gap is not None
     assert run.top2_gap > 0
+    drawn = measure(target, methods, [question("hi")], warmup=0, explain=False).rows[0].runs["wrong"]
+    assert (drawn.first_divergence, drawn.top2_gap) == (2, None)
     assert summarize(measurement.rows)[1].n_exact == 0
 
 

@@ -31,7 +31,18 @@ def test_each_drafter_is_set_over_the_first_by_each_method() -> None:
     assert drafter_pairs(rows, ["one"]) == drafter_pairs(rows, []) == []
 
 
-def test_an_answer_without_a_target_call_leaves_no_acceptance_length() -> None:
+def test_an_answer_of_one_token_takes_no_figure_from_the_others() -> None:
+    rows = [
+        row("a", chain_one=run(4.0, 2, 2), chain_two=run(2.0, 4)),
+        row("b", chain_one=run(4.0, 1, 1), chain_two=run(2.0, 2)),
+    ]
+    (pair,) = drafter_pairs(rows, ["one", "two"])
+    (with_short,) = drafter_pairs([*rows, row("c", chain_one=run(1.0), chain_two=run(1.0))], ["one", "two"])
+    assert pair.acceptance_length == with_short.acceptance_length == pytest.approx(2.0)
+    assert pair.acceptance_length_interval == with_short.acceptance_length_interval == pytest.approx((2.0, 2.0))
+
+
+def test_answers_without_a_target_call_leave_no_acceptance_length() -> None:
     (pair,) = drafter_pairs([row("a", chain_one=run(1.0), chain_two=run(0.5))], ["one", "two"])
     assert (pair.acceptance_length, pair.acceptance_length_interval, pair.speed_interval) == (None, None, None)
     assert pair.speed == pytest.approx(2.0)

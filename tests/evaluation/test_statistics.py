@@ -37,6 +37,14 @@ def test_accepted_by_position() -> None:
     assert accepted_by_position([]) == ()
 
 
+def test_a_prompt_without_a_call_takes_no_interval_from_the_others() -> None:
+    runs = [run((2, 2)), run((4, 4))]
+    interval = acceptance_length_interval(["a", "b"], runs)
+    assert interval is not None
+    assert acceptance_length_interval(["a", "b", "c"], [*runs, run(())]) == interval
+    assert acceptance_length_interval(["a"], runs[:1]) is None
+
+
 def test_intervals_cover_the_truth() -> None:
     """Of many samples of 30 prompts, about 95 % of the intervals hold the ratio of the means that they come from."""
     random = np.random.default_rng(0)
