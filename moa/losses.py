@@ -37,17 +37,16 @@ class _ChunkedForwardKL(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, chunk_rows: int) -> Tensor:
         value = features.new_empty(features.shape[0], dtype=torch.float32)
         grad = torch.empty_like(features)
-        for rows in torch.arange(features.shape[0], device="cpu").split(chunk_rows):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for first in range(0, features.shape[0], chunk_rows):
+            part = slice(first, first + chunk_rows)
             probability = F.linear(hidden[part], head).float().softmax(dim=-1)
             log_draft = F.linear(features[part], head).float().log_softmax(dim=-1)
-            excluded = torch.isinf(log_draft)
-            if excluded.any():
-                log_draft = log_draft.masked_fill(excluded, 0.0)
-                probability = probability.masked_fill(excluded, 0.0)
-                draft = log_draft.exp().masked_fill(excluded, 0.0) * probability.sum(dim=-1, keepdim=True)
-            else:
-                draft = log_draft.exp()
+            draft = log_draft.exp()
+            if head.dtype == torch.float16:
+                # The one dtype whose products overflow to -inf. Asking a tensor for such would make the host wait.
+                excluded = torch.isinf(log_draft)
+                log_draft.masked_fill_(excluded, 0.0)
+                draft = draft * probability.masked_fill_(excluded, 0.0).sum(dim=-1, keepdim=True)
             value[part] = -(probability * log_draft).sum(dim=-1)
             grad[part] = (draft - probability).to(head.dtype) @ head
         ctx.save_for_backward(grad)

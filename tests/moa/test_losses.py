@@ -36,6 +36,52 @@ def test_chunked_under_autocast_equals_plain_within_bfloat16():
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
 
 
+def test_logits_that_overflow_count_for_nothing():
+    """In float16, the one dtype in which a head and features of ordinary sizes give -inf."""
+    torch.manual_seed(0)
+    head = torch.randn(31, 6).half()
+    head[3] = torch.tensor([-60000.0, 0, 0, 0, 0, 0])
+    hidden, features = torch.rand(5, 6).half() * 0.01, torch.rand(5, 6).half()
+    features[1:4, 0] = 3.0
+    features.requires_grad_(True)
+    logits = torch.nn.functional.linear(features, head)
+    assert torch.isinf(logits[:, 3]).tolist() == [False, True, True, True, False]
+    goal = torch.nn.functional.linear(hidden, head)
+    plain = forward_kl(logits.float(), goal.float())
+    chunked = chunked_forward_kl(features, hidden, head, 4 * 31 * 2)
+    torch.testing.assert_close(chunked, plain)
+    given = (features.detach().float() @ head.float().T).requires_grad_(True)
+    draft = given.masked_fill(torch.isinf(logits), -torch.inf)
+    (expected,) = torch.autograd.grad(forward_kl(draft, goal.float()).sum(), given)
+    (got,) = torch.autograd.grad(chunked.sum(), features)
+    torch.testing.assert_close(got, expected.half() @ head, rtol=5e-3, atol=5e-3)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the values that are brought to the host, each of which waits for the device."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_chunks_wait_for_nothing():
+    head, hidden, features = torch.randn(31, 6), torch.randn(10, 6), torch.randn(10, 6, requires_grad=True)
+    with Waits() as waits:
+        chunked_forward_kl(features, hidden, head, 4 * 31 * 3).sum().backward()
+    assert waits.n == 0
+
+
+def test_no_rows_give_no_loss():
+    head, hidden, features = torch.randn(31, 6), torch.randn(0, 6), torch.randn(0, 6, requires_grad=True)
+    value = chunked_forward_kl(features, hidden, head)
+    assert value.shape == (0,)
+    value.sum().backward()
+    assert features.grad.shape == (0, 6)
+
+
 def test_infinite_logits_give_finite_value_and_gradient():
     draft = torch.randn(3, 5)
     draft[:, 2] = -torch.inf
