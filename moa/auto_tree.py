@@ -69,9 +69,10 @@ class AutoShape:
 class _Probe:
     """A policy that drafts with the widest tree, and decodes plainly every third round, to time both side by side."""
 
-    def __init__(self) -> None:
-        self._n_rounds, self._last_s = 0, 0.0
-        self._seconds: dict[int, list[float]] = {WIDEST.n_nodes: [], 0: []}
+    def __init__(self, widest: TreeShape) -> None:
+        self._n_rounds, self._last_s, self._widest = 0, 0.0, widest
+        self._drafted_s: list[float] = []
+        self._plain_s: list[float] = []
 
     def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
         """Count the rounds of this generation."""
@@ -80,7 +81,7 @@ class _Probe:
     def next_shape(self) -> TreeShape | None:
         """Plain is every third round, not the first, which reads the prompt."""
         self._n_rounds += 1
-        return None if self._n_rounds % 3 == 0 else WIDEST
+        return None if self._n_rounds % 3 == 0 else self._widest
 
     def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
         """Take note of the seconds until it is known what was drafted."""
@@ -88,18 +89,20 @@ class _Probe:
 
     def note(self, drafts: DraftTree) -> None:
         """Keep the seconds of a round; those that drafted less, at the end of an answer, count for nothing."""
-        if drafts.n_nodes in self._seconds:
-            self._seconds[drafts.n_nodes].append(self._last_s)
+        if not drafts.n_nodes:
+            self._plain_s.append(self._last_s)
+        elif drafts.n_nodes == n_nodes_of(self._widest):
+            self._drafted_s.append(self._last_s)
 
     @property
     def is_usable(self) -> bool:
         """Whether both were timed."""
-        return all(self._seconds.values())
+        return bool(self._drafted_s and self._plain_s)
 
     @property
     def widest_over_plain(self) -> float:
         """Seconds of a round with the widest tree over those of a plain one, by their medians."""
-        return float(np.median(self._seconds[WIDEST.n_nodes]) / np.median(self._seconds[0]))
+        return float(np.median(self._drafted_s) / np.median(self._plain_s))
 
 
 def choose_shape(
@@ -127,7 +130,8 @@ def choose_shape(
         DrafterError: a prompt that cannot be decoded.
     """
     began = time.perf_counter()
-    log, probe = AcceptanceLog(), _Probe()
+    widest = _widest(target, open_session)
+    log, probe = AcceptanceLog(widest=widest), _Probe(widest)
     rows = [prompts[index % len(prompts)] for index in range(max(batch_size, len(prompts)))]
     is_drawn = sampling.temperature > 0
     costs = measure_costs(target, open_session, rows[:batch_size], is_drawn=is_drawn)
@@ -145,7 +149,7 @@ def choose_shape(
     if probe.is_usable:
         # Whatever else the machine does slows neighbouring rounds alike, but not quite: what is left is mostly reading
         # what was committed, which a first level does too.
-        rest_s = probe.widest_over_plain * costs.round_s(None) - costs.round_s(WIDEST)
+        rest_s = probe.widest_over_plain * costs.round_s(None) - costs.round_s(widest)
         costs = replace(costs, rest_s=min(max(0.0, rest_s), costs.root_s[1]))
     shape, ratio = fastest(costs, log, is_drawn)
     return AutoShape(shape, costs, log, ratio, time.perf_counter() - began, is_drawn)
@@ -166,8 +170,9 @@ def measure_costs(
     """
     room = target.max_positions - max(map(len, prompts))
     verify_s: dict[int, list[float]] = {n: [] for n in _N_VERIFIED if n < max(2, room)}
-    asking = TreeShape(3, stop_below=0.0 if is_drawn else _ASKED_IN_VAIN)
-    timings: dict[TreeShape, list[float]] = {TreeShape(depth, b): [] for b in BREADTHS for depth in (1, 3)}
+    deep = min(3, _widest(target, open_session).depth)
+    asking = TreeShape(deep, stop_below=0.0 if is_drawn else _ASKED_IN_VAIN)
+    timings: dict[TreeShape, list[float]] = {TreeShape(depth, b): [] for b in BREADTHS for depth in (1, deep)}
     timings.setdefault(asking, [])
     first_round_s = []
     for _ in range(n_repeats):
@@ -182,15 +187,22 @@ def measure_costs(
             found.append(_seconds(target, partial(session.propose, committed, shape)))
     # Whatever else the machine does only adds time: the least of all repeats is nearest to the cost, and a larger
     # call bounds a smaller one.
-    first, third = ({b: min(timings[TreeShape(depth, b)]) for b in BREADTHS} for depth in (1, 3))
+    first, last = ({b: min(timings[TreeShape(depth, b)]) for b in BREADTHS} for depth in (1, deep))
+    n_further = max(1, deep - 1)
     least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
     return DecodingCosts(
         dict(zip(verify_s, least.tolist(), strict=True)),
         first,
-        {b: max(third[b] - first[b], 0.0) / 2 for b in BREADTHS},
+        {b: max(last[b] - first[b], 0.0) / n_further for b in BREADTHS},
         prompt_token_s=max(0.0, min(first_round_s) - first[1]) / max(map(len, prompts)),
-        stop_s=max(0.0, min(timings[asking]) - third[1]) / 2,
+        stop_s=max(0.0, min(timings[asking]) - last[1]) / n_further,
     )
+
+
+def _widest(target: Target, open_session: OpenSession) -> TreeShape:
+    """The widest tree, of as many levels as are drafted."""
+    max_depth = open_session(target.new_cache(), [torch.Generator()]).max_depth
+    return WIDEST if max_depth is None else WIDEST.cut(max_depth)
 
 
 def _prefilled(

@@ -20,6 +20,11 @@ from .tree import DraftTree, Shape, StaticTree, TreeShape, pick_best
 class DraftSession(Protocol):
     """Proposes drafts for the rows of one generation and keeps its own caches in step with what is committed."""
 
+    @property
+    def max_depth(self) -> int | None:
+        """Most levels of drafts that it can propose; None for any number."""
+        ...
+
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Take note of a target call, the prefill included.
 
@@ -76,6 +81,12 @@ class DrafterSession:
         self._device = frozen.lm_head_weight.device
         self._sampling = sampling if sampling is not None and sampling.temperature > 0 else None
         self._generators = list(generators)
+
+    @property
+    def max_depth(self) -> int | None:
+        """The drafter's own bound."""
+        depth: int | None = self.drafter.config.max_depth
+        return depth
 
     @torch.inference_mode()
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:

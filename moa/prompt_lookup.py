@@ -28,6 +28,11 @@ class PromptLookupSession:
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
         self._device, self._max_ngram = device, max_ngram
 
+    @property
+    def max_depth(self) -> None:
+        """As many as follow."""
+        return None
+
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Nothing to note: the tokens say it all."""
 

@@ -79,6 +79,8 @@ class AcceptanceLog:
     chains: list[tuple[list[float], list[int]]] = field(default_factory=list)
     """Of each call: how probable the drafter's likeliest chain was up to each of its drafts, the mean of the rows, and
     how many of these drafts each row accepted."""
+    widest: TreeShape = WIDEST
+    """The wide tree's shape; of deeper ones nothing is known."""
 
     def observe(self, drafts: DraftTree, accepted: Sequence[Sequence[int]]) -> None:
         """Count a round of each row.
@@ -97,7 +99,7 @@ class AcceptanceLog:
             parents, scores = drafts.parents[row].tolist(), drafts.scores[row].tolist()
             for breadth in BREADTHS:
                 depths = np.array(_depths_within(parents, scores, breadth))
-                for depth in range(1, WIDEST.depth + 1):
+                for depth in range(1, self.widest.depth + 1):
                     drafted = (depths > 0) & (depths <= depth)
                     self.needed.setdefault((breadth, depth), []).extend(
                         1 + int((drafted & (np.array(scores) > scores[node])).sum()) for node in nodes if drafted[node]
@@ -128,7 +130,7 @@ class AcceptanceLog:
 
     def _observe_chains(self, drafts: DraftTree, accepted: Sequence[Sequence[int]]) -> None:
         assert drafts.scores is not None
-        probabilities, n_accepted = np.zeros(WIDEST.depth), []
+        probabilities, n_accepted = np.zeros(self.widest.depth), []
         for row, nodes in enumerate(accepted):
             scores = drafts.scores[row].tolist()
             depths = _depths_within(drafts.parents[row].tolist(), scores, 1)
@@ -149,26 +151,27 @@ def fastest(costs: DecodingCosts, log: AcceptanceLog, is_drawn: bool = False) ->
     """
     plain = 1.0 / costs.round_s(None)
     best: tuple[TreeShape | None, float] = (None, 1.0)
-    for shape in candidates(is_drawn):
+    for shape in candidates(is_drawn, log.widest):
         ratio = log.committed(shape) / costs.round_s(shape, log.n_drafts(shape)) / plain
         if ratio > max(best[1], MARGIN):
             best = (shape, ratio)
     return best
 
 
-def candidates(is_drawn: bool = False) -> list[TreeShape]:
+def candidates(is_drawn: bool = False, widest: TreeShape = WIDEST) -> list[TreeShape]:
     """Chains and trees up to the widest.
 
     Args:
         is_drawn: whether chains are drawn, which then do not stop by their probability.
+        widest: none has more levels.
     """
-    chains = [TreeShape(depth) for depth in range(1, WIDEST.depth + 1)]
-    if not is_drawn:
-        chains += [TreeShape(WIDEST.depth, stop_below=probability) for probability in STOPS]
+    chains = [TreeShape(depth) for depth in range(1, widest.depth + 1)]
+    if not is_drawn and widest.depth > 1:
+        chains += [TreeShape(widest.depth, stop_below=probability) for probability in STOPS]
     trees = [
         TreeShape(depth, breadth, n_nodes)
         for breadth in BREADTHS[1:]
-        for depth in range(1, WIDEST.depth + 1)
+        for depth in range(1, widest.depth + 1)
         for n_nodes in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 62)
         if max(depth, 2) <= n_nodes <= TreeShape(depth, breadth).n_candidates
     ]

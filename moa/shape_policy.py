@@ -44,7 +44,7 @@ class AdaptivePolicy:
     """
 
     def __init__(self, costs: DecodingCosts, log: AcceptanceLog, is_drawn: bool = False) -> None:
-        self._costs, self._shapes = costs, candidates(is_drawn)
+        self._costs, self._shapes = costs, candidates(is_drawn, log.widest)
         self._accepted = np.array([log.committed(shape) - 1.0 for shape in self._shapes])
         self._round_s = np.array([costs.round_s(shape, log.n_drafts(shape)) for shape in self._shapes])
         self._surcharge = _Surcharge()

@@ -10,12 +10,15 @@ from moa_data.moa.auto_tree import choose_shape
 from moa_data.moa.decode import draft_session, generate_batch
 from moa_data.moa.drafter import Drafter
 from moa_data.moa.drafting import DrafterSession
+from moa_data.moa.prompt_lookup import prompt_lookup_session
 from moa_data.moa.sampling import SamplingConfig
+from moa_data.moa.shape_costs import WIDEST
 from moa_data.moa.target import Target
 from moa_data.moa.tree import DraftTree, TreeShape
 
 from .conftest import build_drafter, build_model
 from .test_eagle import build_eagle
+from .test_medusa import build_medusa
 
 
 @pytest.mark.parametrize("build", [build_drafter, build_eagle])
@@ -55,6 +58,25 @@ def test_a_choice_is_measured_on_the_target_itself(build: Callable[..., Drafter]
         assert expected * choice.costs.round_s(None) == pytest.approx(choice.speed_ratio)
         assert choice.speed_ratio > 1.0
         assert str(choice.shape) in choice.describe()
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 4])
+def test_no_shape_is_tried_that_the_drafter_cannot_make(n_heads: int) -> None:
+    model = build_model(eos_token_id=None)
+    target = Target(model)
+    session = draft_session(target, build_medusa(model, medusa_heads=n_heads))
+    choice = choose_shape(target, session, [[5, 6, 7], [8, 9]], max_new_tokens=12)
+    assert choice.acceptance.n_rounds > 0
+    assert choice.acceptance.widest.depth == n_heads
+    assert choice.shape is None or choice.shape.depth <= n_heads
+    found = generate_batch(target, [[5, 6, 7]], max_new_tokens=30, open_session=session, tree=choice.policy())
+    assert found[0].tokens == generate_batch(target, [[5, 6, 7]], max_new_tokens=30)[0].tokens
+
+
+def test_prompt_lookup_may_be_chosen_too() -> None:
+    target = Target(build_model(eos_token_id=None))
+    session = prompt_lookup_session(target.device)
+    assert choose_shape(target, session, [[5, 6, 5, 6, 5]], max_new_tokens=12).acceptance.widest == WIDEST
 
 
 def test_chains_that_are_drawn_are_not_asked_whether_they_stop() -> None:

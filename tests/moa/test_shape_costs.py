@@ -63,6 +63,10 @@ def test_candidates_are_distinct_and_bounded_by_the_widest() -> None:
     assert len(set(shapes)) == len(shapes)
     assert WIDEST in shapes
     assert all(shape.depth <= WIDEST.depth and min(shape.n_nodes, shape.n_candidates) <= 62 for shape in shapes)
+    for depth in range(1, WIDEST.depth):
+        fewer = candidates(widest=WIDEST.cut(depth))
+        assert len(set(fewer)) == len(fewer)
+        assert {shape.depth for shape in fewer} == set(range(1, depth + 1))
 
 
 def log_of(*accepted: list[int]) -> AcceptanceLog:
