@@ -141,12 +141,33 @@ class InterruptGuard(L.Callback):
                 progress[part] = dict.fromkeys(progress[part], n_batches)
 
 
-def stop_at(step: int) -> L.Callback:
-    """A callback that ends training when a step is reached, while the schedule spans more."""
+class LastValidation(L.Callback):
+    """Has the last step of a run validated, whatever the interval, and notes which step was validated last.
 
-    class _Stop(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-            if trainer.global_step >= step:
-                trainer.should_stop = True
+    Args:
+        max_steps: of the run; an invocation that is to end earlier does not validate where it ends.
 
-    return _Stop()
+    Attributes:
+        validated_step: None before the first validation.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self.validated_step: int | None = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Lightning validates once more when it is told to stop."""
+        if trainer.global_step >= self.max_steps:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the step."""
+        self.validated_step = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, for resuming."""
+        return {"validated_step": self.validated_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the step."""
+        self.validated_step = state_dict["validated_step"]

@@ -129,14 +129,15 @@ def _fit(
     out = Path(config.out)
     last = out / "checkpoints" / "last.ckpt"
     throughput, interrupt = callbacks.Throughput(), callbacks.InterruptGuard()
-    best = callbacks.ExportBest(out / "drafter")
-    extra = [callbacks.stop_at(config.stop_after_steps)] if config.stop_after_steps else []
-    if progress_bar:
-        extra.append(TQDMProgressBar(refresh_rate=1))
+    best, validation = callbacks.ExportBest(out / "drafter"), callbacks.LastValidation(data.max_steps)
+    extra = [TQDMProgressBar(refresh_rate=1)] if progress_bar else []
     _hush_lightning()
-    trainer = _build_trainer(config, data, out, [throughput, best, interrupt, *extra], progress_bar)
+    trainer = _build_trainer(config, data, out, [throughput, best, interrupt, validation, *extra], progress_bar)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None, weights_only=False)
+        if trainer.global_step >= data.max_steps != validation.validated_step and len(data.validation_sequences):
+            # All steps were done before, and the process ended within their last validation.
+            trainer.validate(module, datamodule=data, verbose=False)
     except (KeyboardInterrupt, SystemExit):
         if not interrupt.interrupted:
             raise
@@ -163,9 +164,20 @@ def _fit(
         if best.best == float("-inf"):
             save_drafter(module.drafter, out / "drafter")
         plot_curves(out, out / "curves.png")
-        if report.n_tokens or not (out / REPORT_FILE).is_file():  # a finished run that is resumed keeps its figures
-            write_atomic(out / REPORT_FILE, (json.dumps(dataclasses.asdict(report), indent=1) + "\n").encode())
+        _write_report(out / REPORT_FILE, report)
     return report
+
+
+def _write_report(file: Path, report: TrainReport) -> None:
+    """Write the figures; a finished run that is resumed keeps its own, but for a validation that it lacked."""
+    facts = dataclasses.asdict(report)
+    if not report.n_tokens and file.is_file():
+        if not report.metrics:
+            return
+        facts = json.loads(file.read_text())
+        facts |= {"n_steps": report.n_steps, "best_expected_acceptance_length": report.best_expected_acceptance_length}
+        facts["metrics"] |= report.metrics
+    write_atomic(file, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def _own_options(drafter: type[Drafter]) -> set[str]:
@@ -244,7 +256,7 @@ def _build_trainer(
             accelerator=config.accelerator,
             devices=devices,
             precision=_precision(config),
-            max_steps=data.max_steps,
+            max_steps=min(data.max_steps, config.stop_after_steps or data.max_steps),
             max_epochs=-1,
             gradient_clip_val=config.gradient_clip or None,
             log_every_n_steps=config.log_every,

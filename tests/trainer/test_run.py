@@ -17,6 +17,7 @@ from moa_data.pipeline.recode import recode
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError, TrainingInterrupted
+from moa_data.trainer.module import DrafterModule
 from moa_data.trainer.run import train
 
 from .conftest import build_store
@@ -177,6 +178,60 @@ def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_p
     assert one["global_step"] == other["global_step"] == 10
     for name, value in one["state_dict"].items():
         assert torch.equal(value, other["state_dict"][name]), name
+
+
+def drafter_weights(out):
+    return load_drafter(out).state_dict()
+
+
+def same_weights(one, other):
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def interrupt_validation(monkeypatch, n_th):
+    """Press Ctrl-C within the n-th validation."""
+    real, calls = DrafterModule.on_validation_epoch_end, []
+
+    def interrupting(module):
+        calls.append(1)
+        if len(calls) == n_th:
+            raise KeyboardInterrupt
+        real(module)
+
+    monkeypatch.setattr(DrafterModule, "on_validation_epoch_end", interrupting)
+
+
+def test_the_last_step_is_validated(store_path, tmp_path, monkeypatch):
+    """Also where the interval does not divide the run, or Ctrl-C fell into that validation."""
+    settings = {"max_steps": 7, "validate_every": 5, "micro_batch_size": 4}
+    report = run(store_path, tmp_path / "whole", **settings)
+    lengths = read_metrics(tmp_path / "whole")["val/expected_acceptance_length"]
+    assert [step for step, _ in lengths] == [4, 6], "metrics count steps from 0"
+    values = [value for _, value in lengths]
+    assert report.best_expected_acceptance_length == pytest.approx(max(values))
+    assert report.metrics["val/expected_acceptance_length"] == pytest.approx(values[1])
+    best = torch.load(tmp_path / "whole" / "checkpoints" / "best.ckpt", weights_only=False)
+    assert best["global_step"] == (7 if values[1] > values[0] else 5)
+    exported = drafter_weights(tmp_path / "whole")
+    assert same_weights(exported, {name.removeprefix("drafter."): v for name, v in best["state_dict"].items()})
+
+    run(store_path, tmp_path / "parts", **settings, stop_after_steps=6)
+    assert [step for step, _ in read_metrics(tmp_path / "parts")["val/kl"]] == [4], "a run to go on with has no end yet"
+    interrupt_validation(monkeypatch, 1)
+    with pytest.raises(TrainingInterrupted, match="stopped at step 7"):
+        run(store_path, tmp_path / "parts", **settings, resume=True)
+    monkeypatch.undo()
+    again = run(store_path, tmp_path / "parts", **settings, resume=True)
+    assert again.best_expected_acceptance_length == report.best_expected_acceptance_length
+    assert same_weights(exported, drafter_weights(tmp_path / "parts"))
+    assert read_metrics(tmp_path / "parts")["val/kl"][-1][1] == read_metrics(tmp_path / "whole")["val/kl"][-1][1]
+    facts = json.loads((tmp_path / "parts" / "report.json").read_text())
+    assert (facts["n_steps"], facts["metrics"]["val/kl"]) == (7, report.metrics["val/kl"])
+    assert facts["tokens_per_s"] > 0, "speed is that of an invocation that trained"
+    whole, parts = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
+    assert same_weights(whole["state_dict"], parts["state_dict"])
+    assert parts["optimizer_states"][0]["state"].keys() == whole["optimizer_states"][0]["state"].keys()
+    assert run(store_path, tmp_path / "parts", **settings, resume=True).metrics == {}, "nothing is left to do"
 
 
 def test_refusals(store_path, tmp_path):
