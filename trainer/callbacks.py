@@ -114,7 +114,7 @@ class ExportBest(L.Callback):
 
 
 class InterruptGuard(L.Callback):
-    """Notes that training is stopped by Ctrl-C, and lets the state that is then saved begin at a whole step.
+    """Notes that training is stopped by Ctrl-C.
 
     Attributes:
         interrupted: whether it was.
@@ -128,21 +128,29 @@ class InterruptGuard(L.Callback):
         if isinstance(exception, KeyboardInterrupt):
             self.interrupted = True
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Un-count the micro-batches of the unfinished step.
 
-        The stream starts again at the step's first micro-batch, while Lightning would go on counting in its middle and
-        from then on step across two batches.
-        """
-        if self.interrupted:
-            n_batches = trainer.global_step * trainer.accumulate_grad_batches
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            for part in ("total", "current"):
-                progress[part] = dict.fromkeys(progress[part], n_batches)
+class WholeSteps(L.Callback):
+    """Lets a resumed run begin at a whole step, counted in its own micro-batches.
+
+    Lightning counts micro-batches and steps where their number divides. The stream begins at the first one of a step,
+    so with the count of a checkpoint from the middle of a step, or of an invocation with other devices or another size
+    of micro-batches, steps would go across two batches from then on.
+    """
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Set Lightning's counts to those at the end of the checkpoint's step."""
+        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+        n_batches = step * trainer.accumulate_grad_batches
+        progress = loops["epoch_loop.batch_progress"]
+        for part in ("total", "current"):
+            progress[part] = dict.fromkeys(progress[part], n_batches)
+        # Where a validation is due, Lightning comes by its end once more, done or not, and only there counts the step.
+        is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
 
-class LastValidation(L.Callback):
-    """Has the last step of a run validated, whatever the interval, and notes which step was validated last.
+class Validations(L.Callback):
+    """Has the last step of a run validated, whatever the interval, and a resumed run make up for one that did not end.
 
     Args:
         max_steps: of the run; an invocation that is to end earlier does not validate where it ends.
@@ -171,3 +179,12 @@ class LastValidation(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the step."""
         self.validated_step = state_dict["validated_step"]
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Have a validation that is due at the checkpoint's step done from its first batch on, unless it ended."""
+        step = checkpoint["global_step"]
+        is_open = step > 0 and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
+        # Lightning runs one that has started a batch and not processed it.
+        count = {"ready": int(is_open), "started": int(is_open), "processed": 0, "completed": 0}
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+        progress |= {"total": dict(count), "current": dict(count), "is_last_batch": False}

@@ -129,13 +129,13 @@ def _fit(
     out = Path(config.out)
     last = out / "checkpoints" / "last.ckpt"
     throughput, interrupt = callbacks.Throughput(), callbacks.InterruptGuard()
-    best, validation = callbacks.ExportBest(out / "drafter"), callbacks.LastValidation(data.max_steps)
-    extra = [TQDMProgressBar(refresh_rate=1)] if progress_bar else []
+    best, validations = callbacks.ExportBest(out / "drafter"), callbacks.Validations(data.max_steps)
+    extra = [callbacks.WholeSteps(), *([TQDMProgressBar(refresh_rate=1)] if progress_bar else [])]
     _hush_lightning()
-    trainer = _build_trainer(config, data, out, [throughput, best, interrupt, validation, *extra], progress_bar)
+    trainer = _build_trainer(config, data, out, [throughput, best, interrupt, validations, *extra], progress_bar)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None, weights_only=False)
-        if trainer.global_step >= data.max_steps != validation.validated_step and len(data.validation_sequences):
+        if trainer.global_step >= data.max_steps != validations.validated_step and len(data.validation_sequences):
             # All steps were done before, and the process ended within their last validation.
             trainer.validate(module, datamodule=data, verbose=False)
     except (KeyboardInterrupt, SystemExit):

@@ -3,8 +3,10 @@
 import builtins
 import csv
 import json
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ import transformers
 from moa_data.moa.checkpoint import load_drafter
 from moa_data.moa.model import MoADrafter
 from moa_data.pipeline.recode import recode
+from moa_data.trainer import callbacks
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError, TrainingInterrupted
@@ -85,12 +88,16 @@ def test_no_target_is_ever_loaded(store_path, tmp_path, monkeypatch):
     assert run(store_path, tmp_path / "run", max_steps=3, target_layer_inference=1).n_steps == 3
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 4, "target_layer_inference": 1}])
-def test_resume_is_bit_exact(store_path, tmp_path, changes):
+@pytest.mark.parametrize(
+    ("stop", "changes"),
+    [(8, {}), (8, {"micro_batch_size": 4, "target_layer_inference": 1}), (6, {"micro_batch_size": 4, "log_every": 3})],
+)
+def test_resume_is_bit_exact(store_path, tmp_path, stop, changes):
+    """Also where it stopped at a step that is validated."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     at_once = run(store_path, whole, max_steps=16, **changes)
-    run(store_path, parts, max_steps=16, stop_after_steps=8, **changes)
-    assert last_state(parts)["global_step"] == 8
+    run(store_path, parts, max_steps=16, stop_after_steps=stop, **changes)
+    assert last_state(parts)["global_step"] == stop
     resumed = run(store_path, parts, max_steps=16, resume=True, **changes)
     assert resumed.n_tokens < at_once.n_tokens == at_once.n_tokens_total == resumed.n_tokens_total
     assert at_once.n_bytes_read == resumed.n_bytes_read > at_once.n_tokens
@@ -104,8 +111,33 @@ def test_resume_is_bit_exact(store_path, tmp_path, changes):
                 torch.as_tensor(value), torch.as_tensor(other["optimizer_states"][0]["state"][key][name])
             )
     assert one["lr_schedulers"] == other["lr_schedulers"]
-    losses_whole, losses_parts = read_metrics(whole)["train/loss"], read_metrics(parts)["train/loss"]
-    assert losses_whole == losses_parts, "also the part before the resumption is kept"
+    metrics_whole, metrics_parts = read_metrics(whole), read_metrics(parts)
+    for name in ("train/loss", "val/kl"):
+        assert metrics_whole[name] == metrics_parts[name], "also the part before the resumption is kept"
+
+
+def test_resume_with_another_accumulation(store_path, tmp_path, monkeypatch):
+    """As with another number of devices: steps, validations and the log still fall on whole batches."""
+    settings = {"max_steps": 14, "checkpoint_every": 5}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(store_path, whole, **settings)
+    run(store_path, parts, **settings, stop_after_steps=5)
+    monkeypatch.setattr("moa_data.trainer.data.MICRO_BATCH_BYTES", 1)
+    real, steps = DrafterModule.training_step, []
+
+    def recording(module, batch, index):
+        steps.append(module.global_step)
+        return real(module, batch, index)
+
+    monkeypatch.setattr(DrafterModule, "training_step", recording)
+    run(store_path, parts, **settings, resume=True)
+    assert Counter(steps) == dict.fromkeys(range(5, 14), 8)
+    one, other = read_metrics(whole), read_metrics(parts)
+    for name in ("train/loss", "val/kl"):
+        assert [step for step, _ in one[name]] == [step for step, _ in other[name]]
+    assert [step for step, _ in one["val/kl"]] == [5, 11, 13]
+    for name, value in last_state(whole)["state_dict"].items():
+        torch.testing.assert_close(value, last_state(parts)["state_dict"][name], rtol=1e-3, atol=2e-4)
 
 
 def test_accumulation_equals_the_whole_batch(store_path, tmp_path):
@@ -232,6 +264,34 @@ def test_the_last_step_is_validated(store_path, tmp_path, monkeypatch):
     assert same_weights(whole["state_dict"], parts["state_dict"])
     assert parts["optimizer_states"][0]["state"].keys() == whole["optimizer_states"][0]["state"].keys()
     assert run(store_path, tmp_path / "parts", **settings, resume=True).metrics == {}, "nothing is left to do"
+
+
+def test_a_validation_that_did_not_end_is_done_again(store_path, tmp_path, monkeypatch):
+    """A kill left a checkpoint from before the validation of its step; Ctrl-C fell into one."""
+    settings = {"max_steps": 8, "validate_every": 4, "micro_batch_size": 4, "checkpoint_every": 4}
+    run(store_path, tmp_path / "whole", **settings)
+    real = callbacks.Validations.on_validation_end
+
+    def before(self, trainer, module):
+        shutil.copyfile(tmp_path / "parts" / "checkpoints" / "last.ckpt", tmp_path / "before.ckpt")
+        real(self, trainer, module)
+
+    monkeypatch.setattr(callbacks.Validations, "on_validation_end", before)
+    run(store_path, tmp_path / "parts", **settings, stop_after_steps=4)
+    monkeypatch.undo()
+    (tmp_path / "before.ckpt").replace(tmp_path / "parts" / "checkpoints" / "last.ckpt")
+    for _ in range(2):
+        interrupt_validation(monkeypatch, 1)
+        with pytest.raises(TrainingInterrupted, match="stopped at step 4"):
+            run(store_path, tmp_path / "parts", **settings, resume=True)
+        monkeypatch.undo()
+    (tmp_path / "parts" / "metrics-000.csv").unlink()
+    run(store_path, tmp_path / "parts", **settings, resume=True)
+    one, other = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
+    assert [step for step, _ in one["val/kl"]] == [3, 7]
+    for name in ("val/kl", "val/expected_acceptance_length"):
+        assert one[name] == other[name]
+    assert same_weights(last_state(tmp_path / "whole")["state_dict"], last_state(tmp_path / "parts")["state_dict"])
 
 
 def test_refusals(store_path, tmp_path):
