@@ -316,16 +316,15 @@ def _verify(
     hidden = target.forward(tokens, cache, ancestors(drafts.parents) if drafts.n_nodes else None)
     logits = target.logits(hidden)  # [B, 1 + N, V]
     predicted = logits.argmax(dim=-1).tolist() if sampling.is_argmax else None
+    drafted, parents = drafts.on_host
     nodes: list[list[int]] = []
     for index, row in enumerate(rows):
         if predicted is not None:
-            accepted, bonus = accept_argmax(
-                drafts.tokens[index].tolist(), drafts.parents[index].tolist(), predicted[index]
-            )
+            accepted, bonus = accept_argmax(drafted[index], parents[index], predicted[index])
         else:
             accepted, bonus = _choose(logits[index], drafts, index, row, sampling)
         nodes.append(accepted)
-        row.commit([*(int(drafts.tokens[index, node]) for node in accepted), bonus])
+        row.commit([*(drafted[index][node] for node in accepted), bonus])
     _commit(cache, session, hidden, [[0, *(node + 1 for node in accepted)] for accepted in nodes])
     return nodes
 

@@ -150,7 +150,7 @@ def accept_sampled(
     Returns:
         As :func:`accept_argmax`.
     """
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    tokens, parents = (rows[row] for rows in tree.on_host)
     accepted: list[int] = []
     path = list(previous)
     while True:

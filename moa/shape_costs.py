@@ -96,7 +96,7 @@ class AcceptanceLog:
         for row, nodes in enumerate(accepted):
             if not nodes:
                 continue
-            parents, scores = drafts.parents[row].tolist(), drafts.scores[row].tolist()
+            parents, scores = drafts.on_host[1][row], drafts.scores[row].tolist()
             for breadth in BREADTHS:
                 depths = np.array(_depths_within(parents, scores, breadth))
                 for depth in range(1, self.widest.depth + 1):
@@ -133,7 +133,7 @@ class AcceptanceLog:
         probabilities, n_accepted = np.zeros(self.widest.depth), []
         for row, nodes in enumerate(accepted):
             scores = drafts.scores[row].tolist()
-            depths = _depths_within(drafts.parents[row].tolist(), scores, 1)
+            depths = _depths_within(drafts.on_host[1][row], scores, 1)
             for node, depth in enumerate(depths):
                 if depth > 0:
                     probabilities[depth - 1] += np.exp(scores[node]) / len(accepted)

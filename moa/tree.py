@@ -9,6 +9,7 @@ node, but :func:`ancestors` puts it in front, because the target verifies it tog
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -202,6 +203,12 @@ class DraftTree:
     def n_nodes(self) -> int:
         """N."""
         return self.tokens.shape[1]
+
+    @cached_property
+    def on_host(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents of each row, brought over from the device once and together."""
+        tokens, parents = torch.stack((self.tokens, self.parents)).tolist()
+        return tokens, parents
 
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
