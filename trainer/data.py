@@ -310,10 +310,7 @@ class StoreDataModule(L.LightningDataModule):
         reader = BatchReader(self.store, self.config, trainer.strategy.root_device)
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
-        size = min(
-            self.config.batch_size, self.micro_batch_size(1) if self.config.micro_batch_size is None else 1 << 30
-        )
-        return ValidationBatches(reader, chosen, self._lengths[chosen], size)
+        return ValidationBatches(reader, chosen, self._lengths[chosen], self.micro_batch_size(1))
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Decode what is still encoded, on the training device."""

@@ -1,5 +1,7 @@
 """Batches are a pure function of store, settings and step; what is read is what was stored."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -206,3 +208,13 @@ def test_validation_is_the_same_on_each_pass(store_path):
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.inputs.kv, other.inputs.kv)
         assert torch.equal(one.draws.offset, other.draws.offset)
+
+
+@pytest.mark.parametrize(("changes", "size"), [({"micro_batch_size": 2}, 2), ({}, 8)])
+def test_validation_batches_are_micro_batches(store_path, changes, size):
+    settings = config(batch_size=8, validation_fraction=0.3, **changes)
+    module = data_module.StoreDataModule(ActivationStore(store_path), settings)
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    sizes = [len(batch.inputs.tokens) for batch in module.val_dataloader()]
+    assert max(sizes) == size
+    assert sum(sizes) == len(module.validation_sequences)
