@@ -38,6 +38,10 @@ TargetLayersKV = Callable[[int], list[tuple[Tensor, Tensor]]]
 """n_slots -> per layer used for inference, keys and values [B, H_kv, n_slots, d]: views of the target's cache, verified
 positions first, writable behind them."""
 
+_MOST_POSITIONS = 1 << 13
+"""Whose layers attend to each other at once. CUDA kernels of attention take no more than 65,535 sequences, and a long
+prompt would need L times its length in rows of the MLP's width."""
+
 
 @dataclass
 class DrafterOutputs:
@@ -174,7 +178,10 @@ class MoADrafter(Drafter):
         """
         if not self.config.layer_attention:
             return self.kv_to_hidden(kv[:, :, -1])
-        mean = self.layer_self_attention.attend_self_mean(kv.flatten(0, 1), self._layer_rotation(kv))  # [B * T, D]
+        rotation = self._layer_rotation(kv)
+        parts = kv.flatten(0, 1).split(_MOST_POSITIONS)
+        means = [self.layer_self_attention.attend_self_mean(part, rotation) for part in parts]  # [n, D] each
+        mean = means[0] if len(means) == 1 else torch.cat(means)
         return self.kv_to_hidden(mean).unflatten(0, kv.shape[:2])
 
     def _layer_rotation(self, kv: Tensor) -> Rotation:

@@ -122,6 +122,35 @@ def test_memory_in_one_go_equals_the_mean_over_layers():
         torch.testing.assert_close(got, goal)
 
 
+@pytest.mark.parametrize("most", [1, 4, 10])
+def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch, most):
+    drafter = build_drafter(build_model()).double()
+    kv, used = torch.randn(2, 5, 4, 48, dtype=torch.float64), list(drafter.layer_self_attention.parameters())
+    whole = drafter.encode_memory(kv)
+    expected = torch.autograd.grad(whole.square().sum(), used)
+    sizes, attend = [], drafter.layer_self_attention.attend_self_mean
+
+    def attend_to_few(x, rotation):
+        sizes.append(len(x))
+        return attend(x, rotation)
+
+    monkeypatch.setattr("moa_data.moa.model._MOST_POSITIONS", most)
+    monkeypatch.setattr(drafter.layer_self_attention, "attend_self_mean", attend_to_few)
+    pieces = drafter.encode_memory(kv)
+    assert sum(sizes) == 10
+    assert max(sizes) == most
+    torch.testing.assert_close(pieces, whole)
+    for got, goal in zip(torch.autograd.grad(pieces.square().sum(), used), expected, strict=True):
+        torch.testing.assert_close(got, goal)
+    states = [DraftState(2), DraftState(2)]
+    with torch.inference_mode():
+        drafter.extend_memory(states[0], kv)
+        monkeypatch.undo()
+        drafter.extend_memory(states[1], kv)
+    for got, goal in zip(states[0].memory.view(), states[1].memory.view(), strict=True):
+        torch.testing.assert_close(got, goal)
+
+
 def test_gradient_is_zero_exactly_off_the_loss_positions():
     model = build_model()
     drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)
