@@ -8,6 +8,7 @@ import lightning as L
 
 from ..moa.checkpoint import save_drafter
 from .batch import Batch
+from .data import TrainingStream
 from .module import DrafterModule
 
 
@@ -18,7 +19,7 @@ class Throughput(L.Callback):
         n_tokens: real tokens trained on in this invocation.
         n_tokens_total: the same of all invocations of the run.
         n_bytes_read: bytes of the store that were read for the latter.
-        step_s: seconds in steps and waiting, validation left out.
+        step_s: seconds in steps and waiting, validation and the writing of checkpoints left out.
         wait_s: seconds waiting for the next batch.
     """
 
@@ -26,32 +27,25 @@ class Throughput(L.Callback):
         self.n_tokens, self.step_s, self.wait_s = 0, 0.0, 0.0
         self.n_tokens_total, self.n_bytes_read = 0, 0
         self._interval = (0, 0.0, 0.0)
-        self._mark = time.perf_counter()
+        self._wait_before_s = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
-        self._mark = time.perf_counter()
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The time since the last batch ended was spent waiting for this one."""
-        now = time.perf_counter()
-        self.wait_s += now - self._mark
-        self.step_s += now - self._mark
-        self._mark = now
+        """Leave out what was read ahead while all was set up."""
+        self._wait_before_s = _stream_of(trainer).wait_s
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Count the batch; log at the logging interval."""
-        now = time.perf_counter()
-        self.step_s += now - self._mark
-        self._mark = now
+        stream = _stream_of(trainer)
+        # Whatever is done between two batches ends before the trainer asks for the next one.
+        self.step_s += time.perf_counter() - stream.asked_s
+        self.wait_s = stream.wait_s - self._wait_before_s
         self.n_tokens += batch.n_tokens * trainer.world_size
         self.n_tokens_total += batch.n_tokens * trainer.world_size
         self.n_bytes_read += batch.n_bytes_read * trainer.world_size
-        if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if ends_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             tokens, step_s, wait_s = self._interval
             spent = max(1e-9, self.step_s - step_s)
             speed = (self.n_tokens - tokens) / spent
@@ -59,10 +53,6 @@ class Throughput(L.Callback):
             pl_module.log("train/tokens_per_s", speed, batch_size=1)
             pl_module.log("train/data_wait_share", (self.wait_s - wait_s) / spent, batch_size=1)
             self._interval = (self.n_tokens, self.step_s, self.wait_s)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Validation is neither training nor waiting."""
-        self._mark = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, for resuming."""
@@ -74,13 +64,19 @@ class Throughput(L.Callback):
 
     @property
     def tokens_per_s(self) -> float:
-        """Real tokens per second of this invocation, validation left out."""
+        """Real tokens per second of this invocation; ``step_s`` says of which time."""
         return self.n_tokens / self.step_s if self.step_s else float("nan")
 
     @property
     def data_wait_share(self) -> float:
         """Share of step time spent waiting for data."""
         return self.wait_s / self.step_s if self.step_s else float("nan")
+
+
+def _stream_of(trainer: L.Trainer) -> TrainingStream:
+    stream = trainer.train_dataloader
+    assert isinstance(stream, TrainingStream)
+    return stream
 
 
 class ExportBest(L.Callback):

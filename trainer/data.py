@@ -93,6 +93,12 @@ class TrainingStream:
         max_steps: of the run, for the curriculum.
         rank: of this device.
         n_ranks: devices.
+
+    Attributes:
+        steps_per_epoch: optimizer steps in which all sequences were seen, but for a rest.
+        start_step: whose first micro-batch is the first.
+        wait_s: seconds that whoever takes the micro-batches waited for them.
+        asked_s: time of the clock when one was last asked for.
     """
 
     def __init__(
@@ -105,10 +111,16 @@ class TrainingStream:
         self._epoch_order: tuple[int, np.ndarray] | None = None
         self.steps_per_epoch = len(sequences) // config.batch_size
         self.start_step = 0
+        self.wait_s = self.asked_s = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         config = self._reader.config
-        return _read_ahead(self._reads(), config.prefetch_batches, config.prefetch_mb << 20)
+        batches = _read_ahead(self._reads(), config.prefetch_batches, config.prefetch_mb << 20)
+        while True:
+            self.asked_s = time.perf_counter()
+            batch = next(batches)
+            self.wait_s += time.perf_counter() - self.asked_s
+            yield batch
 
     def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
         """Yield for each micro-batch its bytes and what reads it."""

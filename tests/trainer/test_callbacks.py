@@ -1,0 +1,63 @@
+"""Figures of speed: what counts as training, and what as waiting for data."""
+
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from moa_data.storage.reader import ActivationStore
+from moa_data.trainer import callbacks, data
+from moa_data.trainer.batch_reader import BatchReader
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.curves import read_metrics
+from moa_data.trainer.module import DrafterModule
+
+from .test_run import run
+
+
+def test_writing_checkpoints_is_no_waiting_for_data(store_path, tmp_path, monkeypatch):
+    """By a clock on which a micro-batch takes a second, a checkpoint or a drafter a hundred, and reading no time."""
+    clock = [0.0]
+
+    def taking(seconds, real):
+        def timed(*args, **kwargs):
+            clock[0] += seconds
+            return real(*args, **kwargs)
+
+        return timed
+
+    for module in (callbacks, data):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(L.Trainer, "save_checkpoint", taking(100, L.Trainer.save_checkpoint))
+    monkeypatch.setattr(callbacks, "save_drafter", taking(100, callbacks.save_drafter))
+    monkeypatch.setattr(DrafterModule, "training_step", taking(1, DrafterModule.training_step))
+    settings = {"max_steps": 4, "micro_batch_size": 4, "checkpoint_every": 1, "validate_every": 2, "log_every": 1}
+    report = run(store_path, tmp_path / "run", **settings)
+    assert clock[0] > 400
+    assert (report.data_wait_share, report.tokens_per_s) == (0, report.n_tokens / 8)
+    logged = read_metrics(tmp_path / "run")
+    assert [value for _, value in logged["train/data_wait_share"]] == [0] * 4
+    assert sum(2 * value for _, value in logged["train/tokens_per_s"]) == pytest.approx(report.n_tokens)
+
+
+def test_waiting_is_the_time_until_a_batch_comes(store_path, monkeypatch):
+    clock, settings = [0.0], TrainConfig(store="", out="", batch_size=4)
+    monkeypatch.setattr(data, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    store = ActivationStore(store_path)
+    reader = BatchReader(store, settings, torch.device("cpu"))
+    stream = data.TrainingStream(reader, np.arange(len(store)), store.lengths.astype(np.int64), 9, 0, 1)
+
+    def slowly(batches):
+        for batch in batches:
+            clock[0] += 3
+            yield batch
+
+    real = data._read_ahead
+    monkeypatch.setattr(data, "_read_ahead", lambda *args: slowly(real(*args)))
+    iterator = iter(stream)
+    for _ in range(2):
+        next(iterator)
+        clock[0] += 10
+    assert (stream.wait_s, stream.asked_s) == (6, 13)
