@@ -63,14 +63,14 @@ class Throughput(L.Callback):
         self.n_tokens_total, self.n_bytes_read = state_dict["n_tokens_total"], state_dict["n_bytes_read"]
 
     @property
-    def tokens_per_s(self) -> float:
+    def tokens_per_s(self) -> float | None:
         """Real tokens per second of this invocation; ``step_s`` says of which time."""
-        return self.n_tokens / self.step_s if self.step_s else float("nan")
+        return self.n_tokens / self.step_s if self.step_s else None
 
     @property
-    def data_wait_share(self) -> float:
+    def data_wait_share(self) -> float | None:
         """Share of step time spent waiting for data."""
-        return self.wait_s / self.step_s if self.step_s else float("nan")
+        return self.wait_s / self.step_s if self.step_s else None
 
 
 def _stream_of(trainer: L.Trainer) -> TrainingStream:

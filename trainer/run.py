@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import warnings
 import zipfile
@@ -67,11 +68,13 @@ class TrainReport:
     n_parameters: int
     n_tokens: int
     """Real tokens trained on in this invocation."""
-    tokens_per_s: float
-    data_wait_share: float
+    tokens_per_s: float | None
+    """None where no step was left to train."""
+    data_wait_share: float | None
     metrics: dict[str, float]
-    """Last training and validation figures."""
-    best_expected_acceptance_length: float
+    """Last training and validation figures, those that are finite."""
+    best_expected_acceptance_length: float | None
+    """None for a run without validation."""
     n_pending_parts: int = 0
     """Parts of the store that were planned but not extracted yet, so not trained on."""
     n_tokens_total: int = 0
@@ -147,6 +150,7 @@ def _fit(
         ) from None
     trainer.save_checkpoint(last)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     report = TrainReport(
         out=str(out),
         n_steps=trainer.global_step,
@@ -155,13 +159,13 @@ def _fit(
         tokens_per_s=throughput.tokens_per_s,
         data_wait_share=throughput.data_wait_share,
         metrics=metrics,
-        best_expected_acceptance_length=best.best,
+        best_expected_acceptance_length=best.best if math.isfinite(best.best) else None,
         n_pending_parts=store.manifest.n_parts - store.n_parts_committed,
         n_tokens_total=throughput.n_tokens_total,
         n_bytes_read=throughput.n_bytes_read,
     )
     if is_first:
-        if best.best == float("-inf"):
+        if report.best_expected_acceptance_length is None:
             save_drafter(module.drafter, out / "drafter")
         plot_curves(out, out / "curves.png")
         _write_report(out / REPORT_FILE, report)
@@ -174,10 +178,10 @@ def _write_report(file: Path, report: TrainReport) -> None:
     if not report.n_tokens and file.is_file():
         if not report.metrics:
             return
-        facts = json.loads(file.read_text())
+        facts = json.loads(file.read_text(), parse_constant=lambda _: None)  # older ones may hold NaN
         facts |= {"n_steps": report.n_steps, "best_expected_acceptance_length": report.best_expected_acceptance_length}
         facts["metrics"] |= report.metrics
-    write_atomic(file, (json.dumps(facts, indent=1) + "\n").encode())
+    write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
 def _own_options(drafter: type[Drafter]) -> set[str]:

@@ -1,5 +1,6 @@
-"""Figures of speed: what counts as training, and what as waiting for data."""
+"""Figures of a run: what counts as training and what as waiting for data, and how they are written."""
 
+import json
 from types import SimpleNamespace
 
 import lightning as L
@@ -61,3 +62,18 @@ def test_waiting_is_the_time_until_a_batch_comes(store_path, monkeypatch):
         next(iterator)
         clock[0] += 10
     assert (stream.wait_s, stream.asked_s) == (6, 13)
+
+
+def test_a_report_without_validation_is_valid_json(store_path, tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    report = run(store_path, tmp_path / "run", max_steps=2, validation_fraction=0.0)
+    facts = json.loads((tmp_path / "run" / "report.json").read_text(), parse_constant=refuse)
+    assert facts["best_expected_acceptance_length"] is report.best_expected_acceptance_length is None
+    assert facts["tokens_per_s"] == report.tokens_per_s > 0
+    (tmp_path / "run" / "report.json").unlink()
+    again = run(store_path, tmp_path / "run", max_steps=2, validation_fraction=0.0, resume=True)
+    facts = json.loads((tmp_path / "run" / "report.json").read_text(), parse_constant=refuse)
+    assert facts["tokens_per_s"] is facts["data_wait_share"] is again.tokens_per_s is None
+    assert (tmp_path / "run" / "drafter").is_dir()
