@@ -44,7 +44,7 @@ def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tupl
 
 
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Length-grouped random batches of one epoch; an incomplete last batch is left out.
+    """Length-grouped random batches of one epoch; a random rest that fills no batch is left out.
 
     Args:
         n_tokens: length of each sequence.
@@ -56,13 +56,13 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
         [n_batches, batch_size] positions into ``n_tokens``.
     """
     random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(n_tokens))
+    n_batches = len(n_tokens) // batch_size
+    # Cut before sorting: the rest that is left out is random, not the longest of a group.
+    order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts = [order[start : start + group] for start in range(0, len(order), group)]
     order = np.concatenate([part[np.argsort(n_tokens[part], kind="stable")] for part in parts])
-    # A random rest is dropped, not the longest sequences: rotate before cutting.
-    n_batches = len(order) // batch_size
-    order = np.roll(order, random.integers(batch_size))[: n_batches * batch_size].reshape(n_batches, batch_size)
+    order = order.reshape(n_batches, batch_size)
     return order[random.permutation(n_batches)]
 
 

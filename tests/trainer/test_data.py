@@ -116,6 +116,15 @@ def test_an_epoch_visits_every_sequence_about_once():
     assert np.array_equal(order, epoch_order(lengths, 8, seed=3, epoch=0))
 
 
+def test_no_sequence_is_left_out_more_often_than_others():
+    lengths = np.random.default_rng(0).integers(10, 500, 60)
+    n_left_out = np.zeros(60, int)
+    for epoch in range(300):
+        n_left_out[np.setdiff1d(np.arange(60), epoch_order(lengths, 8, seed=0, epoch=epoch))] += 1
+    assert n_left_out.sum() == 300 * (60 % 8)
+    assert 5 < n_left_out.min() <= n_left_out.max() < 40, "20 times each on average"
+
+
 def test_the_split_follows_content_not_order():
     ids = [f"{value:08x}" for value in np.random.default_rng(0).integers(0, 2**32, 4000)]
     train, held_out = split_sequences(ids, 0.1)
