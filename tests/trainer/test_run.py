@@ -338,8 +338,12 @@ def test_only_one_training_in_a_folder(store_path, tmp_path):
         assert run(store_path, out, max_steps=4, resume=resume).n_steps == 4
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monkeypatch):
-    real = MoADrafter.objective
+@pytest.mark.parametrize("gradient_clip", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monkeypatch, gradient_clip):
+    real, asked, is_finite = MoADrafter.objective, [], torch.Tensor.isfinite
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: asked.append(tensor.shape) or is_finite(tensor))
+    run(store_path, tmp_path / "good", max_steps=3, micro_batch_size=4, gradient_clip=gradient_clip)
+    assert asked == [torch.Size()] * 3, "a question per step, because an accelerator has to wait for each"
 
     def broken(*args, **kwargs):
         terms = real(*args, **kwargs)
@@ -347,7 +351,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monke
 
     monkeypatch.setattr(MoADrafter, "objective", broken)
     with pytest.raises(NonFiniteGradient, match=r"is not finite at step 0.*lower --learning-rate"):
-        run(store_path, tmp_path / "run", max_steps=2)
+        run(store_path, tmp_path / "run", max_steps=2, gradient_clip=gradient_clip)
 
 
 def test_two_devices_train_one_run(store_path, tmp_path):
