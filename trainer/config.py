@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OPTIMIZERS = ("adamw", "muon")
-PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true")
+PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 _LEAST = {
     "max_steps": 1,
@@ -147,7 +147,7 @@ class TrainConfig:
     test_time_steps: int | None = None
     """Draft steps that EAGLE-3's training unrolls, each fed with the output of the one before; default: 7."""
     precision: str = "auto"
-    """bf16-mixed, 32-true, 16-mixed or bf16-true; auto is bf16-mixed on an accelerator and 32-true on CPU."""
+    """bf16-mixed, 32-true or 16-mixed; auto is bf16-mixed on an accelerator and 32-true on CPU."""
     devices: str = "auto"
     """Devices of this machine to use: auto or a number."""
     accelerator: str = "auto"
@@ -202,7 +202,12 @@ class TrainConfig:
             found.append(f"step bounds must satisfy 2 <= min <= max, got {self.step_bound_min}..{self.step_bound_max}")
         if not 0 <= self.validation_fraction < 1:
             found.append(f"validation_fraction must be in [0, 1), got {self.validation_fraction}")
-        if self.precision not in PRECISIONS:
+        if self.precision == "bf16-true":
+            found.append(
+                "precision bf16-true would leave norms untrained: bfloat16 weights near 1 lose updates below 0.002; "
+                "use bf16-mixed, which keeps float32 weights"
+            )
+        elif self.precision not in PRECISIONS:
             found.append(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         if self.accelerator not in ACCELERATORS:
             found.append(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {self.accelerator!r}")

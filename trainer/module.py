@@ -42,7 +42,7 @@ class DrafterModule(L.LightningModule):
         return self._frozen[0]
 
     def on_fit_start(self) -> None:
-        """Bring the target pieces to the device; bf16-true has made the drafter bfloat16, so they follow its dtype."""
+        """Bring the target pieces to the device, in the drafter's dtype."""
         self._frozen[0] = self.frozen.to(self.device, self.drafter.dtype)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
