@@ -35,7 +35,9 @@ class StaticCalls:
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         self.n_slots = n_slots
         mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
+        self._model = body
         self._body: Any = torch.compile(body, dynamic=False, backend=backend, mode=mode)
+        self._watched_body: Any = torch.compile(_with_layer_outputs, dynamic=False, backend=backend, mode=mode)
 
     def takes(self, n_tokens: int, cache: TargetCache) -> bool:
         """Whether a call is one of these: short, and behind a prompt."""
@@ -47,6 +49,7 @@ class StaticCalls:
         seen: Tensor | None,
         cache: TargetCache,
         as_mask: Callable[[Callable[[int | None], Tensor]], Any],
+        outputs: dict[int, Tensor],
     ) -> Tensor:
         """Run tokens behind the committed part of each row.
 
@@ -55,6 +58,7 @@ class StaticCalls:
             seen: [B, n, n] bool, which of the tokens each of them sees; None for a causal run.
             cache: of B rows.
             as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
+            outputs: where hooks put what the cache's watched layers give, which is kept there.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
@@ -69,12 +73,28 @@ class StaticCalls:
         def mask(window: int | None) -> Tensor:
             return nn.functional.pad(masks.tree_mask(cache.lengths, seen, window), (0, unused))  # [B, P, S]
 
-        hidden = self._body(
-            input_ids=tokens, position_ids=positions, attention_mask=as_mask(mask), past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state  # fmt: skip
+        inputs = {
+            "input_ids": tokens, "position_ids": positions, "attention_mask": as_mask(mask), "past_key_values": cache,
+            "use_cache": True,
+        }  # fmt: skip
+        if cache.watched_layers:
+            hidden, kept = self._watched_body(self._model, cache.watched_layers, outputs, inputs)
+            cache.keep_layer_outputs([states[:, :n_tokens] for states in kept])
+        else:
+            hidden = self._body(**inputs).last_hidden_state
         # A CUDA graph's output is overwritten by its next run.
         return hidden[:, :n_tokens].clone()
+
+
+def _with_layer_outputs(
+    body: nn.Module, layers: tuple[int, ...], outputs: dict[int, Tensor], inputs: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """The body, and what the hooks of some of its layers have put into ``outputs``.
+
+    No module but this function is compiled: its graphs depend on the layers, those of a module not on its hooks.
+    """
+    hidden = body(**inputs).last_hidden_state
+    return hidden, [outputs[layer] for layer in layers]
 
 
 def _padded(tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:

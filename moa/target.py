@@ -177,7 +177,8 @@ class Target:
         """
         n_tokens, device = tokens.shape[1], tokens.device
         if self._static is not None and self._static.takes(n_tokens, cache):
-            return self._static.forward(tokens, seen, cache, self._attention_mask)
+            with layer_outputs(self.model, cache.watched_layers) as outputs:
+                return self._static.forward(tokens, seen, cache, self._attention_mask, outputs)
         if seen is not None:
             cache.begin_call(n_tokens, device)
             positions = torch.tensor(cache.lengths, device=device)[:, None] + seen.sum(dim=2) - 1

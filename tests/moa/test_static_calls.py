@@ -11,6 +11,7 @@ from moa_data.moa.target import Target
 from moa_data.moa.tree import Shape, TreeShape, ancestors
 
 from .conftest import build_drafter, build_model
+from .test_eagle3 import build_eagle3
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
@@ -66,6 +67,44 @@ def test_a_few_graphs_serve_all_rounds(shape: Shape | None) -> None:
     assert counter.frame_count == n_graphs
     expected = generate_batch(Target(model), PROMPTS, max_new_tokens=40)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+def test_layer_outputs_come_out_of_the_compiled_calls_too() -> None:
+    """Of whichever layers the drafter reads, and beside calls of which none are wanted."""
+    model = build_model(eos_token_id=None, num_hidden_layers=3)
+    target, counter = compiled(model)
+    chain, n_graphs = TreeShape(3), []
+    expected = [one.tokens for one in generate_batch(Target(model), PROMPTS, max_new_tokens=12)]
+    for layers in ((0, 1), (0, 2), (0, 1)):
+        drafter = build_eagle3(model, fused_layers=layers)
+        for prompt, tokens in zip(PROMPTS[:2], expected, strict=False):
+            one, other = (
+                generate_batch(each, [prompt], max_new_tokens=12, open_session=draft_session(each, drafter), tree=chain)
+                for each in (target, Target(model))
+            )
+            assert one[0].tokens == tokens
+            assert one[0].stats.committed_per_call == other[0].stats.committed_per_call
+        n_graphs.append(counter.frame_count)
+        assert generate_batch(target, PROMPTS[:1], max_new_tokens=12)[0].tokens == expected[0]
+    assert 1 <= n_graphs[0] <= 3
+    assert n_graphs[2] == n_graphs[1]  # what was compiled serves again
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
+def test_layer_outputs_of_a_compiled_call_are_those_of_any_other() -> None:
+    model = build_model()
+    static, counter = compiled(model)
+    found = []
+    for target in (Target(model), static):
+        cache = target.new_cache(2)
+        cache.watched_layers = (1, 3)
+        target.forward(torch.tensor([[5, 6, 7], [8, 9, 0]]), cache)
+        cache.commit([range(3), range(2)])
+        target.forward(torch.tensor([[10, 11, 12], [13, 14, 15]]), cache)
+        found.append(cache.take_layer_outputs())
+    assert counter.frame_count == 1
+    assert found[0].shape == (2, 3, 2 * 48)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
