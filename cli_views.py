@@ -187,14 +187,16 @@ def sample_view(
 
 def train_view(report: "TrainReport") -> RenderableType:
     """What a training run gave, and where it is."""
+    speed = "" if report.tokens_per_s is None else f" ({report.tokens_per_s:,.0f}/s)"
+    share, best = report.data_wait_share, report.best_expected_acceptance_length
     facts = {
         "run": report.out,
         "steps": format_count(report.n_steps),
         "parameters": format_count(report.n_parameters),
-        "tokens": f"{format_count(report.n_tokens)} ({report.tokens_per_s:,.0f}/s)",
-        "waiting for data": f"{report.data_wait_share:.1%}",
+        "tokens": format_count(report.n_tokens) + speed,
+        "waiting for data": "-" if share is None else f"{share:.1%}",
         **{name: f"{value:.4g}" for name, value in sorted(report.metrics.items())},
-        "best expected acceptance length": f"{report.best_expected_acceptance_length:.3f}",
+        "best expected acceptance length": "-" if best is None else f"{best:.3f}",
     }
     return pairs_table("Trained", facts)
 

@@ -147,12 +147,17 @@ def _store_section(state: DemoState, summary: StoreSummary) -> list[str]:
 
 def _drafter_section(state: DemoState, config: DemoConfig) -> list[str]:
     facts = state.facts("train")
+    # None where the demo went on after the last step of training: this invocation trained nothing.
+    speed = ""
+    if facts["tokens_per_s"] is not None:
+        speed = (
+            f" at {facts['tokens_per_s']:,.0f} tokens/s, {facts['data_wait_share']:.1%} of the time waiting for data"
+        )
     return [
         "## Drafter",
         "",
         f"Mixture of Attentions, {facts['n_parameters']:,} trained parameters, {config.drafter_steps} steps of "
-        f"{config.drafter_batch_size} sequences at {facts['tokens_per_s']:,.0f} tokens/s, "
-        f"{facts['data_wait_share']:.1%} of the time waiting for data. Acceptance length expected from held-out stored "
+        f"{config.drafter_batch_size} sequences{speed}. Acceptance length expected from held-out stored "
         f"activations: {facts['expected_acceptance_length']:.2f}.",
         "",
         "![Drafter](figures/drafter.png)",

@@ -101,7 +101,7 @@ def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
         n_steps=report.get("n_steps"),
         n_tokens=report.get("n_tokens_total") or report.get("n_tokens"),
         n_bytes_read=report.get("n_bytes_read") or None,
-        # A run without validation writes minus infinity.
+        # Runs of earlier releases wrote minus infinity where there was no validation.
         expected_acceptance_length=length if length is not None and length > 0 else None,
         store=_read(place / _STORE_FILE) if (place / _STORE_FILE).is_file() else {},
         settings=settings,

@@ -108,6 +108,8 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
 def comparison_figure(report: ComparisonReport, path: Path) -> None:
     """Draw acceptance length against weights, training tokens and the cost of drafting.
 
+    Runs of one kind and size are joined by a line over their training tokens.
+
     Args:
         report: a report.
         path: of the PNG file.
@@ -127,6 +129,8 @@ def comparison_figure(report: ComparisonReport, path: Path) -> None:
                 if place is not None:
                     label = f"{run.name}, {method}"
                     ax.errorbar([place], [length], arms, fmt=marker, color=f"C{index}", capsize=2, label=label)
+    for points in _trained_longer(report):
+        axes[1].plot(*zip(*points, strict=True), color="gray", linewidth=0.8, zorder=0)
     for ax, title in zip(axes, titles, strict=True):
         ax.set_xlabel(title)
         ax.margins(x=0.2)
@@ -135,6 +139,17 @@ def comparison_figure(report: ComparisonReport, path: Path) -> None:
     axes[0].set_ylabel("acceptance length")
     axes[2].legend(fontsize=8)
     _save(figure, path)
+
+
+def _trained_longer(report: ComparisonReport) -> list[list[tuple[int, float]]]:
+    """(training tokens, acceptance length) of runs that differ in nothing but how long they were trained, by method."""
+    found: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    for run in report.runs:
+        for method, summary in run.methods.items():
+            if run.n_tokens is not None and summary.acceptance_length is not None:
+                points = found.setdefault((method, run.kind, run.n_parameters), [])
+                points.append((run.n_tokens, summary.acceptance_length))
+    return [sorted(points) for points in found.values() if len(points) > 1]
 
 
 def disconnection_figure(report: DisconnectionReport, path: Path) -> None:

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from moa_data import __version__
 from moa_data.cli import main
 from moa_data.cli_support import ProgressLine, TokenStream, user_message
-from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view
+from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view, train_view
+from moa_data.trainer.run import TrainReport
 
 COMMANDS = (
     "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval", "compare",
@@ -237,3 +238,19 @@ def test_decoding_view_compares_with_plain() -> None:
     assert "other random draws" in rendered(decoding_view(*other, "5", sampled=True))
     text = rendered(decoding_view([generation([1], [4], 1.0), generation([1], [1, 1], 1.0)], None, "6x8x62"))
     assert "2.00" in text  # six tokens in three calls of two prompts
+
+
+def test_a_run_without_figures_of_its_own_is_shown_without_them() -> None:
+    """Nothing was validated, or all steps had been done before."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=100)
+    report = TrainReport("runs/moa", 340, 1_894_784, 0, None, None, {}, None)
+    console.print(train_view(report))
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[-1] for line in lines if "waiting" in line or "acceptance" in line] == ["-", "-"]
+    console.print(train_view(TrainReport("runs/moa", 340, 1_894_784, 10, 1300.4, 0.004, {"train/loss": 0.5}, 3.8312)))
+    text = console.file.getvalue()
+    assert "10 (1,300/s)" in text
+    assert "0.4%" in text
+    assert "3.831" in text
