@@ -26,14 +26,14 @@ class StaticCalls:
 
     Args:
         body: decoder of the transformers causal LM, without its head.
-        n_slots: of the caches; a longer text makes them grow, and costs another graph.
+        n_slots: tokens of the longest text; a longer one makes the caches grow, and costs another graph.
         backend: of torch.compile.
         device: where the body is; CUDA graphs are used where it is a CUDA device.
     """
 
     def __init__(self, body: nn.Module, n_slots: int, backend: str | Callable[..., Any], device: torch.device) -> None:
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-        self.n_slots = n_slots
+        self.n_slots = n_slots + SIZES[-1]  # what fills up a call takes slots too
         mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
         self._model = body
         self._body: Any = torch.compile(body, dynamic=False, backend=backend, mode=mode)

@@ -159,7 +159,7 @@ class TargetCache(Cache):
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         assert self._buffer is not None
-        self._buffer = self._buffer[:, :, list(rows)]
+        self._place(self._buffer[:, :, list(rows)])
         self.lengths = [self.lengths[row] for row in rows]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,9 +199,12 @@ class TargetCache(Cache):
         grown = like.new_zeros(shape)
         if self._buffer is not None:
             grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer
-        self._buffer = grown
+        self._place(grown)
+
+    def _place(self, buffer: Tensor) -> None:
+        self._buffer = buffer
         # A CUDA graph may write to it only where it stays.
-        torch._dynamo.mark_static_address(grown)
+        torch._dynamo.mark_static_address(buffer)
 
 
 class _Layer(CacheLayerMixin):

@@ -7,7 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from moa_data.moa.decode import draft_session, generate_batch
+from moa_data.moa.drafting import DraftSession
 from moa_data.moa.target import Target
+from moa_data.moa.target_cache import TargetCache
 from moa_data.moa.tree import Shape, TreeShape, ancestors
 
 from .conftest import build_drafter, build_model
@@ -105,6 +107,30 @@ def test_layer_outputs_of_a_compiled_call_are_those_of_any_other() -> None:
     assert counter.frame_count == 1
     assert found[0].shape == (2, 3, 2 * 48)
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_of_the_given_length_fits_with_what_fills_up_its_calls() -> None:
+    model = build_model(eos_token_id=None, num_hidden_layers=1)
+    target, _ = compiled(model, n_slots=48)
+    capacity, session, caches = target.new_cache()._initial_slots, draft_session(target, build_drafter(model)), []
+
+    def open_session(cache: TargetCache, generators: list[torch.Generator]) -> DraftSession:
+        caches.append(cache)
+        return session(cache, generators)
+
+    for shape in (TreeShape(3), TreeShape(2, 8, 40)):
+        generate_batch(target, [[5] * 8], max_new_tokens=40, open_session=open_session, tree=shape)
+    assert [cache.capacity for cache in caches] == [capacity, capacity]
+    assert capacity < 2 * 48 + 64
+
+
+def test_a_buffer_is_known_to_stay_where_it_is_after_rows_have_left() -> None:
+    target, _ = compiled(build_model(num_hidden_layers=1))
+    cache = target.new_cache(3)
+    target.forward(torch.tensor([[5, 6], [7, 8], [9, 10]]), cache)
+    cache.commit([range(2)] * 3)
+    cache.select_rows([0, 2])
+    assert hasattr(cache._buffer, "_dynamo_static_input_type")
 
 
 def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
