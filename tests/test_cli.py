@@ -242,15 +242,10 @@ def test_decoding_view_compares_with_plain() -> None:
 
 def test_a_run_without_figures_of_its_own_is_shown_without_them() -> None:
     """Nothing was validated, or all steps had been done before."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=100)
-    report = TrainReport("runs/moa", 340, 1_894_784, 0, None, None, {}, None)
-    console.print(train_view(report))
-    lines = console.file.getvalue().splitlines()
+    lines = rendered(train_view(TrainReport("runs/moa", 340, 1_894_784, 0, None, None, {}, None))).splitlines()
     assert [line.split()[-1] for line in lines if "waiting" in line or "acceptance" in line] == ["-", "-"]
-    console.print(train_view(TrainReport("runs/moa", 340, 1_894_784, 10, 1300.4, 0.004, {"train/loss": 0.5}, 3.8312)))
-    text = console.file.getvalue()
+    report = TrainReport("runs/moa", 340, 1_894_784, 10, 1300.4, 0.004, {"train/loss": 0.5}, 3.8312)
+    text = rendered(train_view(report))
     assert "10 (1,300/s)" in text
     assert "0.4%" in text
     assert "3.831" in text
