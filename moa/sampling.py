@@ -18,6 +18,9 @@ from torch import Tensor
 from .errors import DrafterError
 from .tree import DraftTree, Shape, TreeShape
 
+_N_LIKELY = 1024
+"""Tokens among which those that top-p keeps are looked for; only where they have too little mass are all sorted."""
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -83,23 +86,33 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
     Returns:
         [V] float64 on CPU, sums to 1.
     """
-    scores = logits.detach().cpu().double().clone()
+    scores = logits.detach().cpu().double()
     if config.repetition_penalty != 1 and previous:
         seen = torch.tensor(sorted(set(previous)))
         penalised = scores[seen]
-        scores[seen] = torch.where(
+        penalised = torch.where(
             penalised < 0, penalised * config.repetition_penalty, penalised / config.repetition_penalty
         )
+        scores = scores.index_put((seen,), penalised)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
     scores = scores / config.temperature
     if 0 < config.top_k < scores.shape[0]:
         scores = scores.masked_fill(scores < scores.topk(config.top_k).values[-1], -torch.inf)
-    if config.top_p < 1:
-        ordered, order = scores.sort(descending=True)
-        mass_before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
-        scores = scores.masked_fill((mass_before >= config.top_p)[order.argsort()], -torch.inf)
-    return scores.softmax(0)
+    probability = scores.softmax(0)
+    return probability if config.top_p == 1 else _likeliest(probability, config.top_p)
+
+
+def _likeliest(probability: Tensor, top_p: float) -> Tensor:
+    """A distribution [V] that keeps only the likeliest tokens up to a mass, at least one."""
+    ordered, order = probability.topk(min(_N_LIKELY, len(probability)))
+    mass = ordered.cumsum(0)
+    if mass[-1] < top_p:
+        ordered, order = probability.sort(descending=True)
+        mass = ordered.cumsum(0)
+    is_kept = mass - ordered < top_p
+    kept = ordered[is_kept]
+    return torch.zeros_like(probability).index_put_((order[is_kept],), kept / kept.sum())
 
 
 def draw(probability: Tensor, generator: torch.Generator | None) -> int:

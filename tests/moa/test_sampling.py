@@ -135,6 +135,33 @@ def test_distribution_follows_transformers():
         torch.testing.assert_close(got.float(), expected)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("config", [SamplingConfig(0.8, top_p=0.9), SamplingConfig(1.2, top_p=0.6, top_k=400)], ids=str)
+def test_top_p_of_a_large_vocabulary_equals_sorting_all_of_it(scale, config):
+    """Whether few tokens hold the mass or nearly all are needed; the logits stay as they are."""
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * scale
+    logits += torch.linspace(0, 1e-6, 3000, dtype=torch.float64)  # no ties
+    given = logits.clone()
+    scores = logits / config.temperature
+    if config.top_k:
+        scores = scores.masked_fill(scores < scores.sort(descending=True).values[config.top_k - 1], -torch.inf)
+    ordered, order = scores.sort(descending=True)
+    mass_before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
+    expected = torch.zeros(3000, dtype=torch.float64)
+    kept = order[mass_before < config.top_p]
+    expected[kept] = scores[kept].softmax(0)
+    got = distribution(logits, [], config)
+    assert torch.equal(got > 0, expected > 0)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+    assert torch.equal(logits, given)
+
+
+def test_few_tokens_are_not_sorted_with_all(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "sort", lambda *_args, **_kwargs: pytest.fail("sorted the vocabulary"))
+    logits = torch.randn(5000) * 5
+    assert float(distribution(logits, [3], SamplingConfig(0.8, 0.9, repetition_penalty=1.2)).sum()) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("tree", [TreeShape(3), TreeShape(2, 2, 5)], ids=str)
 def test_whole_runs_have_the_targets_distribution(tree):
     """Chi-square of the second and third token of many answers against the exact distribution."""
