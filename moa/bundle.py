@@ -7,7 +7,6 @@ Shapes: B batch, T tokens, E width, V vocabulary.
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -274,11 +273,3 @@ class FrozenTarget(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Features [..., E] (after the final norm) -> logits [..., V]."""
         return F.linear(hidden, self.lm_head_weight)
-
-
-def read_config_sizes(folder: str | Path) -> dict[str, Any]:
-    """:func:`target_sizes` of a model folder, without loading weights."""
-    try:
-        return target_sizes(AutoConfig.from_pretrained(folder))
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise TargetError(f"cannot read the config of {folder}: {str(error).splitlines()[0]}") from error

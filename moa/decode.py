@@ -69,7 +69,6 @@ class DecodeStats:
 
     committed_per_call: list[int] = field(default_factory=list)
     """Tokens committed by each target call after the prefill."""
-    n_prefill_calls: int = 1
     n_tokens: int = 0
     """All generated tokens, the one from the prefill included."""
     n_drafted: int = 0

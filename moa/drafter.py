@@ -131,9 +131,14 @@ class Drafter(nn.Module, ABC):
         """
 
     @classmethod
-    @abstractmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
-        """Weight of each position in the loss: [B, T] of numbers or bool, from response masks [B, T]."""
+        """Weight of each position in the loss: [B, T] of numbers or bool, from response masks [B, T].
+
+        Here the response; the first position of a sequence has nothing of the target's before it.
+        """
+        response = response_mask.bool().clone()
+        response[:, :1] = False
+        return response
 
     @abstractmethod
     def objective(

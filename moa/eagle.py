@@ -96,13 +96,6 @@ class EagleDrafter(FeatureDrafter):
         """The last hidden state alone."""
         return {"hidden": "hidden/last"}
 
-    @classmethod
-    def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
-        """The response; the first position of a sequence has no hidden state before it."""
-        response = response_mask.bool().clone()
-        response[:, :1] = False
-        return response
-
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings of tokens t+1 and hidden states of tokens t, each [..., E] -> input of the layers [..., E]."""
         joined = self.fc(torch.cat((embeddings, hidden), dim=-1))

@@ -201,13 +201,6 @@ class Eagle3Drafter(FeatureDrafter):
         check_fused_layers(layers, n_layers)
         return layers
 
-    @classmethod
-    def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
-        """The response, of which each position is a first step; the first one of a sequence has nothing before it."""
-        response = response_mask.bool().clone()
-        response[:, :1] = False
-        return response
-
     def initialize(self, generator: torch.Generator | None = None, std: float = 0.02, official: bool = False) -> None:
         """Draw the starting weights, see :meth:`Drafter.initialize`.
 

@@ -155,10 +155,7 @@ class GlideDrafter(Drafter):
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
         """The response; but for the official form without position 0, before which nothing can be verified."""
-        response = response_mask.bool().clone()
-        if not official:
-            response[:, :1] = False
-        return response
+        return response_mask.bool() if official else super().loss_positions(response_mask, draws, official)
 
     def objective(
         self,

@@ -140,13 +140,6 @@ class MedusaDrafter(Drafter):
         """The last hidden state alone."""
         return {"hidden": "hidden/last"}
 
-    @classmethod
-    def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
-        """Those of the first head: the response; the first position of a sequence has no hidden state before it."""
-        response = response_mask.bool().clone()
-        response[:, :1] = False
-        return response
-
     def objective(
         self,
         frozen: FrozenTarget,
