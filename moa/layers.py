@@ -327,7 +327,7 @@ class DecoderBlock(nn.Module):
 
         The down projection and the residual sums are linear, so they are done once on the mean instead of T times.
         """
-        x = x + self._self_attention(x, rotation, mask=None)
+        x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x)).mean(dim=1)  # [B, MLP width]
         return x.mean(dim=1) + self.mlp.down_proj(gated)
 
@@ -338,10 +338,11 @@ class DecoderBlock(nn.Module):
 
     def _self_attention(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         norm, scale = self.input_layernorm, None
-        if isinstance(norm, RMSNorm) and torch.is_grad_enabled() and not x.requires_grad:
+        reads_data = torch.is_grad_enabled() and not x.requires_grad and type(self).normed is DecoderBlock.normed
+        if isinstance(norm, RMSNorm) and reads_data:
             # Stored activations: with the norm's weight folded into the projections, nothing is differentiated by x.
             normed, scale = F.rms_norm(x, norm.normalized_shape, eps=norm.eps), norm.weight
         else:
-            normed = norm(x)
+            normed = self.normed(x)
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
         return self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)

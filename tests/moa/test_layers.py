@@ -11,6 +11,7 @@ from moa_data.moa.layers import RMSNorm, Rotary, attend_many_short, rotate
 from moa_data.moa.masks import causal_mask
 
 from .conftest import FAMILIES, build_model
+from .test_eagle3 import build_eagle3
 
 
 class NoTokenizer:
@@ -64,6 +65,16 @@ def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights()
     torch.testing.assert_close(results[0][0], results[1][0])
     for got, expected in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_block_with_norms_of_its_own_attends_to_itself_alike(needs_gradient):
+    block = build_eagle3(build_model()).midlayer
+    rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
+    x = torch.randn(2, 7, 96, requires_grad=needs_gradient)
+    expected = block(x, rotation, *block.keys_values(x, rotation), None)
+    torch.testing.assert_close(block.attend_self(x, rotation, None), expected)
+    torch.testing.assert_close(block.attend_self_mean(x, rotation), expected.mean(dim=1))
 
 
 def test_incremental_use_equals_whole_use():
