@@ -114,7 +114,7 @@ def generate(
     rows = [prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}]) for text in texts]
     session = draft_session(loaded, network, None, sampling)
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
-    generate_batch(loaded, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(2), sampling=sampling)
+    generate_batch(loaded, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(1), sampling=sampling)
     if shape is None:
         choice = _choose(loaded, session, rows, sampling)
         click.echo(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s", err=True)
