@@ -81,10 +81,7 @@ def main() -> None:
             store=options.store,
             out=folder,
             max_steps=options.pairs + 2,
-            **PRESETS["small"]
-            | {"batch_size": options.batch_size}
-            | chosen_sizes(options)
-            | chosen_training(options),
+            **PRESETS["small"] | {"batch_size": options.batch_size} | chosen_sizes(options) | chosen_training(options),
         )
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)
