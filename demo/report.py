@@ -153,12 +153,16 @@ def _drafter_section(state: DemoState, config: DemoConfig) -> list[str]:
         speed = (
             f" at {facts['tokens_per_s']:,.0f} tokens/s, {facts['data_wait_share']:.1%} of the time waiting for data"
         )
+    expected = ""
+    if facts["expected_acceptance_length"] is not None:
+        expected = (
+            f" Acceptance length expected from held-out stored activations: {facts['expected_acceptance_length']:.2f}."
+        )
     return [
         "## Drafter",
         "",
         f"Mixture of Attentions, {facts['n_parameters']:,} trained parameters, {config.drafter_steps} steps of "
-        f"{config.drafter_batch_size} sequences{speed}. Acceptance length expected from held-out stored "
-        f"activations: {facts['expected_acceptance_length']:.2f}.",
+        f"{config.drafter_batch_size} sequences{speed}.{expected}",
         "",
         "![Drafter](figures/drafter.png)",
         "",

@@ -176,7 +176,7 @@ def test_faults_of_the_code_keep_their_traceback(monkeypatch: pytest.MonkeyPatch
 def test_out_of_memory_gives_advice() -> None:
     message = user_message(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."))
     assert message is not None
-    assert "--batch-size" in message
+    assert "--micro-batch-size" in message
 
 
 def test_token_stream_holds_back_incomplete_characters() -> None:
