@@ -26,6 +26,8 @@ _N_PAIRS, _N_SURE = 15, 3
 """Pairs of neighbouring rounds that are remembered, and how many outweigh the costs that were measured."""
 _DRAFTED_IN_A_ROW = {False: 6, True: 48}
 """Rounds with drafts after which a plain one is timed, before and after there are pairs enough."""
+_FORGET_EVERY = 64
+"""Plain rounds in a row after which the oldest pair no longer counts: what slowed drafts down then may be over."""
 _N_ANSWERS = 8
 """Answers that are remembered; the prompts of the measurement count as one of them until they are forgotten."""
 
@@ -52,6 +54,7 @@ class AdaptivePolicy:
         self._answers_n_tokens: deque[float] = deque(maxlen=_N_ANSWERS)
         self._n_tokens = 0.0  # of this answer
         self._n_drafted_rounds = 0  # since the last plain one, over all answers
+        self._n_plain_rounds = 0  # since the last one with drafts, likewise
         self._seen = self._expected = 0.0
         self.begin(0, 1)
 
@@ -100,6 +103,9 @@ class AdaptivePolicy:
             self._n_rounds *= _FADE_PLAIN
             self._n_unread += 1
             self._n_drafted_rounds = 0
+            self._n_plain_rounds += 1
+            if self._n_plain_rounds % _FORGET_EVERY == 0:
+                self._surcharge.forget_oldest()
             self._surcharge.observe_plain(round_s / self._costs.round_s(None))
             return
         # Beside its drafts, the drafter has read what was decoded without it.
@@ -109,7 +115,7 @@ class AdaptivePolicy:
         if self._n_rounds:
             self._surcharge.observe_drafted(round_s / expected_s)
         self._n_unread = 0
-        self._n_drafted_rounds += 1
+        self._n_drafted_rounds, self._n_plain_rounds = self._n_drafted_rounds + 1, 0
         expected = float(self._accepted[self._chosen])
         self._n_rounds = self._n_rounds * _FADE + 1.0
         self._seen = self._seen * _FADE + seen
@@ -127,6 +133,9 @@ class AdaptivePolicy:
     def _remember_answer(self) -> None:
         if self._expected:
             self._answers.append(self._answer_seen / self._answer_expected)
+        elif self._n_tokens and self._typical < 1.0:
+            # Decoded plainly from end to end: nothing was learned, and what was known is an answer older.
+            self._answers.append((1.0 + self._typical) / 2)
         if self._n_tokens:
             self._answers_n_tokens.append(self._n_tokens)
         self._n_tokens = 0.0
@@ -143,6 +152,11 @@ class _Surcharge:
         """The next round does not follow the last one."""
         self._plain: float | None = None
         self._drafted: float | None = None
+
+    def forget_oldest(self) -> None:
+        """Let go of the pair that is longest ago."""
+        if self._pairs:
+            self._pairs.popleft()
 
     def observe_plain(self, ratio: float) -> None:
         """Take note of a plain round, by its seconds over the expected ones."""

@@ -117,6 +117,22 @@ def test_a_slow_machine_that_keeps_its_proportions_keeps_its_drafts(seed: int) -
     assert speed_ratio(AdaptivePolicy(ROUNDS, LOG), ROUNDS, accepted, 20, seed) > 0.93 * expected
 
 
+@pytest.mark.parametrize("cause", ["slow", "wrong"])
+def test_what_went_wrong_at_first_is_tried_again(cause: str) -> None:
+    """Two answers on which drafts take three times too long, or are never right; then all is as it was measured."""
+    policy, n_drafted = AdaptivePolicy(ROUNDS, LOG), []
+    for answer in range(16):
+        policy.begin(10, 100)
+        n_drafted.append(0)
+        for _ in range(60):
+            shape, is_bad = policy.next_shape(), answer < 2
+            nodes = [0, 2, 5][: shape.depth] if shape and not (is_bad and cause == "wrong") else []
+            policy.observe(nodes_of(shape), [nodes], ROUNDS.round_s(shape) * (3.0 if shape and is_bad else 1.0))
+            n_drafted[-1] += shape is not None
+    assert n_drafted[1] < 20
+    assert min(n_drafted[-3:]) > 50
+
+
 def test_a_drafter_that_failed_on_the_last_answers_must_earn_its_drafts() -> None:
     policy = AdaptivePolicy(ROUNDS, LOG)
     policy.begin(10, 100)
