@@ -135,9 +135,10 @@ def comparison_figure(report: ComparisonReport, path: Path) -> None:
         ax.set_xlabel(title)
         ax.margins(x=0.2)
     for ax in axes[:2]:
+        ax.set_xlim(0, 1.05 * ax.get_xlim()[1])  # drafters of nearly equal weights shall look so
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes[0].set_ylabel("acceptance length")
-    axes[2].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
     _save(figure, path)
 
 
