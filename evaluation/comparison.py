@@ -141,8 +141,12 @@ def differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for part, values in parts:
         keys = list(dict.fromkeys(key for own in values.values() for key in own))
         for key in keys:
-            # What a run of an earlier release did not record is no difference.
-            by_run = {name: own[key] for name, own in values.items() if own.get(key) is not None}
+            # What a run of an earlier release did not record is no difference; a setting that is None was recorded.
+            by_run = {
+                name: own[key]
+                for name, own in values.items()
+                if key in own and (part == "settings" or own[key] is not None)
+            }
             if len(set(map(str, by_run.values()))) > 1:
                 shown = ", ".join(f"{name} {_short(value)}" for name, value in by_run.items())
                 found.append(f"{part} differ: {shown}" if key == part else f"{part} differ in {key}: {shown}")

@@ -116,6 +116,9 @@ def test_every_setting_that_changes_a_result_is_compared() -> None:
     ):  # fmt: skip
         (found,) = differences({"a": facts(**{name: value}), "b": facts(**{name: other})})
         assert found.startswith(f"settings differ in {name}: a ")
+    (found,) = differences({"a": facts(decay_steps=None), "b": facts(decay_steps=-1)})
+    assert found == "settings differ in decay_steps: a None, b -1"
+    assert differences({"a": facts(), "b": facts(decay_steps=-1)}) == [], "an older run did not record it"
     for name in ("reader_threads", "micro_batch_size", "self_attention_mlp_width", "eagle_layers", "step_bound_max"):
         assert differences({"a": facts(**{name: 1}), "b": facts(**{name: 2})}) == []
 
