@@ -7,8 +7,10 @@ cut has target KV, in EAGLE the features that are fed back are its own.
 Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from ..moa.target import Target
 from ..moa.target_cache import TargetCache
 from ..moa.tree import TreeShape
 from .drafters import LoadedDrafter
+from .errors import EvaluationError
 from .measure import Progress, opening_tokens
 from .prompts import Prompt
 from .scorer import Scorer
@@ -129,6 +132,7 @@ def measure_disconnections(
     Raises:
         PromptsError: the chat template refuses a prompt.
         DrafterError: a drafter cannot be used with this target.
+        EvaluationError: the scorer raises something, or returns no finite number.
     """
     usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
     cuts: list[_Cut] = []
@@ -239,4 +243,17 @@ def _up_to_end(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
 
 def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> float:
     prompt = "\n".join(str(message["content"]) for message in cut.prompt.turns[0])
-    return float(scorer(prompt, target.tokenizer.decode([*cut.written, *tokens], skip_special_tokens=True)))
+    answer = target.tokenizer.decode([*cut.written, *tokens], skip_special_tokens=True)
+    where = f"the scorer, called with an answer to prompt {cut.prompt.prompt_id},"
+    try:
+        score: Any = scorer(prompt, answer)
+    except Exception as error:  # the user's function may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EvaluationError(f"{where} raised {reason}; mend the function.") from error
+    try:
+        number = float(score)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EvaluationError(f"{where} returned {str(score)[:60]!r}, expected a finite number; mend the function.")
+    return number

@@ -51,9 +51,10 @@ def write_report(values: dict[str, Any], markdown: str, path: Path) -> None:
         markdown: text of the Markdown file.
         path: of the JSON file.
     """
+    text = json.dumps(values, indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path.with_suffix(".md"), markdown)
-    _replace(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    _replace(path, text)
 
 
 def _settings(report: EvaluationReport) -> str:

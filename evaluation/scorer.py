@@ -19,13 +19,14 @@ def load_scorer(name: str) -> Scorer:
         name: ``module:function`` of a module that Python can import, or ``file.py:function``.
 
     Raises:
-        EvaluationError: no such module, file or function.
+        EvaluationError: no such module, file or function, or the module raises something.
     """
     where, _, function = name.rpartition(":")
     try:
         module = _from_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise EvaluationError(f"--scorer {name}: {where} cannot be imported ({error}); check the name.") from error
+    except Exception as error:  # the user's module may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EvaluationError(f"--scorer {name}: {where} cannot be imported ({reason}); check the name.") from error
     scorer = getattr(module, function, None)
     if not callable(scorer):
         raise EvaluationError(f"--scorer {name}: {where} has no function {function!r}; check the name.")

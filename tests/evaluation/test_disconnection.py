@@ -18,8 +18,10 @@ from moa_data.evaluation.disconnection import (
 from moa_data.evaluation.disconnection_report import KIND, summarize_writer
 from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
 from moa_data.evaluation.errors import EvalConfigError, EvaluationError
+from moa_data.evaluation.markdown import write_report
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.run import disconnect
+from moa_data.evaluation.scorer import load_scorer
 from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.drafter import Drafter
 from moa_data.moa.kv_layout import cache_kv, new_cache
@@ -179,6 +181,41 @@ def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> No
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     disconnect(config)  # an earlier report may be replaced
     assert json.loads(out.read_text())["writers"][1]["score"]["mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return float('nan')", "prompt 1, returned 'nan', expected a finite number"),
+        ("return -1e999", "returned '-inf'"),
+        ("return None", "returned 'None'"),
+        ("return 'good'", "returned 'good'"),
+        ("raise KeyError('gold')", "prompt 1, raised KeyError: 'gold'; mend the function"),
+    ],
+)
+def test_a_scorer_without_a_number_is_named_and_nothing_is_replaced(
+    config: DisconnectConfig, tmp_path: Path, body: str, message: str
+) -> None:
+    scorer, out = tmp_path / "scores.py", Path(config.out)
+    scorer.write_text(f"def score(prompt, answer):\n    {body}\n")
+    with pytest.raises(EvaluationError, match=message):
+        disconnect(changed(config, scorer=f"{scorer}:score"))
+    assert not list(out.parent.glob("report*"))
+
+
+def test_a_report_that_cannot_be_json_replaces_nothing(tmp_path: Path) -> None:
+    write_report({"a": 1}, "first", tmp_path / "report.json")
+    with pytest.raises(ValueError, match="JSON"):
+        write_report({"a": float("nan")}, "second", tmp_path / "report.json")
+    assert (tmp_path / "report.md").read_text() == "first"
+
+
+def test_a_scorer_whose_module_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no\\nluck')\n")
+    with pytest.raises(EvaluationError, match=r"broken\.py cannot be imported \(RuntimeError: no luck\)"):
+        load_scorer(f"{tmp_path / 'broken.py'}:score")
+    with pytest.raises(EvaluationError, match=r"--scorer \.scores:score: \.scores cannot be imported \(TypeError"):
+        load_scorer(".scores:score")
 
 
 def test_refusals(config: DisconnectConfig, tmp_path: Path) -> None:
