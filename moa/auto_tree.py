@@ -71,6 +71,7 @@ class _Probe:
 
     def __init__(self, widest: TreeShape) -> None:
         self._n_rounds, self._last_s, self._widest = 0, 0.0, widest
+        self.is_cut = False  # of the last round
         self._drafted_s: list[float] = []
         self._plain_s: list[float] = []
 
@@ -83,9 +84,9 @@ class _Probe:
         self._n_rounds += 1
         return None if self._n_rounds % 3 == 0 else self._widest
 
-    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool) -> None:
         """Take note of the seconds until it is known what was drafted."""
-        self._last_s = round_s
+        self._last_s, self.is_cut = round_s, is_cut
 
     def note(self, drafts: DraftTree) -> None:
         """Keep the seconds of a round; those that drafted less, at the end of an answer, count for nothing."""
@@ -139,7 +140,7 @@ def choose_shape(
 
         def on_round(drafts: DraftTree, accepted: list[list[int]]) -> None:
             probe.note(drafts)
-            if drafts.n_nodes:
+            if drafts.n_nodes and not probe.is_cut:
                 log.observe(drafts, accepted)
 
         generate_batch(

@@ -45,13 +45,14 @@ class ShapePolicy(Protocol):
         """Of the next round; None for a plain decoding step."""
         ...
 
-    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool) -> None:
         """Learn from the round that has just ended.
 
         Args:
             n_drafts: of each row.
             accepted: the accepted nodes of each row.
             round_s: seconds of drafting and verifying.
+            is_cut: the shape lost levels, because no row had use for so many drafts.
         """
         ...
 
@@ -235,13 +236,14 @@ def generate_batch(
     while active := _drop_finished(active, cache, session):
         began = clock.mark()
         shape = fixed if policy is None else policy.next_shape()
-        drafts = _propose(target, session, shape, active, sampling)
+        useful = _useful(target, shape, active, sampling)
+        drafts = _propose(target, session, useful, active)
         drafted_at = clock.mark()
         accepted = _verify(target, cache, active, session, drafts, sampling)
         verified_at = clock.mark()
         draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
         if policy is not None:
-            policy.observe(drafts.n_nodes, accepted, draft_s + verify_s)
+            policy.observe(drafts.n_nodes, accepted, draft_s + verify_s, useful != shape)
         if on_round is not None:
             on_round(drafts, accepted)
         for row in active:
@@ -277,28 +279,24 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, session: DraftSession
     return [rows[index] for index in going]
 
 
-def _propose(
-    target: Target,
-    session: DraftSession | None,
-    tree: Shape | None,
-    rows: list["_Row"],
-    sampling: SamplingConfig,
-) -> DraftTree:
-    """Drafts; in greedy decoding no deeper than there are positions for and than any row has use for.
+def _useful(target: Target, shape: Shape | None, rows: list["_Row"], sampling: SamplingConfig) -> Shape | None:
+    """The shape, in greedy decoding no deeper than there are positions for and than any row has use for.
 
     Sampling uses up random numbers at each level, and an answer must not depend on the rest of its batch: what lies
     beyond the last position is cut when it is committed.
     """
-    depth = 0
-    if session is not None and tree is not None:
-        depth = tree.depth
-        if sampling.is_argmax:
-            useful = max(row.n_remaining for row in rows) - 1
-            positions = target.max_positions - max(len(row.committed) for row in rows)
-            depth = min(depth, useful, positions)
-    if session is None or tree is None or depth < 1:
+    if shape is None or not sampling.is_argmax:
+        return shape
+    wanted = max(row.n_remaining for row in rows) - 1
+    depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
+    return shape.cut(depth) if depth >= 1 else None
+
+
+def _propose(target: Target, session: DraftSession | None, shape: Shape | None, rows: list["_Row"]) -> DraftTree:
+    """Drafts of each row; none without a shape."""
+    if session is None or shape is None:
         return DraftTree.empty(len(rows), target.device)
-    return session.propose([row.committed for row in rows], tree.cut(depth))
+    return session.propose([row.committed for row in rows], shape)
 
 
 def _verify(

@@ -89,16 +89,21 @@ class AdaptivePolicy:
             return self._shapes[best]
         return None
 
-    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool = False) -> None:
         """Compare with what was expected of the shape.
 
         Args:
             n_drafts: of each row.
             accepted: the accepted nodes of each row.
             round_s: seconds of the round.
+            is_cut: the shape lost levels at the end of an answer, so that nothing was expected of what was drafted.
         """
         seen = float(np.mean([len(nodes) for nodes in accepted]))
         self._n_tokens += 1.0 + seen
+        if is_cut:
+            self._n_unread = 0 if n_drafts else self._n_unread + 1
+            self._surcharge.forget_neighbour()
+            return
         if self._chosen is None:
             self._n_rounds *= _FADE_PLAIN
             self._n_unread += 1

@@ -12,7 +12,7 @@ from moa_data.moa.drafter import Drafter
 from moa_data.moa.drafting import DrafterSession
 from moa_data.moa.prompt_lookup import prompt_lookup_session
 from moa_data.moa.sampling import SamplingConfig
-from moa_data.moa.shape_costs import WIDEST
+from moa_data.moa.shape_costs import WIDEST, AcceptanceLog, n_nodes_of
 from moa_data.moa.target import Target
 from moa_data.moa.tree import DraftTree, TreeShape
 
@@ -33,7 +33,7 @@ def test_shapes_that_change_from_round_to_round_are_lossless(build: Callable[...
         def next_shape(self) -> TreeShape | None:
             return next(self.shapes)
 
-        def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float) -> None:
+        def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool) -> None:
             assert round_s > 0
             assert n_drafts in (0, 1, 2, 3, 4)
             assert 1 <= len(accepted) <= 3
@@ -42,6 +42,45 @@ def test_shapes_that_change_from_round_to_round_are_lossless(build: Callable[...
     found = generate_batch(target, prompts, max_new_tokens=20, open_session=session, tree=Changing())
     plain = generate_batch(target, prompts, max_new_tokens=20)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("shape", [TreeShape(4), TreeShape(3, 2, 6), TreeShape(4, stop_below=0.999)], ids=str)
+def test_a_policy_is_told_which_rounds_had_no_use_for_its_shape(shape: TreeShape) -> None:
+    """Also where a chain stops by itself before that."""
+    model = build_model(eos_token_id=None)
+    target, rounds = Target(model), []
+
+    class Steady:
+        def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
+            self.n_left = max_new_tokens - 1
+
+        def next_shape(self) -> TreeShape:
+            return shape
+
+        def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool) -> None:
+            assert is_cut == (self.n_left - 1 < shape.depth)
+            self.n_left -= 1 + len(accepted[0])
+            rounds.append((n_drafts, is_cut))
+
+    session = draft_session(target, build_drafter(model))
+    generate_batch(target, [[5, 6, 7]], max_new_tokens=12, open_session=session, tree=Steady())
+    assert {is_cut for _, is_cut in rounds} == {True, False}
+    whole = 1 if shape.stop_below else n_nodes_of(shape)
+    assert {n_drafts for n_drafts, is_cut in rounds if not is_cut} == {whole}
+
+
+def test_acceptance_is_not_counted_at_the_end_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(eos_token_id=None)
+    target, n_nodes, observe = Target(model), [], AcceptanceLog.observe
+
+    def noting(self: AcceptanceLog, drafts: DraftTree, accepted: Sequence[Sequence[int]]) -> None:
+        n_nodes.append(drafts.n_nodes)
+        observe(self, drafts, accepted)
+
+    monkeypatch.setattr(AcceptanceLog, "observe", noting)
+    choice = choose_shape(target, draft_session(target, build_drafter(model)), [[5, 6, 7]], max_new_tokens=20)
+    assert choice.acceptance.n_rounds == len(n_nodes) > 2
+    assert set(n_nodes) == {n_nodes_of(WIDEST)}
 
 
 @pytest.mark.parametrize("build", [build_drafter, build_eagle])

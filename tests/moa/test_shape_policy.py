@@ -146,6 +146,24 @@ def test_a_drafter_that_failed_on_the_last_answers_must_earn_its_drafts() -> Non
     assert later[0] is None or later.count(None) > first.count(None)
 
 
+def test_rounds_that_were_cut_teach_nothing() -> None:
+    """At the end of an answer there is no use for the whole shape: what comes next is as without these rounds."""
+    policy, untaught = AdaptivePolicy(ROUNDS, LOG), AdaptivePolicy(ROUNDS, LOG)
+    for one in (policy, untaught):
+        one.begin(10, 12)
+        shapes_of(one, 3, [0, 2, 5])
+    for n_drafts in (3, 1, 0):
+        assert policy.next_shape() is not None
+        policy.observe(n_drafts, [[]], 100.0, is_cut=True)
+    assert policy._typical == untaught._typical
+    assert policy.next_shape() == untaught.next_shape()
+    for one in (policy, untaught):
+        one.begin(10, 12)
+    assert policy._typical == untaught._typical
+    assert policy._surcharge.factor == untaught._surcharge.factor == 1.0
+    assert (policy._answers_n_tokens[-1], untaught._answers_n_tokens[-1]) == (15.0, 12.0), "but tokens are counted"
+
+
 def test_a_chain_that_stopped_is_expected_to_take_less() -> None:
     rounds, log = costs(per_token=1.0, level=2.0), log_of([0, 2, 5])
     policy = AdaptivePolicy(rounds, log)
