@@ -23,7 +23,7 @@ from .errors import DrafterError
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
 from .target import Target
 from .target_cache import TargetCache
-from .tree import DraftTree, Shape, StaticTree, TreeShape, ancestors
+from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
@@ -246,10 +246,10 @@ def generate_batch(
             policy.observe(drafts.n_nodes, accepted, draft_s + verify_s, useful != shape)
         if on_round is not None:
             on_round(drafts, accepted)
-        for row in active:
+        for row, drafted in zip(active, drafts.on_host[0], strict=True):
             row.stats.draft_s += draft_s / len(active) if session is not None else 0.0
             row.stats.verify_s += verify_s / len(active)
-            row.stats.n_drafted += drafts.n_nodes
+            row.stats.n_drafted += len(drafted) - drafted.count(NO_DRAFT)
     for row in rows:
         row.stats.total_s = (time.perf_counter() - started) / len(rows)
     return [Generation(row.tokens, row.stats) for row in rows]
@@ -309,7 +309,7 @@ def _verify(
 ) -> list[list[int]]:
     """One target call over root and drafts of each row; commits what the target agrees with, returns those nodes."""
     roots = torch.tensor([[row.committed[-1]] for row in rows], device=target.device)
-    tokens = torch.cat((roots, drafts.tokens), dim=1)  # [B, 1 + N]
+    tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1)  # [B, 1 + N]; any token fills up
     hidden = target.forward(tokens, cache, ancestors(drafts.parents) if drafts.n_nodes else None)
     logits = target.logits(hidden)  # [B, 1 + N, V]
     predicted = logits.argmax(dim=-1).tolist() if sampling.is_argmax else None

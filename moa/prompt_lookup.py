@@ -11,10 +11,7 @@ from torch import Tensor
 
 from .decode import OpenSession
 from .target_cache import TargetCache
-from .tree import DraftTree, Shape
-
-_NO_TOKEN = 0
-"""Fills the drafts of a row that found fewer than its neighbours; verified like any other draft."""
+from .tree import NO_DRAFT, DraftTree, Shape
 
 
 class PromptLookupSession:
@@ -42,7 +39,7 @@ class PromptLookupSession:
         longest = max(map(len, found))
         if not longest:
             return DraftTree.empty(len(found), self._device)
-        padded = [[*tokens, *[_NO_TOKEN] * (longest - len(tokens))] for tokens in found]
+        padded = [[*tokens, *[NO_DRAFT] * (longest - len(tokens))] for tokens in found]
         return DraftTree.chain(torch.tensor(padded, device=self._device))
 
     def select_rows(self, rows: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import DrafterError
-from .tree import DraftTree, Shape, TreeShape
+from .tree import NO_DRAFT, DraftTree, Shape, TreeShape
 
 _N_LIKELY = 1024
 """Tokens among which those that top-p keeps are looked for; only where they have too little mass are all sorted."""
@@ -171,6 +171,8 @@ def accept_sampled(
         probability = distribution(logits[at + 1], path, config)
         node = None
         for child in (index for index, parent in enumerate(parents) if parent == at):
+            if tokens[child] == NO_DRAFT:  # takes no random number, as in a batch without the other rows
+                continue
             proposal = None if tree.probabilities is None else tree.probabilities[row, child].cpu().double()
             if _accepts(probability, tokens[child], proposal, generator):
                 node = child

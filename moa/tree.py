@@ -17,6 +17,8 @@ from torch import Tensor
 from .errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
+NO_DRAFT = -1
+"""Token of a node that fills up the drafts of a row with fewer than its neighbours; never accepted."""
 RANK_ACCEPTANCE = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
 """How often the first, second, ... choice of a trained drafter is the target's token; for the form of static trees."""
 
@@ -181,7 +183,7 @@ def parse_shape(text: str) -> Shape:
         DrafterError: none of these, or sizes that make no sense.
     """
     kind, _, size = text.partition(":")
-    if kind == "static" and size.isdigit():
+    if kind == "static" and size.isdecimal():
         return StaticTree.likeliest(int(size))
     return TreeShape.parse(text)
 
@@ -191,7 +193,7 @@ class DraftTree:
     """Drafts of one round; all rows have the same number of nodes."""
 
     tokens: Tensor
-    """[B, N] int64."""
+    """[B, N] int64; ``NO_DRAFT`` where a row has fewer drafts than its neighbours."""
     parents: Tensor
     """[B, N] int64; smaller than the node's own index, -1 for the root."""
     scores: Tensor | None = None

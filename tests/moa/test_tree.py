@@ -31,6 +31,7 @@ def test_shapes_are_read_from_text(text: str) -> None:
     [
         ("six", "no shape of drafts"),
         ("6x8", "no shape of drafts"),
+        ("static:²", "no shape of drafts"),
         ("static:x", "no shape of drafts"),
         ("static:0", "at least 1 node"),
         ("0", "depth of a draft tree must be at least 1"),
