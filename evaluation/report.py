@@ -3,6 +3,7 @@
 Acceptance length = tokens committed per target call, bonus token included, prefill not counted.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -264,20 +265,48 @@ def check_output(path: str | Path, kind: str = KIND) -> Path:
         kind: of the report; an earlier one of this kind may be there.
 
     Raises:
-        EvaluationError: something other than a report is there.
+        EvaluationError: something other than a report is there, or nothing can be written there.
     """
     path = Path(path).expanduser()
     if path.suffix != ".json":
         raise EvaluationError(f"--out {path} does not end in .json; the report is JSON, with a .md file beside it.")
+    try:
+        _check_predecessor(path, kind)
+        _check_writable(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EvaluationError(f"--out {path} cannot be written ({reason}); choose another --out.") from error
+    return path
+
+
+def _check_predecessor(path: Path, kind: str) -> None:
+    """Refuse to replace what is not a report, or the Markdown file of none."""
     if not path.exists():
         occupied = [folder for folder in path.parents if folder.exists() and not folder.is_dir()]
         if occupied:
             raise EvaluationError(f"--out {path}: {occupied[0]} is a file, not a folder; choose another --out.")
-        return path
+        if (notes := path.with_suffix(".md")).exists():
+            raise EvaluationError(
+                f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
+            )
+        return
     try:
         is_report = json.loads(path.read_text(encoding="utf-8")).get("kind") == kind
     except (OSError, ValueError, AttributeError):
         is_report = False
     if not is_report:
         raise EvaluationError(f"--out {path} holds something that is not a {kind}; choose another --out.")
-    return path
+
+
+def _check_writable(path: Path) -> None:
+    """Write a file there for a moment, and its folder where it is missing; nothing is left."""
+    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(path.name + ".partial")  # the name that it is written under
+        probe.touch()
+        probe.unlink()
+    finally:
+        for folder in missing:  # the innermost first
+            with contextlib.suppress(OSError):
+                folder.rmdir()

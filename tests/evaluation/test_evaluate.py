@@ -9,7 +9,7 @@ import torch
 
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.errors import EvalConfigError, EvaluationError
-from moa_data.evaluation.report import KIND
+from moa_data.evaluation.report import KIND, check_output
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.checkpoint import load_drafter, save_drafter
 from moa_data.moa.config import DrafterConfig
@@ -149,6 +149,33 @@ def test_other_files_are_not_overwritten(config: EvalConfig, tmp_path: Path) -> 
     with pytest.raises(EvaluationError, match=r"does not end in \.json"):
         evaluate(changed(config, out=str(tmp_path)))
     assert notes.read_text() == '{"mine": 1}'
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(
+    config: EvalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loaded the target"))
+    for out in (tmp_path / ("x" * 300) / "a" / "report.json", tmp_path / "new" / ("x" * 245 + ".json")):
+        with pytest.raises(EvaluationError, match=r"^--out .*json cannot be written \(.+\); choose another --out\.$"):
+            evaluate(changed(config, out=str(out)))
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(Path, "touch", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(EvaluationError, match=r"report\.json cannot be written \(Permission denied\)"):
+        evaluate(config)
+
+
+def test_a_markdown_file_of_no_report_is_not_replaced(config: EvalConfig, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    with pytest.raises(EvaluationError, match=r"would replace .*notes\.md, which belongs to no report"):
+        evaluate(changed(config, out=str(tmp_path / "notes.json")))
+    assert notes.read_text() == "mine"
+
+
+def test_an_output_folder_is_made_late(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b" / "report.json"
+    assert check_output(out) == out
+    assert not (tmp_path / "a").exists()
 
 
 def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_path: Path) -> None:
