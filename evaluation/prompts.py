@@ -2,15 +2,16 @@
 
 Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT ``{"conversations": [{"from", "value"}]}``; the
 prompt is everything before the last assistant message, or the whole chat where it ends with the user.
-Optional keys: ``prompt_id``, ``category``.
+Optional keys: ``prompt_id`` (else ``id``, else the line's number), ``category``.
 
 Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. Each turn is answered by the target,
 and its answer becomes part of the next turn's history.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class PromptFile:
 def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
     """Read a file of prompts.
 
+    Every prompt has an id of its own: one that occurs again gets a number, ``id#2``. Figures are summed by it.
+
     Args:
         path: a file with one JSON object per line.
         n_prompts: use this many: of chats the first ones, of Spec-Bench questions in turn from each category, so that
@@ -85,7 +88,18 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
     if not prompts:
         raise PromptsError(f"{path} holds no prompt; expected one JSON object per line.")
     kind = kinds.pop()
-    return PromptFile(kind, len(prompts), tuple(_choose(prompts, kind, n_prompts)))
+    return PromptFile(kind, len(prompts), tuple(_choose(_with_own_ids(prompts), kind, n_prompts)))
+
+
+def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
+    given, n_seen, found = {prompt.prompt_id for prompt in prompts}, Counter[str](), []
+    for prompt in prompts:
+        name = prompt.prompt_id
+        n_seen[name] += 1
+        while n_seen[name] > 1 and f"{name}#{n_seen[name]}" in given:
+            n_seen[name] += 1
+        found.append(prompt if n_seen[name] == 1 else replace(prompt, prompt_id=f"{name}#{n_seen[name]}"))
+    return found
 
 
 def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
@@ -96,16 +110,16 @@ def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
     if not isinstance(row, dict):
         raise PromptsError(f"{where} is a {type(row).__name__}, expected an object with messages or turns.")
     if "turns" in row:
-        return SPEC_BENCH, _spec_bench_prompt(row, where)
+        return SPEC_BENCH, _spec_bench_prompt(row, where, number)
     return CHATS, _chat_prompt(row, where, number)
 
 
-def _spec_bench_prompt(row: dict[str, Any], where: str) -> Prompt:
+def _spec_bench_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise PromptsError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; mend or remove the line.")
     return Prompt(
-        prompt_id=str(row.get("question_id", where.rsplit(" ", 1)[-1])),
+        prompt_id=_identity(row, number, "question_id"),
         category=str(row.get("category", "all")),
         turns=tuple(({"role": "user", "content": text},) for text in turns),
     )
@@ -127,8 +141,13 @@ def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
         n_before -= 1
     if n_before == 0:
         raise PromptsError(f"{where}: nothing comes before the assistant's message; mend or remove the line.")
-    identity = row.get("prompt_id", row.get("id", number))
-    return Prompt(str(identity), str(row.get("category") or "all"), (tuple(messages[:n_before]),))
+    category = str(row.get("category") or "all")
+    return Prompt(_identity(row, number, "prompt_id", "id"), category, (tuple(messages[:n_before]),))
+
+
+def _identity(row: dict[str, Any], number: int, *keys: str) -> str:
+    """The first of some keys that holds something, else the number of the line."""
+    return str(next((row[key] for key in keys if row.get(key) is not None), number))
 
 
 def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable[Prompt]:

@@ -44,6 +44,19 @@ def test_the_first_chats_are_chosen(chats_file: Path) -> None:
     assert [prompt.prompt_id for prompt in load_prompts(chats_file, n_prompts=2).prompts] == ["1", "2"]
 
 
+def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
+    def ids(rows: list, n_prompts: int | None = None) -> list[str]:
+        return [prompt.prompt_id for prompt in load_prompts(write_lines(tmp_path / "p.jsonl", rows), n_prompts).prompts]
+
+    chats = [chat("q", "a", **given) for given in ({"prompt_id": None, "id": "x"}, {"id": None}, {"prompt_id": 0}, {})]
+    assert ids(chats) == ["x", "2", "0", "4"]
+    questions = [{"question_id": given, "turns": ["q"]} for given in (None, 7, None)]
+    assert ids(questions) == ["1", "7", "3"]
+    repeated = [chat("q", "a", id=given) for given in ("a", "a", "a#2", "a", "3", None, "a#2", "b")]
+    assert ids(repeated) == ["a", "a#3", "a#2", "a#4", "3", "6", "a#2#2", "b"]
+    assert ids(repeated, 4) == ids(repeated)[:4]
+
+
 def test_line_separators_inside_text_do_not_split_a_line(tmp_path: Path) -> None:
     text = "one\u2028two\u0085three"
     (prompt,) = load_prompts(write_lines(tmp_path / "p.jsonl", [chat(text, "a")])).prompts
