@@ -129,8 +129,9 @@ class EagleLayout(DrafterLayout):
         } | rope_keys(sizes)
 
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """A joining layer in front of numbered layers."""
-        return "fc.weight" in names and any(name.startswith("layers.0.") for name in names)
+        """A joining layer in front of numbered layers, which are not vLLM's name of EAGLE-3's."""
+        is_eagle3 = "layers.0.hidden_norm.weight" in names
+        return "fc.weight" in names and any(name.startswith("layers.0.") for name in names) and not is_eagle3
 
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> EagleConfig:
         """From the drafter's config.json and the shapes."""

@@ -287,6 +287,19 @@ def test_eagle3_says_which_layers_it_joins(tmp_path):
         write(build_eagle3(model), "eagle3", tmp_path / "two", model)
 
 
+def test_eagle3_under_the_name_that_vllm_gives_its_layer(tmp_path):
+    model = build_model()
+    drafter = build("eagle3", model)
+    write(drafter, "eagle3", tmp_path, model)
+    without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    again = load_drafter(tmp_path)
+    assert isinstance(again, Eagle3Drafter)
+    assert torch.equal(features(again, model), features(drafter, model))
+
+
 def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide():
     """As in the official code: 4 heads over a KV width of 56 would be 14, 6 over 64 are 10, rounded down."""
     model = build_model(num_attention_heads=6, num_key_value_heads=2, head_dim=16)
