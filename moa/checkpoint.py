@@ -41,19 +41,21 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
     """Load a drafter: a training run that contains ``drafter/``, its own layout, or one of :data:`layouts.LAYOUTS`.
 
+    Args:
+        folder: of the drafter; ``~`` is the home folder.
+        dtype: of the weights.
+        device: for the weights.
+
     Raises:
         CheckpointError: nothing there, or keys and shapes that differ from what the sizes call for.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if (folder / "drafter" / CONFIG_FILE).is_file():
         folder = folder / "drafter"
     config: DrafterSizes
     if (folder / CONFIG_FILE).is_file():
-        try:
-            values = json.loads((folder / CONFIG_FILE).read_text())
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{folder / CONFIG_FILE} is not JSON: {error}") from error
-        config = drafter_class(values.get("kind", MoADrafter.kind)).config_class.from_dict(values)
+        values = _read_own_config(folder / CONFIG_FILE)
+        config = drafter_class(str(values.get("kind", MoADrafter.kind))).config_class.from_dict(values)
         weights = read_safetensors(folder / WEIGHTS_FILE)
     elif (folder / CONFIG_NAME).is_file():
         config, weights = read_layout(folder)
@@ -63,6 +65,16 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
             f"{', '.join(LAYOUTS)}."
         )
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
+
+
+def _read_own_config(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected names and values; restore it.")
+    return values
 
 
 def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str | Path = "weights") -> Drafter:

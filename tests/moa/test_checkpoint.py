@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moa_data.moa.checkpoint import check_drafter_matches, load_drafter, save_drafter
-from moa_data.moa.errors import CheckpointError, TargetMismatch
+from moa_data.moa.errors import CheckpointError, DrafterError, TargetMismatch
 from moa_data.moa.layouts import LAYOUTS, write_layout
 from moa_data.moa.target import Target
 
@@ -65,6 +65,29 @@ def test_official_layout_as_pickle_and_its_faults(tmp_path):
             load_drafter(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
+        load_drafter(tmp_path)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    drafter = build_drafter(build_model())
+    save_drafter(drafter, tmp_path / "run" / "drafter")
+    assert same_weights(load_drafter("~/run"), drafter)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"kind": []}', "there is no drafter"),
+        (b"[]", r"drafter\.json holds a list, expected names and values"),
+        (b"null", "holds a NoneType"),
+        (b"{", r"drafter\.json is not JSON"),
+        (b"\xff", r"drafter\.json is not JSON"),
+    ],
+)
+def test_a_description_that_is_none_is_named(tmp_path, content, message):
+    (tmp_path / "drafter.json").write_bytes(content)
+    with pytest.raises(DrafterError, match=message):
         load_drafter(tmp_path)
 
 
