@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..moa.decode import Generation
+from ..moa.sampling import GREEDY, SamplingConfig, penalised
 from ..moa.target import Target
 from ..pipeline.chats import Message
 from ..pipeline.errors import TemplateError
@@ -37,7 +38,8 @@ class MethodRun:
         verify_s: seconds of target calls after the prefill.
         repeats_s: seconds of each repeat.
         first_divergence: index of the first generated token that differs from the baseline's; None where none does.
-        top2_gap: difference of the two highest target logits there; tiny values mean a tie that rounding decided.
+        top2_gap: difference of the two highest target logits there, after the repetition penalty; tiny values mean a
+            tie that rounding decided.
     """
 
     n_tokens: int
@@ -110,7 +112,7 @@ def measure(
     repeats: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
-    explain: bool = True,
+    sampling: SamplingConfig = GREEDY,
 ) -> Measurement:
     """Decode every turn of every prompt with every method; the order of the methods turns round from batch to batch.
 
@@ -124,7 +126,8 @@ def measure(
         repeats: times that each method decodes each batch, in alternation.
         seed: prompt i draws from seed + i.
         progress: called with (done, total, message) per batch.
-        explain: measure the gap of the two highest logits where tokens first differ; says nothing where they are drawn.
+        sampling: of the methods. Unless it draws tokens, the gap of the two highest logits is measured where answers
+            first differ.
 
     Raises:
         PromptsError: the chat template refuses a prompt.
@@ -144,7 +147,7 @@ def measure(
             if batch:
                 shift = n_batches % len(methods)
                 order = [*methods][shift:] + [*methods][:shift]
-                result.rows += _measure_batch(target, methods, order, batch, turn, repeats, explain)
+                result.rows += _measure_batch(target, methods, order, batch, turn, repeats, sampling)
                 n_batches += 1
         if progress is not None:
             last = chats[-1].prompt
@@ -190,7 +193,7 @@ def _measure_batch(
     batch: Sequence[_Chat],
     turn: int,
     repeats: int,
-    explain: bool,
+    sampling: SamplingConfig,
 ) -> list[PromptRow]:
     """Answer one turn of each chat with every method."""
     baseline = next(iter(methods))
@@ -203,7 +206,7 @@ def _measure_batch(
     for index, chat in enumerate(batch):
         of_baseline = generations[baseline][0][index]
         runs = {
-            name: _compare(target, chat.tokens, of_baseline, [repeat[index] for repeat in generations[name]], explain)
+            name: _compare(target, chat.tokens, of_baseline, [repeat[index] for repeat in generations[name]], sampling)
             for name in methods
         }
         prompt = chat.prompt
@@ -222,10 +225,10 @@ def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | Non
 
 
 @torch.inference_mode()
-def top2_gap(target: Target, tokens: Sequence[int]) -> float:
+def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 1.0) -> float:
     """Difference of the two highest logits of the token that follows, in one forward without a cache."""
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
-    highest = target.logits(hidden[0, -1]).float().topk(2).values
+    highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
 
 
@@ -237,14 +240,14 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
 
 
 def _compare(
-    target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], explain: bool
+    target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], sampling: SamplingConfig
 ) -> MethodRun:
     """A method's run: its median repeat. Greedy and seeded repeats give equal tokens."""
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap: Any = None
-    if divergence is not None and explain:
-        gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]])
+    if divergence is not None and sampling.temperature == 0:
+        gap = top2_gap(target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty)
     stats = other.stats
     return MethodRun(
         n_tokens=len(other.tokens),

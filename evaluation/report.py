@@ -38,7 +38,7 @@ CONVENTIONS = {
     "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens; the last call of an answer may "
     "be cut by the end-of-sequence token or the token limit",
     "exact_match": "the same token ids as the baseline's; first_divergence counts generated tokens from 0, top2_gap "
-    "is the difference of the two highest target logits there",
+    "is the difference of the two highest target logits there, after the repetition penalty",
 }
 
 

@@ -79,7 +79,7 @@ def run_methods(
         repeats=config.repeats,
         seed=config.seed,
         progress=progress,
-        explain=config.temperature == 0,
+        sampling=config.sampling(),
     )
     return build_report(
         measurement,

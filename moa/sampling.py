@@ -86,14 +86,7 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
     Returns:
         [V] float64 on CPU, sums to 1.
     """
-    scores = logits.detach().cpu().double()
-    if config.repetition_penalty != 1 and previous:
-        seen = torch.tensor(sorted(set(previous)))
-        penalised = scores[seen]
-        penalised = torch.where(
-            penalised < 0, penalised * config.repetition_penalty, penalised / config.repetition_penalty
-        )
-        scores = scores.index_put((seen,), penalised)
+    scores = penalised(logits, previous, config.repetition_penalty)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
     scores = scores / config.temperature
@@ -101,6 +94,25 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
         scores = scores.masked_fill(scores < scores.topk(config.top_k).values[-1], -torch.inf)
     probability = scores.softmax(0)
     return probability if config.top_p == 1 else _likeliest(probability, config.top_p)
+
+
+def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
+    """Logits after the repetition penalty.
+
+    Args:
+        logits: [V].
+        previous: prompt and all tokens so far.
+        penalty: 1 changes nothing.
+
+    Returns:
+        [V] float64 on CPU.
+    """
+    scores = logits.detach().cpu().double()
+    if penalty == 1 or not previous:
+        return scores
+    seen = torch.tensor(sorted(set(previous)))
+    found = scores[seen]
+    return scores.index_put((seen,), torch.where(found < 0, found * penalty, found / penalty))
 
 
 def _likeliest(probability: Tensor, top_p: float) -> Tensor:
@@ -171,7 +183,7 @@ def accept_sampled(
         probability = distribution(logits[at + 1], path, config)
         node = None
         for child in (index for index, parent in enumerate(parents) if parent == at):
-            if tokens[child] == NO_DRAFT:  # takes no random number, as in a batch without the other rows
+            if tokens[child] == NO_DRAFT:  # takes no random number: a row alone has none of these
                 continue
             proposal = None if tree.probabilities is None else tree.probabilities[row, child].cpu().double()
             if _accepts(probability, tokens[child], proposal, generator):

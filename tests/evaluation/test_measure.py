@@ -6,15 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.markdown import markdown_report
-from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow, first_divergence, measure
+from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow, first_divergence, measure, top2_gap
 from moa_data.evaluation.methods import Generate
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.report import build_report, summarize
 from moa_data.moa.decode import DecodeStats, Generation, generate_batch, plain_generate
+from moa_data.moa.sampling import SamplingConfig, distribution
 from moa_data.moa.target import Target
 
 from .conftest import MAX_POSITIONS
@@ -141,9 +143,32 @@ def test_a_divergence_is_located_with_its_logit_gap(target: Target) -> None:
     assert run.first_divergence == 2
     assert run.top2_gap is not None
     assert run.top2_gap > 0
-    drawn = measure(target, methods, [question("hi")], warmup=0, explain=False).rows[0].runs["wrong"]
+    drawn = measure(target, methods, [question("hi")], warmup=0, sampling=SamplingConfig(1.0)).rows[0].runs["wrong"]
     assert (drawn.first_divergence, drawn.top2_gap) == (2, None)
     assert summarize(measurement.rows)[1].n_exact == 0
+
+
+def test_the_logit_gap_is_that_of_the_logits_that_tokens_are_chosen_from(target: Target) -> None:
+    sampling, prompt = SamplingConfig(repetition_penalty=1.8), target.tokenizer("hi there, hi there")["input_ids"]
+    (answer,) = generate_batch(target, [prompt], max_new_tokens=12, sampling=sampling)
+    text = [*prompt, *answer.tokens]
+    hidden = target.forward(torch.tensor([text]), target.new_cache())
+    probability = distribution(target.logits(hidden[0, -1]), text, SamplingConfig(1.0, repetition_penalty=1.8))
+    first, second = probability.topk(2).values.log().tolist()
+    assert top2_gap(target, text, 1.8) == pytest.approx(first - second)
+    assert top2_gap(target, text, 1.8) != pytest.approx(top2_gap(target, text))
+    baseline, other = Generation(answer.tokens, DecodeStats([], 1, total_s=1.0)), [*answer.tokens[:5], 0]
+
+    def penalising(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        return [baseline]
+
+    def wrong(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        return [Generation(other, baseline.stats)]
+
+    methods = {"plain": penalising, "wrong": wrong}
+    (row,) = measure(target, methods, [question("hi")], warmup=0, sampling=sampling).rows
+    text = target.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert row.runs["wrong"].top2_gap == top2_gap(target, [*text["input_ids"], *answer.tokens[:5]], 1.8)
 
 
 def test_first_divergence() -> None:
