@@ -24,6 +24,8 @@ CONVENTIONS = {
     "log_prob": "mean over tokens of the target's log-probability of what was written, given the text before it, that "
     "of the writer included; nats",
     "offsets": "by_offset[i] is the (i + 1)-th token behind the cut",
+    "n_skipped": "prompts without a cut: they leave no position to generate into, or their answer is one token long; "
+    "n_cut_prompts are the others",
     "intervals": "95 %, bootstrap over prompts (the cuts of one prompt stay together), the same draws in every report",
     "score": "of the user's function, mean over answers: what the target wrote up to the cut and what followed",
 }
@@ -84,7 +86,7 @@ class DisconnectionReport:
         config: settings, as plain values.
         environment: device, dtype, threads and the like.
         provenance: command, versions and commit of the code.
-        prompts: kind, file, and how many were there and used.
+        prompts: kind, file, and how many were there, used, cut and skipped.
         drafters: name -> facts of a drafter.
         writers: a summary of each, the target first.
         rows: every cut.
@@ -127,7 +129,7 @@ def build_disconnection_report(
         config: settings, as plain values.
         environment: device, dtype, threads and the like.
         provenance: command, versions and commit.
-        prompts: where the prompts come from.
+        prompts: where the prompts come from, and ``n_used`` of them.
         drafters: facts of each.
 
     Raises:
@@ -138,11 +140,13 @@ def build_disconnection_report(
             "no answer is long enough to be cut: prompts leave no position to generate into, or every answer ends with "
             "its first token; give other prompts."
         )
+    n_cut_prompts = len({row.prompt_id for row in rows})
+    counts = {"n_cuts": len(rows), "n_cut_prompts": n_cut_prompts, "n_skipped": prompts["n_used"] - n_cut_prompts}
     return DisconnectionReport(
         dict(config),
         dict(environment),
         dict(provenance),
-        dict(prompts) | {"n_cuts": len(rows)},
+        dict(prompts) | counts,
         dict(drafters),
         [summarize_writer(name, rows) for name in rows[0].by_writer],
         list(rows),
@@ -186,8 +190,9 @@ def disconnection_markdown(report: DisconnectionReport) -> str:
     lines = [
         "# After a disconnection: the drafter goes on alone",
         "",
-        f"{prompts['n_cuts']} cuts of answers to {prompts['n_used']} prompts of {prompts['file']} ({prompts['kind']}), "
-        f"{config['n_tokens']} tokens behind each; greedy, {environment['dtype']} on {environment['device']}.",
+        f"{prompts['n_cuts']} cuts of answers to {prompts['n_cut_prompts']} prompts of {prompts['file']} "
+        f"({prompts['kind']}), {config['n_tokens']} tokens behind each; greedy, {environment['dtype']} on "
+        f"{environment['device']}.",
         "",
         "| writer | tokens like the target's, from the cut on | agreement | log-probability per token, nats |"
         + (" score |" if has_scores else ""),
@@ -204,6 +209,8 @@ def disconnection_markdown(report: DisconnectionReport) -> str:
         "Intervals: 95 %, bootstrap over prompts.",
         *_drafter_lines(report),
     ]
+    if prompts["n_skipped"]:
+        lines += ["", f"{prompts['n_skipped']} prompts were skipped: no room for an answer, or one of a single token."]
     drafters = [summary for summary in report.writers if summary.writer != TARGET]
     for title, name, form, shown in (
         ("Agreement", "agreement_by_offset", "{:.0%}", drafters),

@@ -39,7 +39,8 @@ def markdown_report(report: EvaluationReport) -> str:
         lines += ["", *_category_lines(report)]
     lines += _divergence_lines(report)
     if report.measurement.skipped:
-        lines += ["", f"{len(report.measurement.skipped)} turns were skipped: longer than the target's positions."]
+        n_turns = len(report.measurement.skipped)
+        lines += ["", f"{n_turns} turns were skipped: longer than the target's positions, or behind one that is."]
     return "\n".join(lines) + "\n"
 
 

@@ -87,7 +87,13 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn without an answer: its prompt leaves no position to generate into. Later turns are skipped with it."""
+    """A turn without an answer: its prompt leaves no position to generate into, or that of a turn before it did not.
+
+    Attributes:
+        prompt_id: of the prompt.
+        turn: which answer, from 0.
+        n_prompt_tokens: tokens before the answer of the turn that was too long.
+    """
 
     prompt_id: str
     turn: int
@@ -175,13 +181,14 @@ class _Chat:
         self._ended = False
 
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
-        """Whether there is such a turn with room for an answer; one without room is noted, and ends the chat."""
+        """Whether there is such a turn with room for an answer; one without is noted with all after it, and ends it."""
         if self._ended or turn >= len(self.prompt.turns):
             return False
         self.history += self.prompt.turns[turn]
         self.tokens = _tokens(target, self.prompt, self.history)
         if len(self.tokens) >= target.max_positions:
-            skipped.append(SkippedTurn(self.prompt.prompt_id, turn, len(self.tokens)))
+            turns = range(turn, len(self.prompt.turns))
+            skipped += [SkippedTurn(self.prompt.prompt_id, number, len(self.tokens)) for number in turns]
             self._ended = True
         return not self._ended
 

@@ -186,9 +186,9 @@ def build_report(
     """
     rows = measurement.rows
     if not rows:
+        n_prompts = sum(skipped.turn == 0 for skipped in measurement.skipped)
         raise EvaluationError(
-            f"all {len(measurement.skipped)} prompts are as long as the target's positions or longer; "
-            "give shorter prompts."
+            f"all {n_prompts} prompts are as long as the target's positions or longer; give shorter prompts."
         )
     categories = list(dict.fromkeys(row.category for row in rows))
     return EvaluationReport(

@@ -30,7 +30,7 @@ from moa_data.moa.objective import Draws, Rounds
 from moa_data.moa.registry import DRAFTERS
 from moa_data.moa.target import Target
 
-from .conftest import MAX_POSITIONS
+from .conftest import MAX_POSITIONS, chat, write_lines
 
 PROMPTS = [
     Prompt(f"p{number}", "chat", (({"role": "user", "content": text},),))
@@ -181,6 +181,17 @@ def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> No
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     disconnect(config)  # an earlier report may be replaced
     assert json.loads(out.read_text())["writers"][1]["score"]["mean"] is None
+
+
+def test_prompts_without_room_are_counted(config: DisconnectConfig, tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
+    report = disconnect(changed(config, prompts=str(prompts)))
+    text = Path(config.out).with_suffix(".md").read_text()
+    assert [report.prompts[name] for name in ("n_used", "n_cut_prompts", "n_skipped")] == [3, 2, 1]
+    assert f"{len(report.rows)} cuts of answers to 2 prompts of " in text
+    assert "1 prompts were skipped: no room for an answer" in text
+    disconnect(config)
+    assert "skipped" not in Path(config.out).with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,10 @@ def test_prompts_without_room_are_counted_not_dropped_silently(target: Target) -
     measurement = measure(target, methods, prompts)
     assert [turn.prompt_id for turn in measurement.skipped] == ["long"]
     assert [row.prompt_id for row in measurement.rows] == ["short"]
+    later = measure(target, methods, [question("short", "x" * MAX_POSITIONS, "a", "b", prompt_id="chat")])
+    assert [(turn.prompt_id, turn.turn) for turn in later.skipped] == [("chat", 1), ("chat", 2), ("chat", 3)]
+    assert [row.turn for row in later.rows] == [0]
+    prompts[0] = question("x" * MAX_POSITIONS, "and then", prompt_id="long")
     settings: dict[str, Any] = {"config": {}, "environment": {}, "provenance": {}, "prompts": {}}
     with pytest.raises(EvaluationError, match="all 1 prompts"):
         build_report(measure(target, methods, prompts[:1]), **settings)
