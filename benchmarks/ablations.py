@@ -49,9 +49,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no-staircase": ("no staircase curriculum", {"staircase": False}),
     "standard": ("teacher-forced in place of on-policy", {"on_policy": False}),
     "two-passes": ("a teacher-forced pass beside the on-policy one", {"teacher_forced_weight": 1.0}),
-    "default": (
-        "both passes, and cross-attention to the drafts of the round: what `moa-data train` does",
+    "drafts-in-sight": (
+        "both passes, and cross-attention to the drafts of the round",
         {"teacher_forced_weight": 1.0, "cross_attention_drafts": True},
+    ),
+    "default": (
+        "these, and a memory of the keys before RoPE: what `moa-data train` does",
+        {"teacher_forced_weight": 1.0, "cross_attention_drafts": True, "unrotated_keys": True},
     ),
     "target-layers-1": ("target layer inference, N = 1", {"target_layer_inference": 1}),
     "target-layers-3": ("target layer inference, N = 3", {"target_layer_inference": 3}),
@@ -132,7 +136,7 @@ def train_config(options: argparse.Namespace, variant: str, seed: int, frozen: F
     """The run of a variant: all but what it takes away is equal."""
     values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed, "max_steps": options.steps}
     # The paper's drafter and training, unless the variant says otherwise.
-    values |= {"teacher_forced_weight": 0.0, "cross_attention_drafts": False}
+    values |= {"teacher_forced_weight": 0.0, "cross_attention_drafts": False, "unrotated_keys": False}
     values |= sizes_of(options, variant, frozen) | VARIANTS[variant][1]
     return TrainConfig(store=options.store, out=str(options.out / f"run-{variant}-{seed}"), **values)
 

@@ -163,6 +163,8 @@ class DrafterConfig(DrafterSizes):
     """N, how many of the target's last layers the drafted features pass through."""
     cross_attention_drafts: bool = False
     """Whether cross-attention sees, behind the memory, the drafts of its round too; in the paper it does not."""
+    unrotated_keys: bool = False
+    """Whether the memory is made from the target's keys before RoPE; in the paper it is made from those after it."""
 
     def __post_init__(self) -> None:
         problems = []

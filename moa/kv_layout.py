@@ -1,6 +1,6 @@
 """The one definition of the KV tensor, and how it comes out of a cache of transformers.
 
-Shapes: B batch, T tokens, L target layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d.
+Shapes: B batch, T tokens, n positions, L target layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d.
 The packed layout is, per token and layer, ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, keys after RoPE (official
 ``moa_spec/models/train/moa_spec.py``, lines 117-119). The activation store's ``kv`` field ``[T, L, H_kv, 2, d]`` is the
 same layout before the last three axes are merged, so packing it is a view.
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+from .layers import Rotation, rotate
 
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -41,6 +43,22 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
     """
     per_head = packed.unflatten(-1, (n_kv_heads, 2, -1)).permute(3, 0, 2, 1, 4)  # [2, B, H_kv, T, d]
     return per_head[0], per_head[1]
+
+
+def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the keys of packed KV and leave the values; with the inverse rotation the keys are those before RoPE.
+
+    Args:
+        packed: [n, L, D], of n positions.
+        rotation: of these positions, cos and signed sin, each [n, d].
+
+    Returns:
+        [n, L, D], the input's dtype.
+    """
+    cos, sin = rotation
+    keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
+    rotated = rotate(keys.permute(1, 2, 0, 3), (cos[None], sin[None])).permute(2, 0, 1, 3)
+    return torch.stack((rotated, values), dim=-2).flatten(-3)
 
 
 def new_cache() -> DynamicCache:

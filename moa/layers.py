@@ -82,6 +82,11 @@ class Rotary(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scaling == 1.0 else (cos * self.scaling, sin * self.scaling)
 
+    def inverse(self, positions: Tensor) -> Rotation:
+        """What undoes :meth:`forward` of the same positions, its scaling too."""
+        cos, sin = self(-positions)
+        return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
         """Move with the module, but keep the float32 values."""
         exact = self.inv_freq

@@ -43,6 +43,10 @@ def _unlike_the_paper(sizes: DrafterConfig, who: str) -> list[str]:
             f"its cross-attention sees the drafts of the round, which it does not in {who} (train with "
             "--no-cross-attention-drafts)"
         )
+    if sizes.unrotated_keys:
+        found.append(
+            f"its memory is made from keys before RoPE, in {who} from those after (train with --no-unrotated-keys)"
+        )
     return found
 
 

@@ -11,6 +11,9 @@ With ``cross_attention_drafts`` the cross-attention sees, behind the memory, wha
 drafts. In the paper's form a draft knows those before it only as embeddings, and the further from the last verified
 position, the less it agrees with the target.
 
+With ``unrotated_keys`` the memory is made from the target's keys as they were before RoPE. Layer self-attention looks
+at one position at a time and isn't told which, so that after RoPE the same content looks different everywhere.
+
 Training runs many draft rounds at once: position i sees the memory up to its last context position s(i), exactly what a
 draft step sees after the verification that ended at s(i). Both paths call the same blocks.
 """
@@ -26,9 +29,11 @@ from torch import Tensor, nn
 from . import masks
 from .bundle import FrozenTarget
 from .config import DrafterConfig, DrafterSizes
+from .draft_state import DraftState
 from .drafter import DraftedFeatures, Drafter
 from .errors import DrafterError
-from .kv_buffer import KVBuffer, positions_behind
+from .kv_buffer import positions_behind
+from .kv_layout import rotate_packed_keys
 from .layers import DecoderBlock, Rotary, Rotation
 from .objective import DEFAULT_WEIGHTS, Draws, LossTerms, LossWeights, Rounds, TrainingInputs, moa_objective
 from .target_cache import TargetCache
@@ -59,42 +64,6 @@ class DrafterOutputs:
     """[B, Q, E], before the final norm; the cross-attention itself when N = 0."""
     features: Tensor
     """[B, Q, E], what the LM head sees."""
-
-
-class DraftState:
-    """The drafter's caches of B rows while decoding.
-
-    Attributes:
-        self_attention: of the verified tokens, then of this round's drafts in the order of feeding.
-        memory: cross-attention keys and values of the positions that have target KV; behind them, where the drafter
-            looks at them, of this round's drafts.
-        n_fed: tokens of this round's tree that were fed, the root included.
-    """
-
-    def __init__(self, n_rows: int = 1) -> None:
-        self.self_attention = KVBuffer(n_rows)
-        self.memory = KVBuffer(n_rows)
-        self.n_fed = 0
-
-    def forget_drafts(self, in_memory: bool) -> None:
-        """End the round: keep the verified positions and, of self-attention, the root, which is verified by now.
-
-        Args:
-            in_memory: the memory has the drafts too.
-        """
-        if not self.n_fed:
-            return
-        # Behind the last root lie nodes in the order of feeding, those accepted among others. Encoding the accepted
-        # ones anew is two projections of a few tokens; which of them stand where they belong is not worth asking.
-        self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
-        if in_memory:
-            self.memory.crop([length - self.n_fed for length in self.memory.lengths])
-        self.n_fed = 0
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        self.self_attention.select_rows(rows)
-        self.memory.select_rows(rows)
 
 
 class MoADrafter(Drafter):
@@ -165,24 +134,34 @@ class MoADrafter(Drafter):
         out = self.layer_self_attention.attend_self(kv.flatten(0, 1), self._layer_rotation(kv), mask=None)
         return out.unflatten(0, kv.shape[:2])
 
-    def encode_memory(self, kv: Tensor) -> Tensor:
+    def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """What cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
 
         Without layer self-attention it is kv_to_hidden of the last layer.
 
         Args:
             kv: [B, T, L, D]; fewer layers will do without layer self-attention, the last one being there.
+            positions: [B or 1, T] int64, where the keys of ``kv`` were rotated to; None for 0 to T - 1.
 
         Returns:
             [B, T, E].
         """
         if not self.config.layer_attention:
-            return self.kv_to_hidden(kv[:, :, -1])
+            kv = kv[:, :, -1:]
+        if positions is None:
+            positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
         rotation = self._layer_rotation(kv)
-        parts = kv.flatten(0, 1).split(_MOST_POSITIONS)
-        means = [self.layer_self_attention.attend_self_mean(part, rotation) for part in parts]  # [n, D] each
-        mean = means[0] if len(means) == 1 else torch.cat(means)
-        return self.kv_to_hidden(mean).unflatten(0, kv.shape[:2])
+        summaries = []  # [n, D] each
+        at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
+        for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
+            if self.config.unrotated_keys:
+                part = rotate_packed_keys(part, self.rotary.inverse(where))
+            if self.config.layer_attention:
+                summaries.append(self.layer_self_attention.attend_self_mean(part, rotation))
+            else:
+                summaries.append(part[:, 0])
+        summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)
+        return self.kv_to_hidden(summary).unflatten(0, kv.shape[:2])
 
     def _layer_rotation(self, kv: Tensor) -> Rotation:
         return self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
@@ -214,7 +193,7 @@ class MoADrafter(Drafter):
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
         queries, context = rounds.queries, rounds.context
 
-        memory = self.encode_memory(kv)  # [B, T, E]
+        memory = self.encode_memory(kv, positions)  # [B, T, E]
 
         rotation = self.rotary(positions)
         query_rotation = self.rotary(queries)
@@ -293,9 +272,9 @@ class MoADrafter(Drafter):
             kv: [B, n, L, D], packed target KV of the next n positions of each row.
             counts: how many of the n positions of each row are real; None for all.
         """
-        memory = self.encode_memory(kv)  # [B, n, E]
-        rotation = self.rotary(positions_behind(state.memory.lengths, kv.shape[1], kv.device))
-        state.memory.append(*self.cross_attention.keys_values(memory, rotation), counts)
+        positions = positions_behind(state.memory.lengths, kv.shape[1], kv.device)
+        memory = self.encode_memory(kv, positions)  # [B, n, E]
+        state.memory.append(*self.cross_attention.keys_values(memory, self.rotary(positions)), counts)
 
     def draft_root(
         self,

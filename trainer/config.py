@@ -47,7 +47,7 @@ class TrainConfig:
     """Settings of one training run.
 
     The defaults are the paper's (Table 6 and the released schedule), but for ``teacher_forced_weight``, 0 in the paper,
-    and ``cross_attention_drafts``, which the paper has not.
+    and ``cross_attention_drafts`` and ``unrotated_keys``, which the paper has not.
     """
 
     store: str
@@ -118,6 +118,9 @@ class TrainConfig:
     cross_attention_drafts: bool = True
     """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
     so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005). Official quirks go without."""
+    unrotated_keys: bool = True
+    """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
+    paper, and in what the MoA authors' code and vLLM run, from those after (docs/decisions/0006)."""
     layer_attention: bool = True
     """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
     layer_attention_heads: int | None = None
@@ -217,7 +220,7 @@ class TrainConfig:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"teacher_forced_weight": 0.0, "cross_attention_drafts": False},
+    "paper": {"teacher_forced_weight": 0.0, "cross_attention_drafts": False, "unrotated_keys": False},
     "small": {
         "optimizer": "muon",
         "learning_rate": 1e-4,

@@ -219,7 +219,8 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     build = drafter_class(config.drafter)
     sizes = {name: getattr(config, name) for name in _own_options(build) - build.training_options}
     if config.official_quirks:
-        sizes.pop("cross_attention_drafts", None)  # the released code has no such thing
+        for name in ("cross_attention_drafts", "unrotated_keys"):  # the released code has no such thing
+            sizes.pop(name, None)
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
     if most is not None and config.draft_length > most:

@@ -1,4 +1,4 @@
-"""Without layer self-attention or a step bound, teacher-forced, with drafts in sight: training equals decoding."""
+"""Without layer self-attention or step bound, teacher-forced, drafts in sight, other keys: training equals decoding."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ from moa_data.moa.bundle import FrozenTarget
 from moa_data.moa.checkpoint import load_drafter, save_drafter
 from moa_data.moa.decode import draft_session, generate_batch, plain_generate
 from moa_data.moa.errors import CheckpointError
+from moa_data.moa.layers import rotate
 from moa_data.moa.layouts import LAYOUTS, write_layout
 from moa_data.moa.model import MoADrafter
 from moa_data.moa.objective import Draws, Rounds, TrainingInputs, moa_objective
@@ -50,14 +51,15 @@ def inputs_for(model, n_layers_read):
 
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("layer_attention", [True, False])
-@pytest.mark.parametrize("sees_drafts", [True, False])
+@pytest.mark.parametrize("unlike_paper", [True, False])
 @pytest.mark.parametrize(("family", "n_target_layers"), [("llama", 0), ("llama", 1), ("mistral", 2)])
 @torch.inference_mode()
-def test_trained_features_equal_draft_steps(rounds, layer_attention, sees_drafts, family, n_target_layers):
+def test_trained_features_equal_draft_steps(rounds, layer_attention, unlike_paper, family, n_target_layers):
     """Each loss position is reached by a decoding session that has verified what the position sees in training."""
     model = build_model(family)
     target, frozen = Target(model), FrozenTarget.from_model(model, n_target_layers)
-    drafter = build_drafter(model, n_target_layers, layer_attention=layer_attention, cross_attention_drafts=sees_drafts)
+    ours = {"cross_attention_drafts": unlike_paper, "unrotated_keys": unlike_paper}
+    drafter = build_drafter(model, n_target_layers, layer_attention=layer_attention, **ours)
     read = MoADrafter.layers_read(n_target_layers, layer_attention)
     assert read == (None if layer_attention else ((-1,), (-1,), (-2, -1))[n_target_layers])
     inputs, draws = inputs_for(model, 4 if read is None else len(read)), ROUNDS[rounds]
@@ -135,7 +137,9 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers
         torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
 
 
-@pytest.mark.parametrize("sizes", [{"layer_attention": False}, {"cross_attention_drafts": True}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"layer_attention": False}, {"cross_attention_drafts": True}, {"unrotated_keys": True}], ids=str
+)
 @pytest.mark.parametrize("tree", [TreeShape(4), TreeShape(3, 2, 6)], ids=str)
 def test_decoding_is_lossless(tree, sizes):
     target = Target(build_model())
@@ -148,6 +152,22 @@ def test_decoding_is_lossless(tree, sizes):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
         (alone,) = generate_batch(target, [prompt], max_new_tokens=12, open_session=session, tree=tree)
         assert alone.stats.committed_per_call == got.stats.committed_per_call
+
+
+@pytest.mark.parametrize("layer_attention", [True, False])
+def test_equal_content_makes_equal_memory_wherever_it_stands(layer_attention):
+    """With keys before RoPE; with those after it the paper's memory depends on the position."""
+    model = build_model()
+    for unrotated in (True, False):
+        drafter = build_drafter(model, layer_attention=layer_attention, unrotated_keys=unrotated).double()
+        keys, values = torch.randn(2, 4, 1, 2, 5, 12, dtype=torch.float64).unbind()
+        memories = []
+        for first in (0, 40):
+            at = torch.arange(first, first + 5)[None]
+            rotated = [rotate(layer, drafter.rotary(at)) for layer in keys]
+            memories.append(drafter.encode_memory(kv_layout.pack_kv(rotated, list(values)), at))
+        difference = (memories[0] - memories[1]).abs().max()
+        assert (difference < 1e-5) == unrotated, difference
 
 
 @torch.inference_mode()
@@ -191,4 +211,10 @@ def test_checkpoints(tmp_path):
     assert load_drafter(tmp_path / "drafts").config.cross_attention_drafts
     for name in ("moa", "moa-vllm"):
         with pytest.raises(CheckpointError, match="train with --no-cross-attention-drafts"):
+            write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
+    drafter = build_drafter(model, unrotated_keys=True)
+    save_drafter(drafter, tmp_path / "keys")
+    assert load_drafter(tmp_path / "keys").config.unrotated_keys
+    for name in ("moa", "moa-vllm"):
+        with pytest.raises(CheckpointError, match="train with --no-unrotated-keys"):
             write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
