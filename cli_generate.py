@@ -96,12 +96,13 @@ def generate(
     from .cli_views import decoding_view
     from .moa.checkpoint import check_drafter_matches, load_drafter
     from .moa.decode import draft_session, generate_batch
-    from .moa.sampling import SamplingConfig
+    from .moa.sampling import SamplingConfig, check_seed
     from .moa.target import Target
     from .moa.tree import TreeShape, parse_shape
     from .pipeline.prompts import check_template, prompt_tokens
 
     sampling = SamplingConfig(temperature, top_p, top_k, repetition_penalty)
+    check_seed(seed)
     shape = None if tree == "auto" else parse_shape(tree)
     if shape is not None:
         sampling.check_shape(shape)

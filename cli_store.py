@@ -161,7 +161,9 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
 @click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
-@click.option("--seed", default=0, show_default=True, metavar="N", help="Picks the sequences.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None:
     """Run random sequences on the live target and compare with the store.

@@ -70,6 +70,8 @@ class DemoConfig:
                 f"hidden_size {self.hidden_size}, n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads} do not fit: "
                 "each must divide the one before, and the head dim must be even"
             )
+        if not 0 <= self.seed < 2**32:
+            found.append(f"seed is {self.seed}, expected 0 to 2^32 - 1")
         if self.vocab_size < MIN_VOCAB_SIZE:
             found.append(
                 f"vocab_size is {self.vocab_size}, expected at least {MIN_VOCAB_SIZE} (bytes and special tokens)"

@@ -1,6 +1,7 @@
 """Settings of measurements; ``moa-data eval``, ``compare`` and ``disconnect`` turn each field into an option."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -76,8 +77,9 @@ class EvalConfig:
         if self.dtype not in DTYPES:
             found.append(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
         from ..moa.errors import DrafterError
+        from ..moa.sampling import check_seed
 
-        for make in (self.sampling, self.tree_shape):
+        for make in (self.sampling, self.tree_shape, partial(check_seed, self.seed)):
             try:
                 make()
             except DrafterError as error:

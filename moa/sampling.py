@@ -75,6 +75,16 @@ class SamplingConfig:
 GREEDY = SamplingConfig()
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take, nor those of a few prompts more.
+
+    Raises:
+        DrafterError: it does not fit into 64 bits with a sign.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {seed}.")
+
+
 def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig) -> Tensor:
     """Distribution of the next token; with temperature 0 all mass is on the most likely one.
 

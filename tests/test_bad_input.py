@@ -162,6 +162,10 @@ def test_audit_of_no_samples(room: Path, samples: str) -> None:
     refused(run("audit", room / "store", "--model", room / "model", "--samples", samples), "--samples")
 
 
+def test_audit_of_a_seed_below_zero(room: Path) -> None:
+    refused(run("audit", room / "store", "--model", room / "model", "--seed", "-1"), "'--seed'")
+
+
 def test_unknown_device(room: Path, tmp_path: Path) -> None:
     refused(run("audit", room / "store", "--model", room / "model", "--device", "quantum"), "'quantum'", "--device cpu")
     refused(extract(room, tmp_path / "out", "--device", "quantum"), "'quantum'", "--device cpu")
@@ -220,6 +224,7 @@ def test_empty_prompt() -> None:
         ("--top-k", "-3", "top_k must be at least 0"),
         ("--tree", "big", "'big' is no shape of drafts; expected a chain's length such as 5"),
         ("--tree", "6x8x4", "4 nodes cannot make a draft tree 6 levels deep"),
+        ("--seed", "99999999999999999999", "seed must be from -2^63 to 2^63 - 1"),
         ("--tree", "-1", "depth of a draft tree must be at least 1, got -1"),
     ],
 )

@@ -189,6 +189,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 found.append(f"{name} must be at least {least}, got {value}")
+        if self.seed >= 2**32:
+            found.append(f"seed must be below 2^32, got {self.seed}")
         if self.optimizer not in OPTIMIZERS:
             found.append(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
         for name in ("learning_rate", "matrix_learning_rate", "peak_multiplier", "epochs"):

@@ -80,3 +80,5 @@ def test_a_damaged_state_is_named(tmp_path: Path):
 def test_all_unusable_settings_are_named_together():
     with pytest.raises(DemoError, match=r"target_steps is 0.*n_store_chats is 100.*expected at most n_chats"):
         run_demo(dataclasses.replace(TINY, target_steps=0, n_store_chats=100))
+    with pytest.raises(DemoError, match=r"seed is -1, expected 0 to 2\^32 - 1"):
+        run_demo(dataclasses.replace(TINY, seed=-1))

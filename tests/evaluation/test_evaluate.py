@@ -134,6 +134,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
         ({"dtype": "float8"}, "expected one of float32"),
         ({"draft_length": 0, "n_prompts": 0}, "draft_length is 0.*n_prompts is 0"),
         ({"warmup": -1}, "warmup is -1"),
+        ({"seed": 99999999999999999999}, r"seed must be from -2\^63 to 2\^63 - 1, got 99999999999999999999\.$"),
     ],
 )
 def test_bad_settings_are_refused_together(config: EvalConfig, values: dict, message: str) -> None:

@@ -304,6 +304,8 @@ def test_refusals(store_path, tmp_path):
         run(store_path, tmp_path / "bad", max_steps=2, step_bound_min=1, validation_fraction=2.0)
     with pytest.raises(TrainingError, match=r"max_steps must be at least 1.*precision must be.*devices must be"):
         run(store_path, tmp_path / "bad", max_steps=0, precision="int3", devices="two")
+    with pytest.raises(TrainingError, match=r"seed must be below 2\^32, got 4294967296"):
+        run(store_path, tmp_path / "bad", max_steps=2, seed=2**32)
     with pytest.raises(TrainingError, match=r"bf16-true would leave norms untrained.*use bf16-mixed"):
         run(store_path, tmp_path / "bad", max_steps=2, precision="bf16-true")
     with pytest.raises(TrainingError, match="must be below the target's 3 layers"):
