@@ -300,6 +300,10 @@ def _precision(config: TrainConfig) -> Any:
     return "32-true" if on_cpu else "bf16-mixed"
 
 
+_BEFORE_THE_SETTING = {"teacher_forced_weight": 0.0, "cross_attention_drafts": False, "unrotated_keys": False}
+"""What runs did that are older than a setting and so don't record it; its default where it is not named here."""
+
+
 def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
     """Refuse what would mix two runs."""
     record = out / RUN_FILE
@@ -312,8 +316,9 @@ def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
                 f"{last} is damaged; copy best.ckpt over it, if it is there, or train again with another --out."
             )
         try:
-            # Settings that are newer than the run had their defaults.
             before = {item.name: item.default for item in dataclasses.fields(config)}
+            own = _own_options(drafter_class(config.drafter))
+            before |= {name: value for name, value in _BEFORE_THE_SETTING.items() if name in own}
             before |= dict(yaml.safe_load(record.read_text()))
         except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
             raise TrainingError(f"{record} cannot be read, so nothing can be resumed; restore it.") from error

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+import yaml
 
 from moa_data.moa.checkpoint import load_drafter
 from moa_data.moa.model import MoADrafter
@@ -376,6 +377,23 @@ def test_resume_refuses_another_store(store_path, tmp_path):
     moved = store_path.parent / "alias"
     moved.symlink_to(store_path)
     assert run(moved, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
+
+
+def test_resume_knows_what_older_runs_did(store_path, tmp_path):
+    """A setting that a run doesn't record is one that the release which trained it did not have."""
+
+    def train_without_record(**settings):
+        out = tmp_path / settings["drafter"]
+        run(store_path, out, max_steps=4, stop_after_steps=2, **settings)
+        record = yaml.safe_load((out / "run.yaml").read_text())
+        del record["unrotated_keys"]
+        (out / "run.yaml").write_text(yaml.safe_dump(record))
+        return run(store_path, out, max_steps=4, resume=True, **settings)
+
+    with pytest.raises(RunExists, match="with other settings: unrotated_keys was False, now True"):
+        train_without_record(drafter="moa")
+    others = {"step_bound_min": TrainConfig.step_bound_min, "step_bound_max": TrainConfig.step_bound_max}
+    assert train_without_record(drafter="independent", **others).n_steps == 4
 
 
 def test_a_missing_activation_names_the_command_that_adds_it(tmp_path):
