@@ -54,8 +54,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"teacher_forced_weight": 1.0, "cross_attention_drafts": True},
     ),
     "default": (
-        "these, and a memory of the keys before RoPE: what `moa-data train` does",
-        {"teacher_forced_weight": 1.0, "cross_attention_drafts": True, "unrotated_keys": True},
+        "these, and a memory of the keys before RoPE and of two means over layers: what `moa-data train` does",
+        {"teacher_forced_weight": 1.0, "cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": True},
     ),
     "target-layers-1": ("target layer inference, N = 1", {"target_layer_inference": 1}),
     "target-layers-3": ("target layer inference, N = 3", {"target_layer_inference": 3}),
@@ -117,10 +117,11 @@ MEASURES: dict[str, tuple[str, str, Callable[[Result], list[Value]]]] = {
 def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) -> dict[str, Any]:
     """Sizes of a variant's drafter, of about the weights of the full one."""
     given = chosen_sizes(options)
-    if variant != "last-layer":
+    own = {name: value for name, value in VARIANTS[variant][1].items() if name in ("layer_attention", "layer_groups")}
+    if not own:
         return given
     full = DrafterConfig.from_target(frozen.config, **given)
-    missing = n_weights(full) - n_weights(dataclasses.replace(full, layer_attention=False))
+    missing = n_weights(full) - n_weights(dataclasses.replace(full, **own))
     wider = round(missing / (2 * 3 * full.hidden_size))  # two MLPs of three matrices
     names = ("self_attention_mlp_width", "cross_attention_mlp_width")
     return given | {name: getattr(full, name) + wider for name in names}
@@ -136,7 +137,7 @@ def train_config(options: argparse.Namespace, variant: str, seed: int, frozen: F
     """The run of a variant: all but what it takes away is equal."""
     values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed, "max_steps": options.steps}
     # The paper's drafter and training, unless the variant says otherwise.
-    values |= {"teacher_forced_weight": 0.0, "cross_attention_drafts": False, "unrotated_keys": False}
+    values |= PRESETS["paper"]
     values |= sizes_of(options, variant, frozen) | VARIANTS[variant][1]
     return TrainConfig(store=options.store, out=str(options.out / f"run-{variant}-{seed}"), **values)
 

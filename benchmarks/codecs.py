@@ -8,7 +8,7 @@ when it goes on from decoded KV, and the acceptance length of drafters trained f
     python benchmarks/codecs.py MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 int4 transform:1]
         [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
-        [--no-unrotated-keys]
+        [--layer-groups 1] [--no-unrotated-keys]
 
 Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md and OUT/codecs.png
 show all results that are there.

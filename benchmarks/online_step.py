@@ -6,7 +6,7 @@ same step. Reported are medians over the pairs with their quartiles, and the ste
 
     python benchmarks/online_step.py STORE MODEL [--pairs 40] [--batch-size 8] [--threads 1] [drafter sizes]
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
-        [--no-unrotated-keys]
+        [--layer-groups 1] [--no-unrotated-keys]
 """
 
 import argparse

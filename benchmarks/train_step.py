@@ -4,7 +4,7 @@ A short run that isn't counted comes first. Validation is off. Appends one JSON 
 
     python benchmarks/train_step.py STORE [--steps 40] [--batch-size 8] [--threads 1] [--reader-threads 1]
         [drafter sizes] [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
-        [--no-unrotated-keys]
+        [--layer-groups 1] [--no-unrotated-keys]
 """
 
 import argparse
@@ -30,7 +30,7 @@ SIZES = (
     "layer_attention_mlp_width",
     "target_layer_inference",
 )
-TRAINING = ("optimizer", "teacher_forced_weight", "cross_attention_drafts", "unrotated_keys")
+TRAINING = ("optimizer", "teacher_forced_weight", "cross_attention_drafts", "layer_groups", "unrotated_keys")
 
 
 def main() -> None:
@@ -90,6 +90,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default=None, help="adamw or muon; default: that of the preset small, muon")
     parser.add_argument("--teacher-forced-weight", type=float, default=None, help="0 for the on-policy pass alone")
     parser.add_argument("--cross-attention-drafts", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--layer-groups", type=int, default=None)
     parser.add_argument("--unrotated-keys", action=argparse.BooleanOptionalAction, default=None)
 
 

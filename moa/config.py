@@ -163,6 +163,9 @@ class DrafterConfig(DrafterSizes):
     """N, how many of the target's last layers the drafted features pass through."""
     cross_attention_drafts: bool = False
     """Whether cross-attention sees, behind the memory, the drafts of its round too; in the paper it does not."""
+    layer_groups: int = 1
+    """Groups of consecutive layers, whose means after layer self-attention stand side by side in what the memory is
+    made from; in the paper one mean of all. Of no meaning without layer self-attention."""
     unrotated_keys: bool = False
     """Whether the memory is made from the target's keys before RoPE; in the paper it is made from those after it."""
 
@@ -184,6 +187,8 @@ class DrafterConfig(DrafterSizes):
                 f"target_layer_inference ({self.target_layer_inference}) must be between 0 and the target's "
                 f"{self.n_layers} layers"
             )
+        if not 1 <= self.layer_groups <= self.n_layers:
+            problems.append(f"layer_groups ({self.layer_groups}) must be between 1 and the {self.n_layers} layers")
         if problems:
             raise DrafterError("drafter sizes do not fit: " + "; ".join(problems) + ".")
 

@@ -327,14 +327,14 @@ class DecoderBlock(nn.Module):
         """Self-attention over x [B, T, E]; equals :meth:`forward` on x's own keys and values with one norm less."""
         return self.finish(x, self._self_attention(x, rotation, mask))
 
-    def attend_self_mean(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Mean over T of :meth:`attend_self` without a mask: [B, T, E] -> [B, E].
+    def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
+        """Means of :meth:`attend_self` without a mask over G groups of consecutive T: [B, T, E] -> [B, G, E].
 
-        The down projection and the residual sums are linear, so they are done once on the mean instead of T times.
+        The down projection and the residual sums are linear, so they are done once on a mean instead of T times.
         """
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
-        gated = self.mlp.gated(self.post_attention_layernorm(x)).mean(dim=1)  # [B, MLP width]
-        return x.mean(dim=1) + self.mlp.down_proj(gated)
+        gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
+        return _group_means(x, n_groups) + self.mlp.down_proj(_group_means(gated, n_groups))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """What follows the attention: x and its output [B, Q, E] -> [B, Q, E]."""
@@ -351,3 +351,8 @@ class DecoderBlock(nn.Module):
             normed = self.normed(x)
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
         return self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
+
+
+def _group_means(x: Tensor, n_groups: int) -> Tensor:
+    """[B, T, E] -> [B, G, E], means over groups of consecutive T; where they can't be equal the first are longer."""
+    return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)

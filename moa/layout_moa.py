@@ -43,6 +43,11 @@ def _unlike_the_paper(sizes: DrafterConfig, who: str) -> list[str]:
             f"its cross-attention sees the drafts of the round, which it does not in {who} (train with "
             "--no-cross-attention-drafts)"
         )
+    if sizes.layer_groups > 1:
+        found.append(
+            f"its memory is made from {sizes.layer_groups} means over layers, in {who} from one (train with "
+            "--layer-groups 1)"
+        )
     if sizes.unrotated_keys:
         found.append(
             f"its memory is made from keys before RoPE, in {who} from those after (train with --no-unrotated-keys)"

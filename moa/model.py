@@ -11,6 +11,9 @@ With ``cross_attention_drafts`` the cross-attention sees, behind the memory, wha
 drafts. In the paper's form a draft knows those before it only as embeddings, and the further from the last verified
 position, the less it agrees with the target.
 
+With several ``layer_groups`` the mean of each goes into the linear layer on its own: one mean has D numbers for all
+that L layers know, fewer than E in targets with few KV heads.
+
 With ``unrotated_keys`` the memory is made from the target's keys as they were before RoPE. Layer self-attention looks
 at one position at a time and isn't told which, so that after RoPE the same content looks different everywhere.
 
@@ -86,7 +89,8 @@ class MoADrafter(Drafter):
         self.cross_attention = DecoderBlock(config.cross_attention)
         if config.layer_attention:
             self.layer_self_attention = DecoderBlock(config.layer_self_attention)
-        self.kv_to_hidden = nn.Linear(config.kv_width, config.hidden_size, bias=True)
+        n_means = config.layer_groups if config.layer_attention else 1
+        self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
         rope = config.rope_parameters, config.max_position_embeddings
         self.rotary = Rotary(config.head_dim, *rope)
         self.layer_rotary = Rotary(config.layer_attention_head_dim, *rope)
@@ -137,7 +141,8 @@ class MoADrafter(Drafter):
     def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """What cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
 
-        Without layer self-attention it is kv_to_hidden of the last layer.
+        With several ``layer_groups`` it is kv_to_hidden of their means side by side, without layer self-attention of
+        the last layer.
 
         Args:
             kv: [B, T, L, D]; fewer layers will do without layer self-attention, the last one being there.
@@ -151,13 +156,14 @@ class MoADrafter(Drafter):
         if positions is None:
             positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
         rotation = self._layer_rotation(kv)
-        summaries = []  # [n, D] each
+        summaries = []  # [n, G * D] each, G groups of layers
         at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
         for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
             if self.config.unrotated_keys:
                 part = rotate_packed_keys(part, self.rotary.inverse(where))
             if self.config.layer_attention:
-                summaries.append(self.layer_self_attention.attend_self_mean(part, rotation))
+                means = self.layer_self_attention.attend_self_means(part, rotation, self.config.layer_groups)
+                summaries.append(means.flatten(1))
             else:
                 summaries.append(part[:, 0])
         summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)

@@ -17,6 +17,7 @@ _LEAST = {
     "self_attention_mlp_width": 1,
     "cross_attention_kv_heads": 1,
     "cross_attention_mlp_width": 1,
+    "layer_groups": 1,
     "layer_attention_heads": 1,
     "layer_attention_kv_heads": 1,
     "layer_attention_mlp_width": 1,
@@ -47,7 +48,7 @@ class TrainConfig:
     """Settings of one training run.
 
     The defaults are the paper's (Table 6 and the released schedule), but for ``teacher_forced_weight``, 0 in the paper,
-    and ``cross_attention_drafts`` and ``unrotated_keys``, which the paper has not.
+    and ``cross_attention_drafts``, ``layer_groups`` and ``unrotated_keys``, which the paper has not.
     """
 
     store: str
@@ -118,6 +119,9 @@ class TrainConfig:
     cross_attention_drafts: bool = True
     """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
     so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005). Official quirks go without."""
+    layer_groups: int = 2
+    """Groups of consecutive layers, whose means after layer self-attention make the memory side by side; 1 in the paper
+    and in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
     unrotated_keys: bool = True
     """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
     paper, and in what the MoA authors' code and vLLM run, from those after (docs/decisions/0006)."""
@@ -222,7 +226,12 @@ class TrainConfig:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"teacher_forced_weight": 0.0, "cross_attention_drafts": False, "unrotated_keys": False},
+    "paper": {
+        "teacher_forced_weight": 0.0,
+        "cross_attention_drafts": False,
+        "layer_groups": 1,
+        "unrotated_keys": False,
+    },
     "small": {
         "optimizer": "muon",
         "learning_rate": 1e-4,

@@ -219,7 +219,7 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     build = drafter_class(config.drafter)
     sizes = {name: getattr(config, name) for name in _own_options(build) - build.training_options}
     if config.official_quirks:
-        for name in ("cross_attention_drafts", "unrotated_keys"):  # the released code has no such thing
+        for name in ("cross_attention_drafts", "layer_groups", "unrotated_keys"):  # the released code has no such thing
             sizes.pop(name, None)
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
@@ -300,7 +300,9 @@ def _precision(config: TrainConfig) -> Any:
     return "32-true" if on_cpu else "bf16-mixed"
 
 
-_BEFORE_THE_SETTING = {"teacher_forced_weight": 0.0, "cross_attention_drafts": False, "unrotated_keys": False}
+_BEFORE_THE_SETTING = {
+    "teacher_forced_weight": 0.0, "cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False,
+}  # fmt: skip
 """What runs did that are older than a setting and so don't record it; its default where it is not named here."""
 
 

@@ -60,7 +60,7 @@ def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights()
     x = torch.randn(60, 7, 48)
     results = []
     for data in (x, x.clone().requires_grad_(True)):
-        out = block.attend_self_mean(data, rotation)
+        out = block.attend_self_means(data, rotation)
         results.append((out, torch.autograd.grad(out.square().sum(), list(block.parameters()))))
     torch.testing.assert_close(results[0][0], results[1][0])
     for got, expected in zip(results[0][1], results[1][1], strict=True):
@@ -74,7 +74,9 @@ def test_a_block_with_norms_of_its_own_attends_to_itself_alike(needs_gradient):
     x = torch.randn(2, 7, 96, requires_grad=needs_gradient)
     expected = block(x, rotation, *block.keys_values(x, rotation), None)
     torch.testing.assert_close(block.attend_self(x, rotation, None), expected)
-    torch.testing.assert_close(block.attend_self_mean(x, rotation), expected.mean(dim=1))
+    for sizes in ([7], [4, 3], [2, 2, 2, 1], [1] * 7):
+        means = torch.stack([group.mean(dim=1) for group in expected.split(sizes, dim=1)], dim=1)
+        torch.testing.assert_close(block.attend_self_means(x, rotation, len(sizes)), means)
 
 
 def test_incremental_use_equals_whole_use():

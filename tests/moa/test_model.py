@@ -109,11 +109,13 @@ def test_loss_on_gathered_positions_equals_all_positions(n_target_layers):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item() + 1e-9)
 
 
-def test_memory_in_one_go_equals_the_mean_over_layers():
-    """The path that applies the down projection once per token equals the plain one, in value and gradient."""
-    drafter = build_drafter(build_model()).double()
+@pytest.mark.parametrize("n_groups", [1, 2, 3])
+def test_memory_in_one_go_equals_the_means_over_layers(n_groups):
+    """The path that applies the down projection once per mean equals the plain one, in value and gradient."""
+    drafter = build_drafter(build_model(), layer_groups=n_groups).double()
     kv = torch.randn(2, 5, 4, 48, dtype=torch.float64)
-    plain = drafter.kv_to_hidden(drafter.encode_layers(kv).mean(dim=2))
+    groups = drafter.encode_layers(kv).split({1: 4, 2: 2, 3: [2, 1, 1]}[n_groups], dim=2)
+    plain = drafter.kv_to_hidden(torch.cat([group.mean(dim=2) for group in groups], dim=-1))
     fast = drafter.encode_memory(kv)
     torch.testing.assert_close(fast, plain)
     used = [*drafter.layer_self_attention.parameters(), *drafter.kv_to_hidden.parameters()]
@@ -128,14 +130,14 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch, most):
     kv, used = torch.randn(2, 5, 4, 48, dtype=torch.float64), list(drafter.layer_self_attention.parameters())
     whole = drafter.encode_memory(kv)
     expected = torch.autograd.grad(whole.square().sum(), used)
-    sizes, attend = [], drafter.layer_self_attention.attend_self_mean
+    sizes, attend = [], drafter.layer_self_attention.attend_self_means
 
-    def attend_to_few(x, rotation):
+    def attend_to_few(x, *args):
         sizes.append(len(x))
-        return attend(x, rotation)
+        return attend(x, *args)
 
     monkeypatch.setattr("moa_data.moa.model._MOST_POSITIONS", most)
-    monkeypatch.setattr(drafter.layer_self_attention, "attend_self_mean", attend_to_few)
+    monkeypatch.setattr(drafter.layer_self_attention, "attend_self_means", attend_to_few)
     pieces = drafter.encode_memory(kv)
     assert sum(sizes) == 10
     assert max(sizes) == most
@@ -226,3 +228,9 @@ def test_loss_queries_packs_left():
     queries, valid = loss_queries(mask)
     assert queries.tolist() == [[1, 3], [2, 0]]
     assert valid.tolist() == [[True, True], [True, False]]
+
+
+def test_groups_that_are_no_groups_of_layers_are_refused():
+    for n_groups in (0, 5):
+        with pytest.raises(DrafterError, match=rf"layer_groups \({n_groups}\) must be between 1 and the 4 layers"):
+            build_drafter(build_model(), layer_groups=n_groups)

@@ -59,6 +59,7 @@ def test_trained_features_equal_draft_steps(rounds, layer_attention, unlike_pape
     model = build_model(family)
     target, frozen = Target(model), FrozenTarget.from_model(model, n_target_layers)
     ours = {"cross_attention_drafts": unlike_paper, "unrotated_keys": unlike_paper}
+    ours["layer_groups"] = 2 if unlike_paper else 1
     drafter = build_drafter(model, n_target_layers, layer_attention=layer_attention, **ours)
     read = MoADrafter.layers_read(n_target_layers, layer_attention)
     assert read == (None if layer_attention else ((-1,), (-1,), (-2, -1))[n_target_layers])
@@ -138,7 +139,9 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"layer_attention": False}, {"cross_attention_drafts": True}, {"unrotated_keys": True}], ids=str
+    "sizes",
+    [{"layer_attention": False}, {"cross_attention_drafts": True}, {"unrotated_keys": True, "layer_groups": 3}],
+    ids=str,
 )
 @pytest.mark.parametrize("tree", [TreeShape(4), TreeShape(3, 2, 6)], ids=str)
 def test_decoding_is_lossless(tree, sizes):
@@ -212,9 +215,10 @@ def test_checkpoints(tmp_path):
     for name in ("moa", "moa-vllm"):
         with pytest.raises(CheckpointError, match="train with --no-cross-attention-drafts"):
             write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
-    drafter = build_drafter(model, unrotated_keys=True)
-    save_drafter(drafter, tmp_path / "keys")
-    assert load_drafter(tmp_path / "keys").config.unrotated_keys
+    drafter = build_drafter(model, unrotated_keys=True, layer_groups=2)
+    save_drafter(drafter, tmp_path / "memory")
+    again = load_drafter(tmp_path / "memory").config
+    assert (again.unrotated_keys, again.layer_groups) == (True, 2)
     for name in ("moa", "moa-vllm"):
-        with pytest.raises(CheckpointError, match="train with --no-unrotated-keys"):
+        with pytest.raises(CheckpointError, match=r"train with --layer-groups 1.*train with --no-unrotated-keys"):
             write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)

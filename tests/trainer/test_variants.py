@@ -35,6 +35,7 @@ def test_each_variant_trains(store_path, tmp_path, changes):
     drafter = load_drafter(tmp_path / "run")
     assert drafter.config.layer_attention == changes.get("layer_attention", True)
     assert drafter.config.cross_attention_drafts == changes.get("cross_attention_drafts", True)
+    assert drafter.config.layer_groups == changes.get("layer_groups", 2)
     assert drafter.config.unrotated_keys == changes.get("unrotated_keys", True)
 
 
