@@ -9,6 +9,7 @@ With random weights nothing is accepted, which leaves the costs as they are. Wri
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -27,6 +28,7 @@ from moa_data.moa.registry import DRAFTERS, drafter_class
 from moa_data.moa.target import Target
 from moa_data.moa.tree import TreeShape
 from moa_data.provenance import collect_provenance
+from moa_data.trainer.config import PRESETS, TrainConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -42,6 +44,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
     },
 }  # fmt: skip
+FORM = ("cross_attention_drafts", "layer_groups", "unrotated_keys")
+"""What a Mixture of Attentions is, of the settings of training that are no sizes."""
 ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
 
 
@@ -53,10 +57,14 @@ def random_target(shape: str, dtype: torch.dtype, device: str) -> Target:
     return Target(model.eval().requires_grad_(False))
 
 
-def random_drafter(target: Target, kind: str, n_target_layers: int) -> Drafter:
-    """A drafter of the kind's own proportions, which are those of its authors."""
+def random_drafter(target: Target, kind: str, n_target_layers: int, as_published: bool) -> Drafter:
+    """A drafter of the kind's own proportions, which are those of its authors, in the form that `train` gives it."""
     build = drafter_class(kind)
-    sizes = {"target_layer_inference": n_target_layers} if n_target_layers else {}
+    form = {name: getattr(TrainConfig, name) for name in FORM} | (PRESETS["paper"] if as_published else {})
+    own = {item.name for item in dataclasses.fields(build.config_class)}
+    sizes = {name: form[name] for name in FORM if name in own}
+    if n_target_layers:
+        sizes["target_layer_inference"] = n_target_layers
     drafter = build(build.config_class.from_target(target.config, **sizes))
     drafter.initialize(torch.Generator().manual_seed(0))
     return drafter.to(device=target.device, dtype=target.model.dtype).eval()
@@ -91,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         drafter = load_drafter(options.drafter, dtype, target.device)
     else:
         target = random_target(options.shape, dtype, options.device)
-        drafter = random_drafter(target, options.kind, options.target_layers)
+        drafter = random_drafter(target, options.kind, options.target_layers, options.preset == "paper")
     if options.compile:
         target.compile(options.prompt_tokens + options.max_new_tokens + 128)
         for shape in (None, *ROUNDS):  # each size once, and the sizes of the last rounds
@@ -162,6 +170,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--kind", choices=DRAFTERS, default="moa", help="of the drafter, with --shape")
     parser.add_argument("--target-layers", type=int, default=0, help="of moa, with --shape: target layer inference")
+    parser.add_argument("--preset", choices=["paper"], help="with --shape: moa as published, not as `train` makes it")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--prompt-tokens", type=int, default=200)
