@@ -187,7 +187,7 @@ class DrafterConfig(DrafterSizes):
                 f"target_layer_inference ({self.target_layer_inference}) must be between 0 and the target's "
                 f"{self.n_layers} layers"
             )
-        if not 1 <= self.layer_groups <= self.n_layers:
+        if not 1 <= self.layer_groups <= max(1, self.n_layers):
             problems.append(f"layer_groups ({self.layer_groups}) must be between 1 and the {self.n_layers} layers")
         if problems:
             raise DrafterError("drafter sizes do not fit: " + "; ".join(problems) + ".")
