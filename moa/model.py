@@ -142,7 +142,7 @@ class MoADrafter(Drafter):
         """What cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
 
         With several ``layer_groups`` it is kv_to_hidden of their means side by side, without layer self-attention of
-        the last layer.
+        the last layer; with ``unrotated_keys`` the keys are those before RoPE.
 
         Args:
             kv: [B, T, L, D]; fewer layers will do without layer self-attention, the last one being there.
