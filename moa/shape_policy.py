@@ -18,9 +18,12 @@ import numpy as np
 from .shape_costs import MARGIN, AcceptanceLog, DecodingCosts, candidates
 from .tree import TreeShape
 
-_PRIOR_ROUNDS = 1.0
-"""Rounds of this answer that other answers weigh as much as."""
-_FADE, _FADE_PLAIN = 0.9, 0.99
+_PRIOR_ROUNDS, _LEAST_PRIOR_ROUNDS = 12.0, 1.0
+"""Rounds of an answer that other answers weigh as much as, at its beginning and at the end of a long one. What a round
+commits scatters as widely as its mean: with fewer, three bad rounds, as answers often begin, make a bad drafter."""
+_FADE_PRIOR = 0.98
+"""What is left of the weight of other answers after a round with drafts."""
+_FADE, _FADE_PLAIN = 0.98, 0.99
 """What is left of an answer's evidence after a round with drafts, and after a plain one."""
 _N_PAIRS, _N_SURE = 15, 3
 """Pairs of neighbouring rounds that are remembered, and how many outweigh the costs that were measured."""
@@ -50,19 +53,20 @@ class AdaptivePolicy:
         self._accepted = np.array([log.committed(shape) - 1.0 for shape in self._shapes])
         self._round_s = np.array([costs.round_s(shape, log.n_drafts(shape)) for shape in self._shapes])
         self._surcharge = _Surcharge()
-        self._answers = deque([1.0], maxlen=_N_ANSWERS)
+        self._answers = deque([(_PRIOR_ROUNDS, 1.0)], maxlen=_N_ANSWERS)  # weight, accepted over expected
         self._answers_n_tokens: deque[float] = deque(maxlen=_N_ANSWERS)
         self._n_tokens = 0.0  # of this answer
         self._n_drafted_rounds = 0  # since the last plain one, over all answers
         self._n_plain_rounds = 0  # since the last one with drafts, likewise
-        self._seen = self._expected = 0.0
+        self._answer_expected = 0.0
         self.begin(0, 1)
 
     def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
         """Start an answer from what is known of others."""
         self._remember_answer()
         self._n_rounds, self._seen, self._expected = 0.0, 0.0, 0.0
-        self._answer_seen, self._answer_expected = 0.0, 0.0
+        self._n_prior_rounds = _PRIOR_ROUNDS
+        self._answer_n_rounds, self._answer_seen, self._answer_expected = 0, 0.0, 0.0
         self._chosen: int | None = None
         self._n_unread = n_prompt_tokens
         self._surcharge.forget_neighbour()
@@ -81,7 +85,8 @@ class AdaptivePolicy:
         if self._n_rounds and self._n_drafted_rounds >= _DRAFTED_IN_A_ROW[self._surcharge.is_sure]:
             return None
         own = self._seen / self._expected if self._expected else 1.0
-        scale = (self._n_rounds * own + _PRIOR_ROUNDS * self._typical) / (self._n_rounds + _PRIOR_ROUNDS)
+        n_prior = self._n_prior_rounds
+        scale = (self._n_rounds * own + n_prior * self._typical) / (self._n_rounds + n_prior)
         speeds = self._speeds(scale)
         best = int(speeds.argmax())
         if speeds[best] * self._costs.round_s(None) > MARGIN:
@@ -123,24 +128,27 @@ class AdaptivePolicy:
         self._n_drafted_rounds, self._n_plain_rounds = self._n_drafted_rounds + 1, 0
         expected = float(self._accepted[self._chosen])
         self._n_rounds = self._n_rounds * _FADE + 1.0
+        self._n_prior_rounds = max(_LEAST_PRIOR_ROUNDS, self._n_prior_rounds * _FADE_PRIOR)
         self._seen = self._seen * _FADE + seen
         self._expected = self._expected * _FADE + expected
+        self._answer_n_rounds += 1
         self._answer_seen, self._answer_expected = self._answer_seen + seen, self._answer_expected + expected
 
     @property
     def _typical(self) -> float:
-        return sum(self._answers) / len(self._answers)
+        return sum(weight * ratio for weight, ratio in self._answers) / sum(weight for weight, _ in self._answers)
 
     def _speeds(self, scale: float) -> np.ndarray:
         """Tokens per second of each shape, where acceptance is this many times that of the measurement."""
         return (1.0 + scale * self._accepted) / (self._round_s * self._surcharge.factor)
 
     def _remember_answer(self) -> None:
-        if self._expected:
-            self._answers.append(self._answer_seen / self._answer_expected)
+        if self._answer_expected:
+            weight = min(self._answer_n_rounds, _PRIOR_ROUNDS)
+            self._answers.append((weight, self._answer_seen / self._answer_expected))
         elif self._n_tokens and self._typical < 1.0:
             # Decoded plainly from end to end: nothing was learned, and what was known is an answer older.
-            self._answers.append((1.0 + self._typical) / 2)
+            self._answers.append((_PRIOR_ROUNDS, (1.0 + self._typical) / 2))
         if self._n_tokens:
             self._answers_n_tokens.append(self._n_tokens)
         self._n_tokens = 0.0

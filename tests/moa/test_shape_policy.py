@@ -59,7 +59,7 @@ def test_an_answer_on_which_the_drafter_fails_is_decoded_plainly_and_tried_again
     assert shapes[0] == fastest(ROUNDS, LOG)[0]
     assert 1 <= first_plain <= 12
     assert any(shape is not None for shape in shapes[first_plain:])
-    assert sum(shape is not None for shape in shapes[first_plain:]) < 0.2 * len(shapes)
+    assert sum(shape is not None for shape in shapes[100:]) < 0.2 * 100
 
 
 def test_an_answer_on_which_the_drafter_is_right_keeps_its_drafts() -> None:
@@ -69,6 +69,30 @@ def test_an_answer_on_which_the_drafter_is_right_keeps_its_drafts() -> None:
     # Now and then a plain round is timed, which costs little.
     assert 3 <= shapes.count(None) <= 10
     assert None not in shapes[:6]
+
+
+def test_a_bad_beginning_is_no_bad_drafter() -> None:
+    """The first drafts of an answer are the least certain; a drafter that is right on average stays in use."""
+    policy = AdaptivePolicy(ROUNDS, LOG)
+    for _ in range(4):
+        policy.begin(10, 100)
+        assert None not in shapes_of(policy, 3, [])
+        shapes_of(policy, 20, [0, 2, 5])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_acceptance_that_scatters_keeps_its_drafts(seed: int) -> None:
+    """A third of the rounds accepts nothing, half of them all; adapting loses next to nothing against the best shape."""
+    accepted: list[list[int]] = [[], [], [0], [0, 2, 5], [0, 2, 5], [0, 2, 5]]
+    log, rounds = log_of(*accepted), costs(per_token=1.0, level=2.0)
+    best, promised = fastest(rounds, log)
+    assert best is not None
+    assert 1.2 < promised < 1.6
+    fixed = AdaptivePolicy(rounds, log)
+    fixed.next_shape = lambda: best  # type: ignore[method-assign]
+    fixed.observe = lambda *round_: None  # type: ignore[method-assign]
+    adapted = speed_ratio(AdaptivePolicy(rounds, log), rounds, accepted, 20, seed)
+    assert adapted > 0.93 * speed_ratio(fixed, rounds, accepted, 20, seed)
 
 
 def test_a_prompt_that_takes_longer_to_read_than_drafts_save_is_decoded_plainly() -> None:
@@ -103,7 +127,7 @@ def test_drafts_that_take_longer_than_measured_are_given_up(seed: int) -> None:
     assert fastest(actual, LOG) == (None, 1.0)
     accepted = [[0, 2, 5], [0, 2, 5], [0]]
     policy = AdaptivePolicy(ROUNDS, LOG)
-    assert speed_ratio(policy, actual, accepted, 20, seed) > 0.97
+    assert speed_ratio(policy, actual, accepted, 20, seed) > 0.95
     # A policy that believes the measurement loses a tenth and more.
     believer = AdaptivePolicy(ROUNDS, LOG)
     believer._surcharge.observe_plain = believer._surcharge.observe_drafted = lambda ratio: None  # type: ignore[method-assign]
