@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .moa.target import Target
     from .moa.tree import Shape
 
-_CALIBRATION_TOKENS = 32
+_CALIBRATION_TOKENS = 48
 
 
 @click.command()

@@ -16,8 +16,8 @@ import numpy as np
 
 from .tree import DraftTree, TreeShape
 
-WIDEST = TreeShape(6, 8, 62)
-"""The official tree of EAGLE-2 and MoA: seven levels with the root."""
+WIDEST = TreeShape(10, 8, 62)
+"""The official tree of EAGLE-2 and MoA but for its depth, six: chains that stop gain from ten levels."""
 BREADTHS = (1, 2, 4, 8)
 STOPS = (0.05, 0.1, 0.2, 0.3)
 """Probabilities below which chains may stop."""

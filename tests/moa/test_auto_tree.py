@@ -149,6 +149,6 @@ def test_a_machine_that_slows_down_meanwhile_charges_drafts_little(
 
     monkeypatch.setattr(DrafterSession, "propose", noting)
     monkeypatch.setattr("moa_data.moa.clock.DeviceClock.seconds", staticmethod(seconds))
-    choice = choose_shape(target, draft_session(target, drafter), [[5, 6, 7], [8, 9]], max_new_tokens=12)
+    choice = choose_shape(target, draft_session(target, drafter), [[5, 6, 7], [8, 9]], max_new_tokens=32)
     assert choice.acceptance.n_rounds > 4
     assert choice.costs.rest_s <= most * choice.costs.root_s[1]
