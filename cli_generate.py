@@ -9,8 +9,9 @@ from .cli_support import StageFailure, TokenStream, out
 
 if TYPE_CHECKING:
     from .moa.auto_tree import AutoShape
-    from .moa.decode import Generation, OnTokens, OpenSession, ShapePolicy
+    from .moa.decode import Generation, OnTokens, OpenSession
     from .moa.sampling import SamplingConfig
+    from .moa.shape_policy import ShapePolicy
     from .moa.target import Target
     from .moa.tree import Shape
 

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 
 from ..moa.auto_tree import AutoShape, choose_shape
-from ..moa.decode import Generation, OpenSession, ShapePolicy, draft_session, generate_batch
+from ..moa.decode import Generation, OpenSession, draft_session, generate_batch
 from ..moa.prompt_lookup import prompt_lookup_session
+from ..moa.shape_policy import ShapePolicy
 from ..moa.target import Target
 from ..moa.tree import Shape, TreeShape
 from .config import DRAFTING, EvalConfig

@@ -10,7 +10,6 @@ Acceptance length = tokens committed per target call, bonus included; the prefil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,40 +20,13 @@ from .drafter import Drafter
 from .drafting import DrafterSession, DraftSession
 from .errors import DrafterError
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
+from .shape_policy import FixedShape, ShapePolicy
 from .target import Target
 from .target_cache import TargetCache
 from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
-
-
-class ShapePolicy(Protocol):
-    """Chooses the shape of each round's drafts."""
-
-    def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Forget what was, at the beginning of a generation.
-
-        Args:
-            n_prompt_tokens: of the longest row.
-            max_new_tokens: most tokens that a row may get.
-        """
-        ...
-
-    def next_shape(self) -> Shape | None:
-        """Of the next round; None for a plain decoding step."""
-        ...
-
-    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool) -> None:
-        """Learn from the round that has just ended.
-
-        Args:
-            n_drafts: of each row.
-            accepted: the accepted nodes of each row.
-            round_s: seconds of drafting and verifying.
-            is_cut: the shape lost levels, because no row had use for so many drafts.
-        """
-        ...
 
 
 OnRound = Callable[[DraftTree, list[list[int]]], None]
@@ -228,28 +200,13 @@ def generate_batch(
     if open_session is not None:
         session = open_session(cache, [row.generator for row in rows])
     _prefill(target, cache, active, session, sampling)
-    fixed = tree if isinstance(tree, TreeShape | StaticTree) else None
-    policy = None if tree is None or isinstance(tree, TreeShape | StaticTree) else tree
-    if policy is not None:
-        policy.begin(max(map(len, prompts)), max_new_tokens)
+    policy = FixedShape(tree) if tree is None or isinstance(tree, TreeShape | StaticTree) else tree
+    policy.begin(max(map(len, prompts)), max_new_tokens)
     clock = DeviceClock(target.device)
     while active := _drop_finished(active, cache, session):
-        began = clock.mark()
-        shape = fixed if policy is None else policy.next_shape()
-        useful = _useful(target, shape, active, sampling)
-        drafts = _propose(target, session, useful, active)
-        drafted_at = clock.mark()
-        accepted = _verify(target, cache, active, session, drafts, sampling)
-        verified_at = clock.mark()
-        draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
-        if policy is not None:
-            policy.observe(drafts.n_nodes, accepted, draft_s + verify_s, useful != shape)
+        drafts, accepted = _round(target, cache, active, session, policy, clock, sampling)
         if on_round is not None:
             on_round(drafts, accepted)
-        for row, drafted in zip(active, drafts.on_host[0], strict=True):
-            row.stats.draft_s += draft_s / len(active) if session is not None else 0.0
-            row.stats.verify_s += verify_s / len(active)
-            row.stats.n_drafted += len(drafted) - drafted.count(NO_DRAFT)
     for row in rows:
         row.stats.total_s = (time.perf_counter() - started) / len(rows)
     return [Generation(row.tokens, row.stats) for row in rows]
@@ -268,6 +225,32 @@ def _prefill(
     for row, logits in zip(rows, target.logits(last), strict=True):
         row.begin(_choose(logits[None], DraftTree.empty(1, logits.device), 0, row, sampling)[1])
         row.stats.prefill_s = (time.perf_counter() - began) / len(rows)
+
+
+def _round(
+    target: Target,
+    cache: TargetCache,
+    rows: list["_Row"],
+    session: DraftSession | None,
+    policy: ShapePolicy,
+    clock: DeviceClock,
+    sampling: SamplingConfig,
+) -> tuple[DraftTree, list[list[int]]]:
+    """Draft, verify and commit; the drafts and the accepted nodes of each row."""
+    began = clock.mark()
+    shape = policy.next_shape()
+    useful = _useful(target, shape, rows, sampling)
+    drafts = _propose(target, session, useful, rows)
+    drafted_at = clock.mark()
+    accepted = _verify(target, cache, rows, session, drafts, sampling)
+    verified_at = clock.mark()
+    draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
+    policy.observe(drafts.n_nodes, accepted, draft_s + verify_s, useful != shape)
+    for row, drafted in zip(rows, drafts.on_host[0], strict=True):
+        row.stats.draft_s += draft_s / len(rows) if session is not None else 0.0
+        row.stats.verify_s += verify_s / len(rows)
+        row.stats.n_drafted += len(drafted) - drafted.count(NO_DRAFT)
+    return drafts, accepted
 
 
 def _drop_finished(rows: list["_Row"], cache: TargetCache, session: DraftSession | None) -> list["_Row"]:

@@ -1,4 +1,4 @@
-"""The shape of each round's drafts, from measured costs and acceptance and from what this answer shows.
+"""Who chooses the shape of each round's drafts: nobody, or measured costs and acceptance and what this answer shows.
 
 Costs are measured once, for a moment, on a few prompts; the machine, the context and the text then differ. So the
 policy times its own rounds and counts its own accepted drafts, and corrects three things:
@@ -12,11 +12,13 @@ policy times its own rounds and counts its own accepted drafts, and corrects thr
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from .shape_costs import MARGIN, AcceptanceLog, DecodingCosts, candidates
-from .tree import TreeShape
+from .tree import Shape, TreeShape
 
 _PRIOR_ROUNDS, _LEAST_PRIOR_ROUNDS = 12.0, 1.0
 """Rounds of an answer that other answers weigh as much as, at its beginning and at the end of a long one. What a round
@@ -33,6 +35,55 @@ _FORGET_EVERY = 64
 """Plain rounds in a row after which the oldest pair no longer counts: what slowed drafts down then may be over."""
 _N_ANSWERS = 8
 """Answers that are remembered; the prompts of the measurement count as one of them until they are forgotten."""
+
+
+class ShapePolicy(Protocol):
+    """Chooses the shape of each round's drafts."""
+
+    def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Forget what was, at the beginning of a generation.
+
+        Args:
+            n_prompt_tokens: of the longest row.
+            max_new_tokens: most tokens that a row may get.
+        """
+        ...
+
+    def next_shape(self) -> Shape | None:
+        """Of the next round; None for a plain decoding step."""
+        ...
+
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool) -> None:
+        """Learn from the round that has just ended.
+
+        Args:
+            n_drafts: of each row.
+            accepted: the accepted nodes of each row.
+            round_s: seconds of drafting and verifying.
+            is_cut: the shape lost levels, because no row had use for so many drafts.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """A policy that has made up its mind.
+
+    Attributes:
+        shape: of every round; None for plain decoding.
+    """
+
+    shape: Shape | None
+
+    def begin(self, n_prompt_tokens: int, max_new_tokens: int) -> None:
+        """There is nothing to forget."""
+
+    def next_shape(self) -> Shape | None:
+        """Always the same."""
+        return self.shape
+
+    def observe(self, n_drafts: int, accepted: Sequence[Sequence[int]], round_s: float, is_cut: bool) -> None:
+        """Nothing is learned."""
 
 
 class AdaptivePolicy:

@@ -26,6 +26,7 @@ class Throughput(L.Callback):
     def __init__(self) -> None:
         self.n_tokens, self.step_s, self.wait_s = 0, 0.0, 0.0
         self.n_tokens_total, self.n_bytes_read = 0, 0
+        self._at_step = (0, 0)  # both, at the end of the last whole step
         self._interval = (0, 0.0, 0.0)
         self._wait_before_s = 0.0
 
@@ -45,6 +46,8 @@ class Throughput(L.Callback):
         self.n_tokens_total += batch.n_tokens * trainer.world_size
         self.n_bytes_read += batch.n_bytes_read * trainer.world_size
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if ends_step:
+            self._at_step = (self.n_tokens_total, self.n_bytes_read)
         if ends_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             tokens, step_s, wait_s = self._interval
             spent = max(1e-9, self.step_s - step_s)
@@ -55,12 +58,14 @@ class Throughput(L.Callback):
             self._interval = (self.n_tokens, self.step_s, self.wait_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, for resuming."""
-        return {"n_tokens_total": self.n_tokens_total, "n_bytes_read": self.n_bytes_read}
+        """The totals, for resuming: without micro-batches of a step that was broken off, which come again."""
+        n_tokens_total, n_bytes_read = self._at_step
+        return {"n_tokens_total": n_tokens_total, "n_bytes_read": n_bytes_read}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
-        self.n_tokens_total, self.n_bytes_read = state_dict["n_tokens_total"], state_dict["n_bytes_read"]
+        self._at_step = (state_dict["n_tokens_total"], state_dict["n_bytes_read"])
+        self.n_tokens_total, self.n_bytes_read = self._at_step
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -82,7 +82,7 @@ def test_a_bad_beginning_is_no_bad_drafter() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_acceptance_that_scatters_keeps_its_drafts(seed: int) -> None:
-    """A third of the rounds accepts nothing, half of them all; adapting loses next to nothing against the best shape."""
+    """A third of the rounds accepts nothing, half of them all: adapting loses little against the best shape."""
     accepted: list[list[int]] = [[], [], [0], [0, 2, 5], [0, 2, 5], [0, 2, 5]]
     log, rounds = log_of(*accepted), costs(per_token=1.0, level=2.0)
     best, promised = fastest(rounds, log)

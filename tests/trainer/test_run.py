@@ -185,7 +185,7 @@ def test_interruption_keeps_the_state(store_path, tmp_path, monkeypatch):
 def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_path, monkeypatch):
     """The half-accumulated step is done again from its first micro-batch."""
     settings = {"max_steps": 10, "micro_batch_size": 4}
-    run(store_path, tmp_path / "whole", **settings)
+    at_once = run(store_path, tmp_path / "whole", **settings)
     real, calls = MoADrafter.objective, []
 
     def interrupting(*args, **kwargs):
@@ -198,7 +198,8 @@ def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_p
     with pytest.raises(TrainingInterrupted, match="stopped at step 3"):
         run(store_path, tmp_path / "parts", **settings)
     monkeypatch.undo()
-    run(store_path, tmp_path / "parts", resume=True, **settings)
+    resumed = run(store_path, tmp_path / "parts", resume=True, **settings)
+    assert (resumed.n_tokens_total, resumed.n_bytes_read) == (at_once.n_tokens_total, at_once.n_bytes_read)
     one, other = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
     assert one["global_step"] == other["global_step"] == 10
     for name, value in one["state_dict"].items():
