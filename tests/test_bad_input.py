@@ -14,17 +14,11 @@ from click.testing import CliRunner
 from transformers import LlamaForCausalLM
 
 from moa_data.cli import main
-from moa_data.demo.config import DemoConfig
-from moa_data.demo.target import build_target, train_tokenizer
 from moa_data.moa.checkpoint import save_drafter
 from moa_data.moa.config import DrafterConfig
 from moa_data.moa.model import MoADrafter
 from moa_data.moa.target import Target
 
-CHATS = [
-    [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
-    for n in range(12)
-]
 TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
 
 
@@ -39,20 +33,6 @@ def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
     assert result.stderr.rstrip().endswith(lines[0]), result.stderr
     for text in texts:
         assert text in lines[0]
-
-
-@pytest.fixture(scope="session")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/, chats.jsonl and store/ of several parts."""
-    folder = tmp_path_factory.mktemp("bad_input")
-    rows = [json.dumps({"messages": messages}) for messages in CHATS]
-    (folder / "chats.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
-    tokenizer = train_tokenizer([message["content"] for chat in CHATS for message in chat], config.vocab_size)
-    build_target(config, tokenizer).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    assert extract(folder, folder / "store").exit_code == 0
-    return folder
 
 
 def extract(room: Path, out: Path, *options: str, model: Path | None = None) -> Any:

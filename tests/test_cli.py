@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from moa_data import __version__
 from moa_data.cli import main
 from moa_data.cli_support import ProgressLine, TokenStream, user_message
 from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view, train_view
+from moa_data.signals import Terminated
 from moa_data.trainer.run import TrainReport
 
 COMMANDS = (
@@ -163,14 +165,38 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     error = DatasetError("empty")
     replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
     assert_one_line(run(*EXTRACT), "empty")
-    assert run("--debug", *EXTRACT).exception is error
+    shown = run("--debug", *EXTRACT)
+    assert shown.exit_code == 2
+    assert "Traceback" in shown.stderr
+    assert shown.stderr.endswith("Error: empty\n")
 
 
-def test_faults_of_the_code_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RuntimeError("shapes differ")
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), SystemExit(0), SystemExit(1), AssertionError()])
+def test_faults_of_the_code_are_70_and_say_what_to_report(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
-    assert run(*EXTRACT).exception is error
-    assert user_message(error) is None
+    result = run(*EXTRACT)
+    assert result.exit_code == 70
+    assert "Traceback" in result.stderr
+    last = result.stderr.splitlines()[-1]
+    for text in (f"Error: {type(error).__name__}: {error}", "report it", __version__, "is kept"):
+        assert text in last
+
+
+def test_a_signal_behind_another_error_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cleaning_up_fails(*args: Any, **kwargs: Any) -> None:
+        try:
+            raise Terminated(signal.SIGTERM)
+        finally:
+            raise RuntimeError("generator didn't stop")
+
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", cleaning_up_fails)
+    result = run(*EXTRACT)
+    assert result.exit_code == 143
+    assert result.stderr.splitlines() == [
+        "Error: interrupted. Committed parts are kept; run the same command again to go on."
+    ]
 
 
 def test_out_of_memory_gives_advice() -> None:

@@ -1,0 +1,162 @@
+"""Exit codes of the real process where the machine fails: streams that are closed or full, no memory, no threads."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+MOA_DATA = f"exec {sys.executable} -m moa_data"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+DEMO = (
+    "--n-chats 80 --n-store-chats 60 --n-held-out 11 --vocab-size 300 --hidden-size 16 --n-layers 2 --n-heads 2 "
+    "--n-kv-heads 1 --target-steps 4 --target-batch-tokens 512 --drafter-steps 8 --drafter-batch-size 4 "
+    "--n-eval-prompts 2 --max-new-tokens 6 --draft-length 2"
+)
+# Every command, in a folder with model/, chats.jsonl, store/ and a trained run/.
+COMMANDS = {
+    "plan": "plan --model model --dataset chats.jsonl --out OUT --device cpu",
+    "extract": "extract --model model --dataset chats.jsonl --out OUT --device cpu",
+    "inspect": "inspect store",
+    "inspect --sample": "inspect store --sample 1",
+    "verify": "verify store",
+    "repair": "repair store",
+    "audit": "audit store --model model --device cpu --samples 2",
+    "recode": "recode store --codec int8 --out OUT",
+    "add": "add store --model model --activations hidden:layer:0 --device cpu",
+    "train": "train store --out OUT --max-steps 2 --batch-size 2 --accelerator cpu --validation-fraction 0",
+    "generate": "generate --model model --drafter run --prompt Hi --max-new-tokens 4 --device cpu",
+    "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 --max-new-tokens 4",
+    "compare": "compare run --model model --prompts chats.jsonl --out OUT --n-prompts 2 --max-new-tokens 4",
+    "disconnect": "disconnect --model model --drafter run --prompts chats.jsonl --out OUT --n-prompts 2 --n-tokens 4",
+    "export": "export store --format speculators --layers 0,1,1 --out OUT",
+    "import": "import store --format specforge --model model --out OUT",
+    "export-drafter": "export-drafter run --format moa --model model --out OUT",
+    "demo": f"demo --out OUT {DEMO}",
+}  # fmt: skip
+
+
+def shell(line: str, cwd: Path, env: Mapping[str, str] = ENVIRONMENT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, errors="replace"
+    )
+
+
+def ends_well(done: subprocess.CompletedProcess[str], codes: tuple[int, ...] = (0, 2)) -> None:
+    """One of the codes; where it is 2, one line says what was wrong, and nothing else speaks."""
+    assert done.returncode in codes, (done.returncode, done.stdout[-500:], done.stderr[-2000:])
+    assert "Traceback" not in done.stderr
+    if done.returncode == 2:
+        errors = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
+        assert len(errors) == 1, done.stderr
+
+
+@pytest.mark.parametrize(("streams", "code"), [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 2)])
+def test_a_stream_that_cannot_be_written(room: Path, streams: str, code: int) -> None:
+    done = shell(f"{MOA_DATA} verify {room / 'store'} {streams}", room)
+    assert done.returncode == code, done.stderr
+    if code == 2:
+        assert done.stderr.endswith("Error: standard output can't be written: No space left on device. What the "
+                                    "command did is kept.\n")  # fmt: skip
+
+
+def test_damage_is_reported_by_the_code_where_nobody_can_read_it(room: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(room / "store", tmp_path / "store"))
+    (store / "parts" / "part-00000.zarr" / "tokens" / "zarr.json").write_bytes(b"")
+    assert shell(f"{MOA_DATA} verify {store} >&- 2>/dev/full", room).returncode == 1
+    assert shell(f"{MOA_DATA} nonsense >&- 2>/dev/full", room).returncode == 2
+
+
+@pytest.mark.parametrize("command", ["--help", "inspect STORE", "verify STORE"])
+def test_a_reader_that_goes_away_ends_the_command_silently(room: Path, command: str) -> None:
+    line = command.replace("STORE", str(room / "store"))
+    done = shell(f"{sys.executable} -m moa_data {line} 2>error.txt | true; exit ${{PIPESTATUS[0]}}", room)
+    assert done.returncode == 141
+    assert "Error" not in (room / "error.txt").read_text()
+
+
+def test_what_a_library_prints_does_not_land_in_a_file_of_the_store(room: Path, tmp_path: Path) -> None:
+    """With standard output closed, the next file to be opened would get its number."""
+    code = (
+        "import os, sys\nfrom moa_data.__main__ import main\nimport moa_data.storage.shard as shard\n"
+        "real = shard.write_all\n"
+        "def write_all(fd, data):\n    assert fd > 2\n    os.write(1, b'noise')\n    return real(fd, data)\n"
+        "shard.write_all = write_all\nmain()\n"
+    )
+    # fmt: off
+    arguments = ["extract", "--model", room / "model", "--dataset", room / "chats.jsonl", "--out", tmp_path / "store",
+                 "--device", "cpu"]
+    # fmt: on
+    script = tmp_path / "noisy.py"
+    script.write_text(code)
+    assert shell(f"{sys.executable} {script} {' '.join(map(str, arguments))} >&-", room).returncode == 0
+    assert shell(f"{MOA_DATA} verify {tmp_path / 'store'}", room).returncode == 0
+
+
+needs_setpriv = pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0 or shutil.which("setpriv") is None, reason="root's threads are not limited"
+)
+# Another user, whose processes are counted, that may read root's files.
+AS_NOBODY = (
+    "exec setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps +dac_read_search,+dac_override "
+    "--ambient-caps +dac_read_search,+dac_override bash -c 'ulimit -u {limit}; {line}'"
+)
+
+
+@needs_setpriv
+@pytest.mark.parametrize("limit", [1, 4, 10])
+def test_no_threads_is_one_line(room: Path, tmp_path: Path, limit: int) -> None:
+    for line in ("inspect store", "extract --model model --dataset chats.jsonl --out OUT --device cpu"):
+        command = f"{MOA_DATA} {line.replace('OUT', str(tmp_path / 'out'))}"
+        done = shell(AS_NOBODY.format(limit=limit, line=command), room)
+        ends_well(done, (2,))
+        assert "threads that may be needed" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def full_room(room: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The room with a trained drafter in run/."""
+    folder = Path(shutil.copytree(room, tmp_path_factory.mktemp("full") / "room"))
+    done = shell(f"{MOA_DATA} {COMMANDS['train'].replace('OUT', 'run')}", folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def ended(folder: Path, command: str, prefix: str, number: int) -> subprocess.CompletedProcess[str]:
+    line = COMMANDS[command].replace("OUT", f"out-{command.replace(' ', '')}-{number}")
+    return shell(f"{prefix}; {MOA_DATA} {line}", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_with_little_memory(full_room: Path, tmp_path: Path, command: str) -> None:
+    folder = Path(shutil.copytree(full_room, tmp_path / "room"))
+    for number, limit_kb in enumerate((200_000, 500_000, 900_000, 1_200_000, 1_600_000, 2_400_000)):
+        ends_well(ended(folder, command, f"ulimit -v {limit_kb}", number))
+    ends_well(shell(f"{MOA_DATA} verify store", folder), (0,))
+
+
+@pytest.mark.slow
+@needs_setpriv
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_with_few_threads(full_room: Path, tmp_path: Path, command: str) -> None:
+    folder = Path(shutil.copytree(full_room, tmp_path / "room"))
+    for number, limit in enumerate((1, 2, 5, 12, 19, 22, 30)):
+        line = COMMANDS[command].replace("OUT", f"out-{number}")
+        ends_well(shell(AS_NOBODY.format(limit=limit, line=f"{MOA_DATA} {line}"), folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_without_its_streams(full_room: Path, tmp_path: Path, command: str, streams: str) -> None:
+    folder = Path(shutil.copytree(full_room, tmp_path / "room"))
+    usual = shell(f"{MOA_DATA} {COMMANDS[command].replace('OUT', 'usual')}", folder).returncode
+    done = shell(f"{MOA_DATA} {COMMANDS[command].replace('OUT', 'out')} {streams}", folder)
+    if streams == ">/dev/full":
+        usual = 2
+    assert done.returncode == usual, done.stderr
+    assert "Traceback" not in done.stderr
