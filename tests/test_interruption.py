@@ -1,11 +1,14 @@
-"""Ctrl-C and kill -9 on the real process: one line and exit code 130, and the same command ends what was begun."""
+"""Signals on the real process: one line and the signal's exit code, and the same command ends what was begun."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -63,38 +66,66 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
 
 
-def one_line(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 130, done.stderr
+def one_line(done: subprocess.CompletedProcess[str], number: int = signal.SIGINT) -> str:
+    assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
     assert len(lines) == 1, done.stderr
     return lines[0]
 
 
-def test_ctrl_c_while_importing() -> None:
+ENDING = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+
+
+@ENDING
+def test_signal_while_importing(number: signal.Signals) -> None:
     code = FAKE_CLI + "del sys.modules['moa_data.cli']\n"
-    code += "class Finder:\n    def find_spec(self, *args):\n        signal.raise_signal(signal.SIGINT)\n"
+    code += f"class Finder:\n    def find_spec(self, *args):\n        signal.raise_signal({int(number)})\n"
     code += "sys.meta_path.insert(0, Finder())\nmain()\n"
-    assert "interrupted before anything was done. Run the same command again." in one_line(python(code))
+    assert "interrupted before anything was done. Run the same command again." in one_line(python(code), number)
 
 
-def test_ctrl_c_inside_a_destructor_is_not_lost() -> None:
-    code = FAKE_CLI + "class Dying:\n    def __del__(self):\n        signal.raise_signal(signal.SIGINT)\n"
+@ENDING
+def test_signal_inside_a_destructor_is_not_lost(number: signal.Signals) -> None:
+    code = FAKE_CLI + f"class Dying:\n    def __del__(self):\n        signal.raise_signal({int(number)})\n"
     code += "def command():\n    Dying()\n    time.sleep(20)\n    print('went on')\nfake.main = command\nmain()\n"
     done = python(code)
-    one_line(done)
+    one_line(done, number)
     assert "went on" not in done.stdout
 
 
-def test_ctrl_c_after_the_end_changes_nothing() -> None:
-    code = FAKE_CLI + "import atexit\natexit.register(lambda: signal.raise_signal(signal.SIGINT))\n"
+@ENDING
+def test_signal_after_the_end_changes_nothing(number: signal.Signals) -> None:
+    code = FAKE_CLI + f"import atexit\natexit.register(lambda: signal.raise_signal({int(number)}))\n"
     code += "fake.main = lambda: print('done')\nmain()\n"
     done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+def test_a_second_sigterm_does_not_break_off_the_cleaning_up() -> None:
+    code = FAKE_CLI + (
+        "def command():\n    try:\n        signal.raise_signal(signal.SIGTERM)\n    finally:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n        print('cleaned up')\n"
+        "fake.main = command\nmain()\n"
+    )
+    done = python(code)
+    one_line(done, signal.SIGTERM)
+    assert done.stdout == "cleaned up\n"
+
+
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    """As ``nohup`` and a shell's background jobs have it."""
+    ignored = ("SIGINT", "SIGTERM", "SIGHUP")
+    code = "import signal\n" + "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in ignored)
+    code += FAKE_CLI.replace("signal.signal(signal.SIGINT, signal.default_int_handler)\n", "")
+    raised = "; ".join(f"signal.raise_signal(signal.{name})" for name in ignored)
+    code += f"def command():\n    {raised}\n    print('went on')\nfake.main = command\nmain()\n"
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_each_phase_of_the_demo(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "demo"
     arguments = ("demo", "--out", str(out), *TINY)
@@ -105,10 +136,88 @@ def test_each_phase_of_the_demo(tmp_path: Path, number: signal.Signals) -> None:
         if number == signal.SIGKILL:
             assert done.returncode == -signal.SIGKILL, done.stderr
             continue
-        line = one_line(done)
+        line = one_line(done, number)
         assert f"interrupted in the {phase} phase; run the same command again, finished phases are kept" in line
         assert all(name in line for name in finished)
     done = subprocess.run([sys.executable, "-m", "moa_data", *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "identical to plain greedy decoding" in done.stdout
     assert not list(out.rglob("*.partial"))
+
+
+COMMANDS = {
+    "extract": "extract --model model --dataset chats.jsonl --out OUT --part-tokens 256 --device cpu",
+    "recode": "recode store --codec int8 --out OUT",
+    "add": "add OUT --model model --activations hidden:layer:0 --device cpu",
+    "train": "train store --out OUT --max-steps 24 --batch-size 2 --accelerator cpu --checkpoint-every 4",
+    "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT/report.json --n-prompts 6 "
+    "--max-new-tokens 24 --method plain,chain,tree --device cpu",
+    "demo": f"demo --out OUT {' '.join(TINY)}",
+}
+N_MOMENTS = 20
+
+
+def data_files(out: Path) -> dict[str, bytes]:
+    """What a command wrote, without what records runs and times: logs, reports, pictures, locks."""
+    kept = {}
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        is_data = name.startswith(("parts/", "commits/", "codec/", "target/", "drafter/")) or "/store/parts/" in name
+        if path.is_file() and (is_data or path.name in ("store.json", "plan.parquet")) and "checkpoints" not in name:
+            kept[name] = path.read_bytes()
+    return kept
+
+
+def run_until(arguments: list[str], cwd: Path, moment_s: float | None, number: int) -> tuple[int, str, float]:
+    """Run the command line and send it a signal at a moment; return exit code, what it said, and its seconds."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "moa_data", *arguments]
+    began = time.perf_counter()
+    with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:
+        try:
+            _, said = run.communicate(timeout=moment_s)
+        except subprocess.TimeoutExpired:
+            run.send_signal(number)
+            _, said = run.communicate(timeout=300)
+    return run.returncode, said.decode(errors="replace"), time.perf_counter() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_signals_at_random_moments(room: Path, tmp_path: Path, command: str) -> None:
+    """Each moment ends the command in one line; in the end all bytes are those of an uninterrupted run."""
+    work = Path(shutil.copytree(room, tmp_path / "room"))
+    if command == "eval":
+        assert run_until(COMMANDS["train"].replace("OUT", "run").split(), work, None, 0)[0] == 0
+
+    def arguments(out: str) -> list[str]:
+        if command == "add" and not (work / out).exists():
+            shutil.copytree(work / "store", work / out)
+        words = COMMANDS[command].replace("OUT", out).split()
+        resumes = command == "train" and (work / out / "checkpoints" / "last.ckpt").is_file()
+        return [*words, "--resume"] if resumes else words
+
+    code, said, whole_s = run_until(arguments("whole"), work, None, 0)
+    assert code == 0, said
+    random, n_struck, tries = Random(command), 0, 0
+    while n_struck < N_MOMENTS:
+        number = random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+        out = f"out-{tries}"
+        for _ in range(3):  # three in a row on one output, then it is ended
+            moment_s = random.uniform(0.15, whole_s)  # before that, the signal is Python's
+            code, said, _ = run_until(arguments(out), work, moment_s, number)
+            assert "Traceback" not in said, said
+            lines = [line for line in said.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
+            if code == 0:
+                break  # it ended before the signal came
+            assert code in (128 + number, -number), (code, said)
+            assert len(lines) == (code > 0), said
+            n_struck += 1
+        tries += 1
+        assert tries < 4 * N_MOMENTS
+        if code != 0:
+            code, said, _ = run_until(arguments(out), work, None, 0)
+            assert code == 0, said
+        assert data_files(work / out) == data_files(work / "whole")
+        assert not list((work / out).rglob("*.partial"))
+        shutil.rmtree(work / out)
