@@ -154,7 +154,7 @@ COMMANDS = {
     "--max-new-tokens 24 --method plain,chain,tree --device cpu",
     "demo": f"demo --out OUT {' '.join(TINY)}",
 }
-N_MOMENTS = 20
+N_MOMENTS = int(os.environ.get("N_MOMENTS", "20"))
 
 
 def data_files(out: Path) -> dict[str, bytes]:
