@@ -14,8 +14,8 @@ from ..moa.decode import Generation
 from ..moa.sampling import GREEDY, SamplingConfig, penalised
 from ..moa.target import Target
 from ..pipeline.chats import Message
-from ..pipeline.errors import TemplateError
-from ..pipeline.prompts import prompt_tokens
+from ..pipeline.errors import PromptUnusable, TemplateError
+from ..pipeline.prompts import check_prompt, prompt_tokens
 from .errors import PromptsError
 from .methods import Generate
 from .prompts import Prompt
@@ -87,12 +87,13 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn without an answer: its prompt leaves no position to generate into, or that of a turn before it did not.
+    """A turn without an answer: it or a turn before it leaves no position to generate into, or follows such an answer.
 
     Attributes:
         prompt_id: of the prompt.
         turn: which answer, from 0.
-        n_prompt_tokens: tokens before the answer of the turn that was too long.
+        n_prompt_tokens: tokens before the answer of the turn that was too long; 0 where the answer before it spells a
+            control token, so that it cannot be part of a prompt.
     """
 
     prompt_id: str
@@ -136,8 +137,9 @@ def measure(
             first differ.
 
     Raises:
-        PromptsError: the chat template refuses a prompt.
+        PromptsError: the chat template refuses a prompt, or a text cannot be part of one.
     """
+    _check_prompts(target, prompts)
     result = Measurement()
     if first := opening_tokens(target, prompts[:warmup]):
         for generate in methods.values():
@@ -167,6 +169,7 @@ def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]
     Raises:
         PromptsError: the chat template refuses a prompt.
     """
+    _check_prompts(target, prompts)
     openings = [_tokens(target, prompt, list(prompt.turns[0])) for prompt in prompts]
     return [tokens for tokens in openings if len(tokens) < target.max_positions]
 
@@ -185,8 +188,11 @@ class _Chat:
         if self._ended or turn >= len(self.prompt.turns):
             return False
         self.history += self.prompt.turns[turn]
-        self.tokens = _tokens(target, self.prompt, self.history)
-        if len(self.tokens) >= target.max_positions:
+        try:
+            self.tokens = _tokens(target, self.prompt, self.history)
+        except PromptUnusable:  # the prompts were looked at before: it is the answer
+            self.tokens = []
+        if not self.tokens or len(self.tokens) >= target.max_positions:
             turns = range(turn, len(self.prompt.turns))
             skipped += [SkippedTurn(self.prompt.prompt_id, number, len(self.tokens)) for number in turns]
             self._ended = True
@@ -239,9 +245,20 @@ def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 
     return float(highest[0] - highest[1])
 
 
+def _check_prompts(target: Target, prompts: Sequence[Prompt]) -> None:
+    """Look at the texts of all turns before anything is measured."""
+    for prompt in prompts:
+        try:
+            check_prompt(target.tokenizer, [message for turn in prompt.turns for message in turn], prompt.tools)
+        except PromptUnusable as error:
+            raise PromptsError(f"prompt {prompt.prompt_id}: {error}") from error
+
+
 def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]:
     try:
-        return prompt_tokens(target.tokenizer, history)
+        return prompt_tokens(target.tokenizer, history, prompt.tools, prompt.system)
+    except PromptUnusable:
+        raise
     except TemplateError as error:
         raise PromptsError(f"prompt {prompt.prompt_id}: {error}") from error
 

@@ -2,13 +2,12 @@
 
 Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT ``{"conversations": [{"from", "value"}]}``; the
 prompt is everything before the last assistant message, or the whole chat where it ends with the user.
-Optional keys: ``prompt_id`` (else ``id``, else the line's number), ``category``.
+Optional keys: ``prompt_id`` (else ``id``, else the line's number), ``category``, ``tools``, ``system``.
 
 Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. Each turn is answered by the target,
 and its answer becomes part of the next turn's history.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,11 +15,12 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..pipeline.chats import Message, Rejection, parse_chat
+from ..escaping import printable
+from ..pipeline.chats import Message, Rejection, UnreadableRow, parse_prompt
+from ..pipeline.dataset import parse_json
 from .errors import PromptsError
 
 CHATS, SPEC_BENCH = "chats", "spec-bench"
-_ANSWER = {"role": "assistant", "content": "-"}
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,15 @@ class Prompt:
         prompt_id: names it in the report.
         category: group of the per-category table.
         turns: for each answer, the messages that come before it and after the answer before.
+        tools: JSON schemas of the tools that the target may call, None where there are none.
+        system: text of the system column, which the chat template has to show; else empty.
     """
 
     prompt_id: str
     category: str
     turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    system: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,9 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise PromptsError(f"{where} is no JSON ({error}); expected one JSON object per line.") from error
+    row = parse_json(line)
+    if isinstance(row, UnreadableRow):
+        raise PromptsError(f"{where} is {row.detail}; expected one JSON object per line.")
     if not isinstance(row, dict):
         raise PromptsError(f"{where} is a {type(row).__name__}, expected an object with messages or turns.")
     if "turns" in row:
@@ -120,34 +123,31 @@ def _spec_bench_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
         raise PromptsError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; mend or remove the line.")
     return Prompt(
         prompt_id=_identity(row, number, "question_id"),
-        category=str(row.get("category", "all")),
+        category=printable(str(row.get("category", "all"))),
         turns=tuple(({"role": "user", "content": text},) for text in turns),
     )
 
 
 def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
-    messages = parse_chat(row)
-    if isinstance(messages, Rejection):
-        # A chat without an answer is a prompt as well; with one added it parses like the others.
-        key = "messages" if row.get("messages") is not None else "conversations"
-        items = row.get(key)
-        answered = parse_chat({key: [*items, _ANSWER]}) if isinstance(items, list) and items else messages
-        if isinstance(answered, Rejection):
-            raise PromptsError(f"{where}: {messages.reason} ({messages.detail}); mend or remove the line.")
-        messages = answered[:-1]
+    chat = parse_prompt(row)
+    if isinstance(chat, Rejection):
+        raise PromptsError(f"{where}: {chat.reason} ({chat.detail}); mend or remove the line.")
     # A chat that ends with the question is a prompt as it stands.
+    messages = chat.messages
     n_before = len(messages)
     if messages[-1]["role"] == "assistant":
         n_before -= 1
     if n_before == 0:
         raise PromptsError(f"{where}: nothing comes before the assistant's message; mend or remove the line.")
-    category = str(row.get("category") or "all")
-    return Prompt(_identity(row, number, "prompt_id", "id"), category, (tuple(messages[:n_before]),))
+    category = printable(str(row.get("category") or "all"))
+    tools = None if chat.tools is None else tuple(chat.tools)
+    turns = (tuple(messages[:n_before]),)
+    return Prompt(_identity(row, number, "prompt_id", "id"), category, turns, tools, chat.system)
 
 
 def _identity(row: dict[str, Any], number: int, *keys: str) -> str:
     """The first of some keys that holds something, else the number of the line."""
-    return str(next((row[key] for key in keys if row.get(key) is not None), number))
+    return printable(str(next((row[key] for key in keys if row.get(key) is not None), number)))
 
 
 def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable[Prompt]:

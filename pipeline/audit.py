@@ -18,11 +18,14 @@ from ..moa.target import Target, resolve_model_folder
 from ..storage.dtypes import to_float32
 from ..storage.reader import ActivationStore
 from .capture import Capture, capture
-from .chats import ChatSource, Progress, parse_chat
+from .chats import Progress
 from .config import ActivationSpec
+from .dataset import ChatSource
 from .errors import ConfigError, DatasetError, TargetDiffers
-from .prompts import TokenizedChat, tokenize_chat
-from .sequences import content_id
+from .prompts import TokenizedChat
+from .records import known_split
+from .rendering import TEMPLATE_TIME, asked_the_time
+from .sequences import content_id, tokenize_row
 
 LOGIT_CHUNK_TOKENS = 512
 
@@ -191,16 +194,19 @@ def _tokenize_again(
     max_length = int(stored.manifest.extraction["max_length"])
     chats: dict[int, TokenizedChat] = {}
     try:
-        for row, content in ChatSource(config["dataset"], config["split"]).rows():
+        for row, content in ChatSource(config["dataset"], known_split(config)).rows():
             if row in wanted:
-                messages = parse_chat(content)
-                chat = tokenize_chat(tokenizer, messages, max_length) if isinstance(messages, list) else None
+                chat = tokenize_row(tokenizer, content, max_length)
                 if isinstance(chat, TokenizedChat):
                     chats[row] = chat
             if row >= max(wanted):
                 break
     except DatasetError as error:
         return {}, f"tokens and masks were checked by their content hash only: {error}"
+    recorded, own = stored.manifest.extraction.get("template_time"), TEMPLATE_TIME.isoformat()
+    if recorded != own and (recorded or asked_the_time(tokenizer)):
+        made = f"as of {recorded}" if recorded else "on the day of the extraction, which the store does not name"
+        return {}, f"the chats were rendered {made}; tokens and masks were checked by their content hash only"
     return chats, ""
 
 

@@ -1,24 +1,16 @@
-"""Rows of a dataset to chats: lists of {"role", "content"} messages, or a counted reason why not."""
+"""Rows of a dataset to chats: messages and the tools that they may call, or a counted reason why not."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from .errors import DatasetError
-
-Message = dict[str, str]
+Message = dict[str, Any]
 Progress = Callable[[int, int, str], None]
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -32,7 +24,6 @@ _ROLES = {
     "model": "assistant",
     "tool": "tool",
 }
-_HASH_BYTES = 1 << 20
 
 
 class RejectReason(StrEnum):
@@ -43,9 +34,17 @@ class RejectReason(StrEnum):
     MALFORMED_MESSAGES = "messages is no list of objects with a role and a content"
     UNKNOWN_ROLE = "a message has an unknown role"
     EMPTY_CONTENT = "a message is empty or no text"
+    NON_TEXT_PART = "a message has a part that is no text"
     NO_RESPONSE = "the chat has no assistant message"
+    MALFORMED_TOOLS = "tools is no list of objects with a name"
+    MALFORMED_TOOL_CALLS = "tool_calls is no list of calls with a name and an object of arguments"
+    MALFORMED_SYSTEM = "the system column is no text"
+    TWO_SYSTEM_TEXTS = "the system column and the system message differ"
+    NO_UNICODE = "a text holds half a surrogate pair, which no tokenizer takes"
+    TOO_LONG = "the chat has more characters than any context holds"
     SPECIAL_TOKEN_IN_CONTENT = "a message contains a special token of the tokenizer"
     TEMPLATE_FAILED = "the chat template refuses the chat"
+    NOT_SHOWN = "the chat template leaves out the tools, a tool call or the system column"
     TEMPLATE_REWRITES_RESPONSE = "the chat template rewrites the response"
     NO_RESPONSE_TOKENS = "no response token"
     TRUNCATED_AWAY = "every response lies beyond max_length"
@@ -65,15 +64,53 @@ class Rejection:
     detail: str = ""
 
 
-def parse_chat(row: Any) -> list[Message] | Rejection:
+@dataclass(frozen=True)
+class UnreadableRow:
+    """The place of a row that is in the file, but cannot be had as values.
+
+    Attributes:
+        detail: why.
+    """
+
+    detail: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a row says.
+
+    Attributes:
+        messages: role (system, user, assistant or tool) and content of each, the text unchanged; where the row has
+            them also name, tool_call_id and tool_calls, whose arguments are objects.
+        tools: JSON schemas of the tools that the assistant may call; None where there are none.
+        system: the text of the row's system column, which is the first message's content as well; else empty.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    system: str = ""
+
+
+def parse_chat(row: Any) -> Chat | Rejection:
     """Read the chat of one row.
 
     Args:
-        row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT).
+        row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
+            optionally `tools` (a list, or its JSON) and `system` (a text).
 
     Returns:
-        The messages with roles system, user, assistant or tool and their text unchanged, or why there are none.
+        The chat, or why there is none.
     """
+    chat = parse_prompt(row)
+    if isinstance(chat, Chat) and not any(message["role"] == "assistant" for message in chat.messages):
+        return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(m["role"] for m in chat.messages[:8]))
+    return chat
+
+
+def parse_prompt(row: Any) -> Chat | Rejection:
+    """Read the chat of one row as ``parse_chat`` does; the assistant needs to have said nothing in it."""
+    if isinstance(row, UnreadableRow):
+        return Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):
         return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
     items = row.get("messages")
@@ -89,9 +126,24 @@ def parse_chat(row: Any) -> list[Message] | Rejection:
         if isinstance(message, Rejection):
             return message
         messages.append(message)
-    if not any(message["role"] == "assistant" for message in messages):
-        return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(m["role"] for m in messages[:8]))
-    return messages
+    tools = _parse_tools(row.get("tools") or row.get("functions"))
+    if isinstance(tools, Rejection):
+        return tools
+    return _with_system(Chat(messages, tools or None), row.get("system"))
+
+
+def _with_system(chat: Chat, text: Any) -> Chat | Rejection:
+    """Put the text of the system column in front, unless a system message says the same."""
+    if text is None or (isinstance(text, str) and not text.strip()):
+        return chat
+    if not isinstance(text, str):
+        return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(text).__name__}")
+    others = [message["content"] for message in chat.messages if message["role"] == "system"]
+    if not others:
+        return Chat([{"role": "system", "content": text}, *chat.messages], chat.tools, text)
+    if any(other.strip() != text.strip() for other in others):
+        return Rejection(RejectReason.TWO_SYSTEM_TEXTS, f"{len(text):,} and {len(others[0]):,} characters")
+    return Chat(chat.messages, chat.tools, text)
 
 
 def _parse_message(item: Any, index: int) -> Message | Rejection:
@@ -103,12 +155,24 @@ def _parse_message(item: Any, index: int) -> Message | Rejection:
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"message {index} has no role")
     role = _ROLES.get(str(name).strip().lower())
     if role is None:
-        return Rejection(RejectReason.UNKNOWN_ROLE, f"message {index} has role {name!r}")
-    if isinstance(content, (list, tuple)):
+        return Rejection(RejectReason.UNKNOWN_ROLE, f"message {index} has role {str(name)[:80]!r}")
+    calls = _parse_calls(item, index)
+    if isinstance(calls, Rejection):
+        return calls
+    if calls and role != "assistant":
+        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} ({role}) calls a tool")
+    if isinstance(content, (list, tuple)) and content:
         content = _join_text_parts(content)
-    if not isinstance(content, str) or not content.strip():
+        if content is None:
+            return Rejection(RejectReason.NON_TEXT_PART, f"message {index} ({role})")
+    if calls and not content:
+        content = ""  # the call is the message
+    elif not isinstance(content, str) or not content.strip():
         return Rejection(RejectReason.EMPTY_CONTENT, f"message {index} ({role})")
-    return {"role": role, "content": content}
+    message: Message = {"role": role, "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    return message | {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
 
 
 def _join_text_parts(parts: list[Any] | tuple[Any, ...]) -> str | None:
@@ -117,181 +181,67 @@ def _join_text_parts(parts: list[Any] | tuple[Any, ...]) -> str | None:
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
 
 
+def _parse_tools(value: Any) -> list[dict[str, Any]] | Rejection:
+    """Read a list of JSON schemas, or the JSON of one, whose items may be JSON themselves."""
+    tools = _unpacked(value or [])
+    if not isinstance(tools, (list, tuple)):
+        return Rejection(RejectReason.MALFORMED_TOOLS, f"got {type(tools).__name__}")
+    found = []
+    for index, item in enumerate(tools):
+        tool = _unpacked(item)
+        if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
+            return Rejection(RejectReason.MALFORMED_TOOLS, f"tool {index} is {type(tool).__name__} {_keys(tool)}")
+        found.append(dict(tool))
+    return found
+
+
+def _parse_calls(item: Mapping[Any, Any], index: int) -> list[dict[str, Any]] | Rejection:
+    """Read the tool calls of a message, or the one call of OpenAI's earlier format."""
+    calls = _unpacked(item.get("tool_calls") or [])
+    if not calls and item.get("function_call"):
+        calls = [_unpacked(item["function_call"])]
+    if not isinstance(calls, (list, tuple)):
+        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} has {type(calls).__name__}")
+    found = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        arguments = _unpacked(function.get("arguments") or {}) if isinstance(function, Mapping) else None
+        if not isinstance(arguments, Mapping) or not tool_name(call) or not _is_json(arguments):
+            return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"message {index} calls {_keys(function)}")
+        parsed = {"type": "function", "function": {"name": tool_name(call), "arguments": dict(arguments)}}
+        found.append(({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | parsed)
+    return found
+
+
+def tool_name(value: Mapping[str, Any]) -> str:
+    """Name of a tool, or of the tool that is called, whether `function` wraps it or not; empty where it has none."""
+    function = value.get("function", value)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _unpacked(value: Any) -> Any:
+    """The value of a text that is JSON; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is JSON: no NaN, no bytes or dates, and not nested too deeply to be written."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _keys(value: Any) -> str:
+    return "with " + ", ".join(map(str, list(value)[:8])) if isinstance(value, Mapping) else f"{value!r:.60}"
+
+
 def _length(value: Any) -> int | str:
     return len(value) if hasattr(value, "__len__") else "?"
-
-
-class ChatSource:
-    """The rows of a dataset in order, and a hash of what was read.
-
-    Local files are read directly and their bytes are hashed; a hub dataset is loaded by `datasets` and its rows are
-    hashed as they are read, because its cache files depend on the version of that library.
-
-    Args:
-        dataset: a file, a folder of files, or a hub id.
-        split: split of a hub dataset; in a folder it selects the files or sub-folder named after it, if there are any.
-
-    Raises:
-        DatasetError: nothing there that can be read.
-    """
-
-    def __init__(self, dataset: str, split: str) -> None:
-        self.name = dataset
-        self.split = split
-        path = Path(dataset).expanduser()
-        self.files: list[Path] = _find_files(path, split) if path.exists() else []
-        self._root = path if path.is_dir() else path.parent
-        self._hub_rows: Any = None
-        self._row_hash = hashlib.sha256()
-        if not self.files:
-            self._hub_rows = _load_hub(dataset, split)
-
-    def count_rows(self) -> int:
-        """About how many rows there are, for progress: lines of text files, exact for the other formats."""
-        if self._hub_rows is not None:
-            return len(self._hub_rows)
-        return sum(_count_rows(file) for file in self.files)
-
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (row number from 0 over all files, row); a line that is no JSON comes as its error text."""
-        if self._hub_rows is not None:
-            for number, row in enumerate(self._hub_rows):
-                self._row_hash.update(json.dumps(row, sort_keys=True, default=str).encode())
-                yield number, row
-            return
-        number = 0
-        for file in self.files:
-            for row in _read_file(file):
-                yield number, row
-                number += 1
-
-    def identity(self) -> str:
-        """sha256 of the files' names and bytes, or of the hub rows read so far."""
-        if self._hub_rows is not None:
-            return self._row_hash.hexdigest()
-        digest = hashlib.sha256()
-        for file in self.files:
-            # A lone file may be renamed or moved; in a folder the names fix the order.
-            name = str(file.relative_to(self._root)) if len(self.files) > 1 else ""
-            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as stream:
-                while block := stream.read(_HASH_BYTES):
-                    digest.update(block)
-        return digest.hexdigest()
-
-
-def _find_files(path: Path, split: str) -> list[Path]:
-    if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise DatasetError(
-                f"{path} has the suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}. Convert it to jsonl."
-            )
-        return [path]
-    ignored = {"dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json"}
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file()
-        and file.suffix.lower() in SUFFIXES
-        and file.name not in ignored
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    if not files:
-        raise DatasetError(
-            f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one of these formats."
-        )
-    named = [file for file in files if _belongs_to_split(file.relative_to(path), split)]
-    return named or files
-
-
-def _belongs_to_split(relative: Path, split: str) -> bool:
-    stem = relative.name.split(".")[0]
-    return split in relative.parts[:-1] or stem == split or stem.startswith(split + "-")
-
-
-def _load_hub(dataset: str, split: str) -> Any:
-    if dataset.startswith((".", "/", "~")) or dataset.endswith(SUFFIXES) or dataset.count("/") > 1:
-        raise DatasetError(f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name).")
-    import datasets  # slow to import, and only a hub id needs it
-
-    try:
-        return datasets.load_dataset(dataset, split=split)
-    except ValueError as error:
-        raise DatasetError(
-            f"Dataset {dataset}, split {split!r}: {_first_line(error)} Choose another --split."
-        ) from error
-    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise DatasetError(
-            f"Dataset {dataset} is neither a local file or folder nor loadable from the hub ({_first_line(error)}). "
-            "Check the name and the network, or give a local path."
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _read_file(path: Path) -> Iterator[Any]:
-    suffix = path.suffix.lower()
-    try:
-        if suffix == ".parquet":
-            for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-        elif suffix in (".arrow", ".feather"):
-            yield from _read_arrow(path)
-        elif suffix == ".json":
-            yield from _read_json(path)
-        else:
-            yield from _read_jsonl(path)
-    except pa.ArrowInvalid as error:
-        raise DatasetError(
-            f"{path} is no readable {suffix[1:]} file ({_first_line(error)}). Restore or convert it."
-        ) from error
-
-
-def _count_rows(path: Path) -> int:
-    if path.suffix.lower() == ".parquet":
-        try:
-            return int(pq.ParquetFile(path).metadata.num_rows)
-        except pa.ArrowInvalid:
-            return 0  # reading it says what is wrong
-    if path.suffix.lower() != ".jsonl":
-        return 0
-    with path.open("rb") as stream:
-        return sum(block.count(b"\n") for block in iter(lambda: stream.read(_HASH_BYTES), b""))
-
-
-def _read_arrow(path: Path) -> Iterator[Any]:
-    with pa.memory_map(str(path)) as source:
-        try:
-            file = pa.ipc.open_file(source)
-        except pa.ArrowInvalid:
-            source.seek(0)  # `datasets` writes the stream format, feather is the file format
-            for batch in pa.ipc.open_stream(source):
-                yield from batch.to_pylist()
-            return
-        for index in range(file.num_record_batches):
-            yield from file.get_batch(index).to_pylist()
-
-
-def _read_json(path: Path) -> Iterator[Any]:
-    """A list of rows, an object whose `data` is one, or JSON lines under the wrong suffix."""
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        yield from _read_jsonl(path)
-        return
-    if isinstance(content, dict) and isinstance(content.get("data"), list):
-        content = content["data"]
-    yield from content if isinstance(content, list) else [content]
-
-
-def _read_jsonl(path: Path) -> Iterator[Any]:
-    with path.open("rb") as stream:
-        for line in stream:
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except ValueError as error:  # also UnicodeDecodeError
-                yield f"no JSON: {error}"

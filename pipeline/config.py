@@ -25,8 +25,9 @@ class ExtractConfig:
     """Chats: a hub id, a jsonl/json/parquet/arrow file, or a folder of them."""
     out: str
     """Folder of the store; the same command run again goes on where it stopped."""
-    split: str = "train_sft"
-    """Split of the dataset; in a local folder it selects the files named after it, where there are any."""
+    split: str | None = None
+    """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
+    split of a folder. A folder with several splits, none of them the one wanted, is refused."""
     max_sequences: int | None = None
     """Stop after this many usable sequences, in the dataset's order; default: all."""
     max_length: int = 2048

@@ -21,6 +21,10 @@ class TemplateError(PipelineError, ValueError):
     """The tokenizer has no chat template, or one that cannot be used."""
 
 
+class PromptUnusable(TemplateError):
+    """A prompt holds control tokens of the target, or text that no tokenizer takes."""
+
+
 class SequenceTooLong(PipelineError, ValueError):
     """A sequence has more tokens than the target has positions."""
 

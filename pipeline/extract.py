@@ -45,6 +45,7 @@ class ExtractReport:
         n_rows: rows read.
         n_duplicates: rows whose sequence was there already.
         timings: of this run.
+        dataset: the dataset, and which split and files of it were read, for people.
         added: what was added to a store that lacked some of the fields.
     """
 
@@ -60,6 +61,7 @@ class ExtractReport:
     n_rows: int
     n_duplicates: int
     timings: Timings = field(repr=False)
+    dataset: str = ""
     added: AddReport | None = None
 
     def describe(self) -> str:
@@ -70,6 +72,7 @@ class ExtractReport:
             f"{self.n_parts:,} parts",
             f"size         {format_bytes(self.stored_bytes)}, {self.stored_bytes / self.raw_bytes:.3f} of "
             f"{format_bytes(self.raw_bytes)} raw, {self.stored_bytes / self.n_tokens:,.0f} bytes per token",
+            f"dataset      {self.dataset}: {self.n_rows:,} rows read",
             f"rejected     {sum(self.rejections.values()):,} of {self.n_rows:,} rows, {self.n_duplicates:,} duplicates "
             "left out" + "".join("\n" + line for line in self.rejection_lines),
         ]
@@ -232,6 +235,7 @@ def _report(plan: ExtractPlan, store: StoreWriter, n_parts_done: int, timings: T
         n_rows=plan.sequences.n_rows,
         n_duplicates=plan.sequences.n_duplicates,
         timings=timings,
+        dataset=plan.dataset,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..moa.bundle import hash_target
 from ..moa.errors import TargetError
-from .chats import ChatSource
-from .prompts import template_text
+from .dataset import ChatSource
+from .rendering import template_text
 
 TOKENIZER_FILES = (
     "tokenizer.json",

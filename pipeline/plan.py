@@ -22,11 +22,13 @@ from ..storage.codecs.registry import StoreCodec
 from ..storage.errors import CodecUnknown
 from ..storage.plan import plan_parts
 from ..storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
-from .chats import ChatSource, Progress
+from .chats import Progress
 from .config import ActivationSpec, ExtractConfig, parse_activations
+from .dataset import ChatSource
 from .errors import ConfigError, NotEnoughDisk
 from .identity import check_weights, collect_identities
 from .prompts import check_template
+from .rendering import TEMPLATE_TIME, asked_the_time
 from .sequences import Sequences, read_sequences
 
 ALIGNMENT_TOKENS = 64
@@ -46,6 +48,7 @@ class ExtractPlan:
         codec: the codec of each field.
         table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
         sequences: the tokens and masks.
+        dataset: the dataset, and which split and files of it are read, for people.
         folder: the target's folder.
         device: where the forward will run.
         compute_dtype: dtype of the forward, resolved.
@@ -65,6 +68,7 @@ class ExtractPlan:
     codec: StoreCodec = field(repr=False)
     table: pa.Table = field(repr=False)
     sequences: Sequences = field(repr=False)
+    dataset: str
     folder: Path
     device: str
     compute_dtype: str
@@ -107,7 +111,7 @@ class ExtractPlan:
             f"target       {self.config.model} ({self.manifest.target['architecture']}, "
             f"{self.manifest.target['n_layers']} layers, {self.manifest.target['n_kv_heads']} KV heads of "
             f"{self.manifest.target['head_dim']}, width {self.manifest.target['hidden_size']})",
-            f"dataset      {self.config.dataset}: {counts.n_rows:,} rows read",
+            f"dataset      {self.dataset}: {counts.n_rows:,} rows read",
             f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.max_length:,} tokens, "
             f"{counts.n_duplicates:,} duplicates left out)",
             f"rejected     {counts.n_rejected:,} rows" + "".join("\n" + line for line in counts.rejection_lines()),
@@ -181,7 +185,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         fields=fields,
         target=sizes,
         identities=collect_identities(folder, tokenizer, source, with_weights),
-        extraction=_extraction(config, spec, compute_dtype, device, batch_tokens),
+        extraction=_extraction(config, spec, compute_dtype, device, batch_tokens) | _template_time(tokenizer),
         n_sequences=table.num_rows,
         n_parts=int(table["part"].to_numpy().max()) + 1,
         n_tokens=n_tokens,
@@ -199,6 +203,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         codec=codec,
         table=table,
         sequences=sequences,
+        dataset=source.describe(),
         folder=folder,
         device=device,
         compute_dtype=compute_dtype,
@@ -273,6 +278,11 @@ def _extraction(
         "target_layers": config.target_layers,
         "truncation": "right, tokens and mask together",
     }
+
+
+def _template_time(tokenizer: Any) -> dict[str, str]:
+    """The time that the chats were rendered with; nothing where the template did not ask for it."""
+    return {"template_time": TEMPLATE_TIME.isoformat()} if asked_the_time(tokenizer) else {}
 
 
 def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:

@@ -15,21 +15,21 @@ The end-of-turn token belongs to the response, the white space behind it does no
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from jinja2.exceptions import TemplateError as JinjaError
 
-from .chats import Message, Rejection, RejectReason
-from .errors import TemplateError
+from .chats import Message, Rejection, RejectReason, tool_name
+from .errors import PromptUnusable, TemplateError
+from .rendering import RENDER_ERRORS, check_program, find_unusable_text, render, template_text, texts
 
 Span = tuple[int, int]
-
-TEMPLATE_ARGUMENTS = {"date_string": "26 Jul 2024"}
-"""Passed to every template: some write today's date into the prompt, and equal inputs must give equal tokens."""
+Tools = Sequence[Mapping[str, Any]] | None
 
 _OPEN, _CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
 _PLACEHOLDER = "\ue0f0moa-response\ue0f1"
@@ -61,7 +61,6 @@ class _Template:
         has_generation_prompt: whether it is known to render one after a user message.
         end_of_turn: what the template writes behind a last response, trailing white space removed.
         adds_bos: whether the tokenizer itself puts a BOS before plain text.
-        special_tokens: matches any special token of the tokenizer.
     """
 
     text: str
@@ -69,36 +68,39 @@ class _Template:
     has_generation_prompt: bool
     end_of_turn: str
     adds_bos: bool
-    special_tokens: re.Pattern[str]
 
 
 _TEMPLATES: WeakKeyDictionary[Any, _Template] = WeakKeyDictionary()
 
 
-def tokenize_chat(tokenizer: Any, messages: list[Message], max_length: int) -> TokenizedChat | Rejection:
+def tokenize_chat(
+    tokenizer: Any, messages: list[Message], max_length: int, tools: Tools = None, system: str = ""
+) -> TokenizedChat | Rejection:
     """Turn a chat into token ids and a response mask.
 
     Args:
         tokenizer: a fast transformers tokenizer with a chat template.
-        messages: roles and contents; no system message is added.
+        messages: roles, contents and tool calls; no system message is added.
         max_length: tokens and mask are cut to this length.
+        tools: JSON schemas of the tools that may be called.
+        system: a text that the template has to show.
 
     Returns:
         The sequence, or why the chat gives none.
 
     Raises:
-        TemplateError: the tokenizer has no chat template or gives no offsets.
+        TemplateError: the tokenizer has no chat template, or none that can be used, or gives no offsets.
     """
     template = _template(tokenizer)
-    for index, message in enumerate(messages):
-        if special := template.special_tokens.search(message["content"]):
-            detail = f"message {index} contains {special.group()!r}"
-            return Rejection(RejectReason.SPECIAL_TOKEN_IN_CONTENT, detail)
     try:
-        text = _render(tokenizer, messages)
-        spans = _response_spans(tokenizer, template, messages, text)
-    except (JinjaError, ValueError, TypeError, KeyError) as error:
-        return Rejection(RejectReason.TEMPLATE_FAILED, str(error).strip().split("\n")[0])
+        if unusable := find_unusable_text(tokenizer, messages, tools):
+            return Rejection(*unusable)
+        text = render(tokenizer, messages, tools)
+        if left_out := _left_out(tokenizer, messages, tools, system, text):
+            return Rejection(RejectReason.NOT_SHOWN, left_out)
+        spans = _response_spans(tokenizer, template, messages, tools, text)
+    except RENDER_ERRORS as error:
+        return Rejection(RejectReason.TEMPLATE_FAILED, _first_line(error))
     if isinstance(spans, Rejection):
         return spans
     text, shift = _one_bos(tokenizer, template, text)
@@ -106,26 +108,46 @@ def tokenize_chat(tokenizer: Any, messages: list[Message], max_length: int) -> T
     return _cut(tokens, mask, max_length)
 
 
-def prompt_tokens(tokenizer: Any, messages: list[Message]) -> list[int]:
+def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, system: str = "") -> list[int]:
     """Token ids of a chat that ends where the assistant is to write.
 
     Args:
         tokenizer: a fast transformers tokenizer with a chat template.
         messages: the chat so far, usually ending in a user message.
+        tools: JSON schemas of the tools that may be called.
+        system: a text that the template has to show.
 
     Returns:
         Ids with exactly one BOS where the model has one, encoded as `tokenize_chat` encodes them.
 
     Raises:
-        TemplateError: no chat template, or the template refuses the chat.
+        TemplateError: no chat template, or the template refuses the chat, or leaves out a part of it.
+        PromptUnusable: a text holds control tokens, or what no tokenizer takes.
     """
     template = _template(tokenizer)
     try:
-        text = _render(tokenizer, messages, add_generation_prompt=True)
-    except (JinjaError, ValueError, TypeError, KeyError) as error:
-        raise TemplateError(f"The chat template refuses the prompt: {error}. Change the messages' roles.") from error
+        check_prompt(tokenizer, messages, tools)
+        text = render(tokenizer, messages, tools, add_generation_prompt=True)
+        if left_out := _left_out(tokenizer, messages, tools, system, text):
+            raise TemplateError(f"{RejectReason.NOT_SHOWN}: {left_out}. Leave it out, or use another target.")
+    except TemplateError:
+        raise
+    except RENDER_ERRORS as error:
+        raise TemplateError(
+            f"The chat template refuses the prompt: {_first_line(error)}. Change the messages' roles."
+        ) from error
     text, _ = _one_bos(tokenizer, template, text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_prompt(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> None:
+    """Refuse texts that cannot be part of a prompt.
+
+    Raises:
+        PromptUnusable: control tokens, text that is no Unicode, or too much of it.
+    """
+    if unusable := find_unusable_text(tokenizer, messages, tools):
+        raise PromptUnusable("{}: {}. Mend the text.".format(*unusable))
 
 
 def check_template(tokenizer: Any, where: str) -> None:
@@ -144,33 +166,16 @@ def check_template(tokenizer: Any, where: str) -> None:
         raise TemplateError(f"{where}: {error}") from error
 
 
-def template_text(tokenizer: Any) -> str:
-    """The chat template that is used.
-
-    Raises:
-        TemplateError: the tokenizer has none.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise TemplateError(
-            "the tokenizer has no chat template, so chats cannot be turned into tokens. "
-            "Use an instruction-tuned model, or put its chat_template.jinja into the model folder."
-        )
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
-
-
 def _template(tokenizer: Any) -> _Template:
     text = template_text(tokenizer)
     known = _TEMPLATES.get(tokenizer)
     if known is None or known.text != text:
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
+        check_program(tokenizer)
         marked = _mark_generation_tags(text) if _TAG.search(text) else None
-        special = re.compile("|".join(map(re.escape, filter(None, tokenizer.all_special_tokens))) or "(?!)")
         known = _Template(
-            text, marked, _has_generation_prompt(tokenizer), _end_of_turn(tokenizer), _adds_bos(tokenizer), special
+            text, marked, _has_generation_prompt(tokenizer), _end_of_turn(tokenizer), _adds_bos(tokenizer)
         )
         _TEMPLATES[tokenizer] = known
     return known
@@ -191,34 +196,22 @@ def _mark_generation_tags(template: str) -> str:
 def _has_generation_prompt(tokenizer: Any) -> bool:
     probe = [{"role": "user", "content": "a"}]
     try:
-        return _render(tokenizer, probe, add_generation_prompt=True) != _render(tokenizer, probe)
-    except (JinjaError, ValueError, TypeError, KeyError):
+        return render(tokenizer, probe, add_generation_prompt=True) != render(tokenizer, probe)
+    except RENDER_ERRORS:
         return False
 
 
 def _end_of_turn(tokenizer: Any) -> str:
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PLACEHOLDER}]
     try:
-        return _render(tokenizer, probe).partition(_PLACEHOLDER)[2].rstrip()
-    except (JinjaError, ValueError, TypeError, KeyError):
+        return render(tokenizer, probe).partition(_PLACEHOLDER)[2].rstrip()
+    except RENDER_ERRORS:
         return ""  # the template wants other chats; each is looked at by itself
 
 
 def _adds_bos(tokenizer: Any) -> bool:
     bos = tokenizer.bos_token_id
     return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
-
-
-def _render(
-    tokenizer: Any, messages: list[Message], add_generation_prompt: bool = False, template: str | None = None
-) -> str:
-    return tokenizer.apply_chat_template(
-        messages,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        **TEMPLATE_ARGUMENTS,
-    )
 
 
 def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:
@@ -234,22 +227,60 @@ def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:
     return text, shift
 
 
-def _response_spans(tokenizer: Any, template: _Template, messages: list[Message], text: str) -> list[Span] | Rejection:
-    """Character spans of the responses in the rendered text."""
+def _left_out(tokenizer: Any, messages: list[Message], tools: Tools, system: str, text: str) -> str:
+    """What of tools, calls, results and system column a rendering does not show; empty where it shows all."""
+    if system and not _shows(text, system):
+        return "the system column"
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" and not _shows(text, message["content"]):
+            return f"message {index}, a tool's result"
+        if not _shows_calls(text, message):
+            return f"message {index}, a tool call"
+    hidden = [tool_name(tool) for tool in tools or () if not _shows(text, tool_name(tool))]
+    if not hidden and tools:
+        try:
+            hidden = [tool_name(tools[0])] if text == render(tokenizer, messages) else []
+        except RENDER_ERRORS:
+            return ""  # it wants tools, so it shows them
+    return f"tool {hidden[0]}" if hidden else ""
+
+
+def _shows(text: str, part: str) -> bool:
+    """Whether a rendering holds a text, as it is, without white space around it, or as JSON writes it."""
+    stripped = part.strip()
+    return stripped in text or any(json.dumps(stripped, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+
+
+def _shows_calls(text: str, message: Message) -> bool:
+    """Whether a text holds the name and every text of the arguments of each call of a message."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return all(_shows(text, part) for each in functions for part in (each["name"], *texts(each["arguments"])))
+
+
+def _response_spans(
+    tokenizer: Any, template: _Template, messages: list[Message], tools: Tools, text: str
+) -> list[Span] | Rejection:
+    """Character spans of the responses in the rendered text, the calls of tools included."""
     if template.marked is not None:
-        tagged = _tagged_spans(_render(tokenizer, messages, template=template.marked), text)
-        if tagged is not None:
+        tagged = _tagged_spans(render(tokenizer, messages, tools, template=template.marked), text)
+        tagged_text = "".join(text[start:end] for start, end in tagged or ())
+        # Tags that leave calls out would train on half a response.
+        if tagged is not None and all(_shows_calls(tagged_text, message) for message in messages):
             return [_with_end_of_turn(template, text, span) for span in tagged]
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            span = _prefix_span(tokenizer, template, messages, index, text) or _located_span(
-                tokenizer, messages, index, text
+            span = _prefix_span(tokenizer, template, messages, tools, index, text) or _located_span(
+                tokenizer, messages, tools, index, text
             )
-            if span is None or message["content"].strip() not in text[slice(*span)]:
+            if span is None or not _is_response(text[slice(*span)], message):
                 return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             spans.append(_with_end_of_turn(template, text, span))
     return spans
+
+
+def _is_response(text: str, message: Message) -> bool:
+    return message["content"].strip() in text and _shows_calls(text, message)
 
 
 def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
@@ -270,29 +301,31 @@ def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
     return spans if length == len(text) and start is None else None
 
 
-def _prefix_span(tokenizer: Any, template: _Template, messages: list[Message], index: int, text: str) -> Span | None:
+def _prefix_span(
+    tokenizer: Any, template: _Template, messages: list[Message], tools: Tools, index: int, text: str
+) -> Span | None:
     """Span of a response from what the template renders before it and with it; None where these are no prefixes."""
     before = messages[:index]
     if not before:
         return None
-    prompt = _render(tokenizer, before, add_generation_prompt=True)
-    if not template.has_generation_prompt and prompt == _render(tokenizer, before):
+    prompt = render(tokenizer, before, tools, add_generation_prompt=True)
+    if not template.has_generation_prompt and prompt == render(tokenizer, before, tools):
         return None  # no generation prompt: the header of the response would count as response
-    turn = _render(tokenizer, messages[: index + 1]).rstrip()
+    turn = render(tokenizer, messages[: index + 1], tools).rstrip()
     if not (text.startswith(prompt) and text.startswith(turn) and len(turn) > len(prompt)):
         return None
     return len(prompt), len(turn)
 
 
-def _located_span(tokenizer: Any, messages: list[Message], index: int, text: str) -> Span | None:
+def _located_span(tokenizer: Any, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
     """Span of a response's own text: what is left of the rendering when everything around it is taken away."""
-    content = messages[index]["content"]
+    message = messages[index]
     other = [*messages[:index], {"role": "assistant", "content": _PLACEHOLDER}, *messages[index + 1 :]]
-    before, found, behind = _render(tokenizer, other).partition(_PLACEHOLDER)
+    before, found, behind = render(tokenizer, other, tools).partition(_PLACEHOLDER)
     end = len(text) - len(behind)
     if not found or not text.startswith(before) or not text.endswith(behind) or end <= len(before):
         return None
-    if text[len(before) : end].strip() != content.strip():
+    if "tool_calls" not in message and text[len(before) : end].strip() != message["content"].strip():
         return None
     return len(before), end
 
@@ -329,6 +362,10 @@ def _encode(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, n
             if starts[index] >= start or not text[starts[index] : start].strip():
                 mask[index] = 1
     return tokens, mask
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _cut(tokens: np.ndarray, mask: np.ndarray, max_length: int) -> TokenizedChat | Rejection:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..storage.commit import RUNS_NAME
 from ..storage.documents import parse_object, read_bounded
 from .config import ExtractConfig
 from .errors import RepairRefused
+from .splits import DEFAULT_SPLIT
+
+
+def known_split(settings: Mapping[str, Any]) -> str | None:
+    """Return the split of recorded settings; None where it may be the default, which early releases wrote out."""
+    split = settings.get("split")
+    return None if split == DEFAULT_SPLIT else split
 
 
 def recorded_config(store: Path) -> ExtractConfig:
@@ -23,7 +32,8 @@ def recorded_config(store: Path) -> ExtractConfig:
         try:
             settings = parse_object(read_bounded(path))["config"]
             lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
-            config = ExtractConfig(**{name: value for name, value in (settings | lists).items() if name in names})
+            settings = settings | lists | {"split": known_split(settings)}
+            config = ExtractConfig(**{name: value for name, value in settings.items() if name in names})
             config.check()
         except (KeyError, TypeError, ValueError, AttributeError):
             continue

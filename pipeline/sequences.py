@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .chats import ChatSource, Message, Progress, Rejection, RejectReason, parse_chat
+from .chats import Progress, Rejection, RejectReason, parse_chat
 from .config import ExtractConfig
+from .dataset import ChatSource
 from .errors import DatasetError, SequenceTooLong, TooManyRejected
 from .prompts import TokenizedChat, tokenize_chat
 
@@ -144,7 +145,7 @@ def read_sequences(
     total = config.max_sequences or source.count_rows()
     for row, content in source.rows():
         sequences.n_rows += 1
-        chat = _row_to_chat(content, tokenizer, config.max_length)
+        chat = tokenize_row(tokenizer, content, config.max_length)
         if isinstance(chat, Rejection):
             sequences.reject(row, chat)
         else:
@@ -161,9 +162,24 @@ def read_sequences(
     return sequences
 
 
-def _row_to_chat(content: Any, tokenizer: Any, max_length: int) -> TokenizedChat | Rejection:
-    messages: list[Message] | Rejection = parse_chat(content)
-    return messages if isinstance(messages, Rejection) else tokenize_chat(tokenizer, messages, max_length)
+def tokenize_row(tokenizer: Any, content: Any, max_length: int) -> TokenizedChat | Rejection:
+    """Turn a row of a dataset into token ids and a response mask.
+
+    Args:
+        tokenizer: the target's.
+        content: the row.
+        max_length: tokens and mask are cut to this length.
+
+    Returns:
+        The sequence, or why the row gives none.
+
+    Raises:
+        TemplateError: the tokenizer has no chat template that can be used.
+    """
+    chat = parse_chat(content)
+    if isinstance(chat, Rejection):
+        return chat
+    return tokenize_chat(tokenizer, chat.messages, max_length, chat.tools, chat.system)
 
 
 def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:

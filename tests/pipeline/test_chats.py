@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moa_data.pipeline.chats import ChatSource, Rejection, RejectReason, parse_chat
+from moa_data.pipeline.chats import Chat, Rejection, RejectReason, parse_chat
+from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.errors import DatasetError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -16,18 +17,18 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hel
 
 def test_messages_are_kept_as_they_are() -> None:
     messages = [{"role": "system", "content": " be kind "}, *CHAT]
-    assert parse_chat({"messages": messages, "prompt_id": "x"}) == messages
+    assert parse_chat({"messages": messages, "prompt_id": "x"}) == Chat(messages)
 
 
 def test_sharegpt_roles_are_translated() -> None:
     row = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
-    assert parse_chat(row) == CHAT
+    assert parse_chat(row) == Chat(CHAT)
 
 
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     row = {"messages": [CHAT[0], {"role": "assistant", "content": parts}]}
-    assert parse_chat(row) == CHAT
+    assert parse_chat(row) == Chat(CHAT)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,8 @@ def test_text_parts_are_joined() -> None:
         ({"messages": [{"role": "robot", "content": "hi"}]}, RejectReason.UNKNOWN_ROLE),
         ({"messages": [{"role": "user", "content": " "}]}, RejectReason.EMPTY_CONTENT),
         ({"messages": [{"role": "user", "content": None}]}, RejectReason.EMPTY_CONTENT),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, RejectReason.EMPTY_CONTENT),
+        ({"messages": [{"role": "user", "content": []}]}, RejectReason.EMPTY_CONTENT),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, RejectReason.NON_TEXT_PART),
         ({"messages": [{"role": "user", "content": "hi"}]}, RejectReason.NO_RESPONSE),
     ],
 )
@@ -91,14 +93,14 @@ def test_a_folder_is_read_in_the_order_of_names_and_the_split_selects(tmp_path: 
     for name, content in (("train_sft-00001", "b"), ("train_sft-00000", "a"), ("test_sft-00000", "c")):
         write_rows(tmp_path / f"{name}.jsonl", [{"id": content}])
     assert [row["id"] for _, row in ChatSource(str(tmp_path), "train_sft").rows()] == ["a", "b"]
-    assert [row["id"] for _, row in ChatSource(str(tmp_path), "other").rows()] == ["c", "a", "b"]
+    assert [row["id"] for _, row in ChatSource(str(tmp_path), None).rows()] == ["a", "b"]
 
 
 def test_a_malformed_line_is_one_malformed_row(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n{broken\n\n[1, 2]\n")
     chats = [parse_chat(row) for _, row in ChatSource(str(path), "train").rows()]
-    assert chats[0] == CHAT
+    assert chats[0] == Chat(CHAT)
     assert [chat.reason for chat in chats[1:] if isinstance(chat, Rejection)] == [RejectReason.MALFORMED_ROW] * 2
 
 
