@@ -11,6 +11,7 @@ from . import __version__, cli_generate, cli_store
 from .cli_support import ProgressLine, StageGroup, out, quiet_libraries
 from .configuration import config_options
 from .demo.config import DemoConfig
+from .escaping import printable
 from .evaluation.config import CompareConfig, DisconnectConfig, EvalConfig
 from .pipeline.config import ExtractConfig
 from .provenance import collect_provenance
@@ -86,7 +87,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
 
     with ProgressLine("tok") as progress:
         report = run_extract(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())
 
 
 @main.command()
@@ -112,9 +113,9 @@ def _print_plan(config: ExtractConfig) -> None:
         extraction_plan = build_plan(config, progress=progress)
     addition = addition_of(extraction_plan)
     if addition is not None:
-        out.print(plan_addition(addition).describe(), markup=False)
-        out.print("\nThe whole store, of which the rest is there or is still to be extracted:", markup=False)
-    out.print(extraction_plan.describe(), markup=False)
+        out.print(plan_addition(addition).describe())
+        out.print("\nThe whole store, of which the rest is there or is still to be extracted:")
+    out.print(extraction_plan.describe())
     extraction_plan.check_disk()
 
 
@@ -145,7 +146,8 @@ def train(config: TrainConfig) -> None:
     out.print(train_view(report))
     if report.n_pending_parts:
         click.echo(
-            f"{report.n_pending_parts} parts of {config.store} are not extracted yet; the drafter saw the others only.",
+            f"{report.n_pending_parts} parts of {printable(config.store)} are not extracted yet; the drafter saw the "
+            "others only.",
             err=True,
         )
 
@@ -170,7 +172,7 @@ def evaluate(config: EvalConfig) -> None:
 
     with ProgressLine("prompt") as progress:
         report = run_evaluate(config, progress=progress, provenance=collect_provenance())
-    out.print(markdown_report(report), markup=False)
+    out.print(markdown_report(report))
 
 
 @main.command()
@@ -190,9 +192,9 @@ def compare(config: CompareConfig) -> None:
 
     with ProgressLine("prompt") as progress:
         report = run_compare(config, progress=progress, provenance=collect_provenance())
-    out.print(comparison_markdown(report), markup=False)
+    out.print(comparison_markdown(report))
     for warning in report.warnings:
-        click.echo(f"not trained alike: {warning}.", err=True)
+        click.echo(printable(f"not trained alike: {warning}."), err=True)
 
 
 @main.command()
@@ -215,7 +217,7 @@ def disconnect(config: DisconnectConfig) -> None:
 
     with ProgressLine("cut") as progress:
         report = run_disconnect(config, progress=progress, provenance=collect_provenance())
-    out.print(disconnection_markdown(report), markup=False)
+    out.print(disconnection_markdown(report))
 
 
 @main.command()
@@ -234,7 +236,7 @@ def demo(config: DemoConfig) -> None:
 
     with ProgressLine("step") as progress:
         report = run_demo(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())
 
 
 if __name__ == "__main__":

@@ -89,9 +89,7 @@ def generate(
       moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "Why is the sky blue?"
       moa-data generate --model ./llama3-8b --drafter runs/moa --prompt "A poem." --temperature 0.8 --tree 6x8x62
     """
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
-    if not all(text.strip() for text in texts):
-        raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
+    texts = [_read_prompt(text) for text in prompts]
     import torch
 
     from .cli_views import decoding_view
@@ -127,6 +125,22 @@ def generate(
     out.print(decoding_view(drafted, reference, tree, temperature > 0))
 
 
+def _read_prompt(text: str) -> str:
+    """A prompt as it was given, or from standard input for a dash."""
+    try:
+        if text == "-":
+            text = sys.stdin.read() if sys.stdin else ""
+        text.encode()  # bytes that are no text may come as halves of surrogate pairs
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise StageFailure(
+            f"the prompt is no UTF-8 text (at {error.start:,}: {error.reason}); convert it, for example with "
+            "`iconv -f latin1 -t utf8`."
+        ) from error
+    if not text.strip():
+        raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
+    return text
+
+
 def _choose(target: "Target", session: "OpenSession", rows: list[list[int]], sampling: "SamplingConfig") -> "AutoShape":
     from .moa.auto_tree import choose_shape
 
@@ -155,17 +169,17 @@ def _answer(
             on_tokens=on_tokens,
         )  # fmt: skip
     finally:
-        out.print(stream.rest(), markup=False)  # also ends the line of an answer that Ctrl-C cuts short
+        out.print(stream.rest())  # also ends the line of an answer that Ctrl-C cuts short
     if on_tokens is None:
         for number, generation in enumerate(generations, start=1):
-            out.print(f"[{number}]", style="bold", markup=False)
-            out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True), markup=False)
+            out.print(f"[{number}]", style="bold")
+            out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
     return generations
 
 
 def _print_tokens(stream: TokenStream) -> "OnTokens":
     def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
         for text, is_drafted in stream.feed(tokens, drafted):
-            out.print(text, end="", markup=False, style="green" if is_drafted else None)
+            out.print(text, end="", style="green" if is_drafted else None)
 
     return on_tokens

@@ -64,7 +64,7 @@ def recode(store: Path, codec: str, folder: Path) -> None:
 
     with ProgressLine("tok") as progress:
         report = run_recode(store, codec, folder, progress=progress, provenance=collect_provenance())
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())
 
 
 @click.command()
@@ -86,12 +86,12 @@ def add(config: AddConfig, dry_run: bool) -> None:
 
     if dry_run:
         plan = plan_addition(config)
-        out.print(plan.describe(), markup=False)
+        out.print(plan.describe())
         plan.check_disk()
         return
     with ProgressLine("tok") as progress:
         report = run_add(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())
 
 
 @click.command()
@@ -141,12 +141,12 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
 
     with ProgressLine("B", scaled=True) as progress:
         damage = plan_repair(store, progress=progress)
-    out.print(damage.describe() or f"{store} is whole, there is nothing to repair", markup=False)
+    out.print(damage.describe() or f"{store} is whole, there is nothing to repair")
     if not damage.damages:
         return
     if drop:
         drop_damage(damage)
-        out.print(f"dropped: {len(damage.parts)} parts{' and the target bundle' * damage.target}", markup=False)
+        out.print(f"dropped: {len(damage.parts)} parts{' and the target bundle' * damage.target}")
         return
     if model is None:
         raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
@@ -154,7 +154,7 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
 
     with ProgressLine("tok") as progress:
         report = run_repair(damage, model, dataset, device, progress, collect_provenance())
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())
 
 
 @click.command()
@@ -179,7 +179,7 @@ def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None
 
     with ProgressLine("seq") as progress:
         report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())
     if not report.ok:
         raise Findings(f"{store} differs from {model} beyond the tolerance.")
 
@@ -200,7 +200,7 @@ def export_command(config: ExportConfig) -> None:
 
     with ProgressLine("seq") as progress:
         report = export_store(config, progress=progress)
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())
 
 
 @click.command("export-drafter")
@@ -218,7 +218,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
     """
     from .interop.drafter_export import export_drafter
 
-    out.print(export_drafter(config).describe(), markup=False)
+    out.print(export_drafter(config).describe())
 
 
 @click.command("import")
@@ -236,4 +236,4 @@ def import_command(config: ImportConfig) -> None:
 
     with ProgressLine("seq") as progress:
         report = import_folder(config, progress=progress, provenance=collect_provenance())
-    out.print(report.describe(), markup=False)
+    out.print(report.describe())

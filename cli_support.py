@@ -7,19 +7,37 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 from tqdm import tqdm
 
 from . import __version__
+from .escaping import printable
 from .signals import ignore_signals, interruption_code, is_interruption
 
 
 class StandardOutput(Console):
-    """Standard output, whose failures end the command with what happened to it."""
+    """Standard output; whatever keeps it from being written ends the command with what happened.
+
+    It shows text as it is: control characters escaped, neither markup nor names of emoji read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escapes before rich drops some of the control characters."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Escapes also what came as a renderable."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print as ``Console.print`` does.
@@ -38,7 +56,7 @@ class StandardOutput(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-out = StandardOutput(soft_wrap=True, highlight=False)
+out = StandardOutput()
 """Standard output; errors and progress go to standard error."""
 
 _STAGE_ERRORS = (
@@ -75,6 +93,10 @@ class StageFailure(click.ClickException):
     """Ends a command with one line on stderr: the input can't be used."""
 
     exit_code = 2
+
+    def format_message(self) -> str:
+        """The line, which may quote names and rows of others."""
+        return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the line, unless standard error can't be written: the exit code still says what happened."""
@@ -118,7 +140,7 @@ class Fault(StageFailure):
     def show(self, file: IO[Any] | None = None) -> None:
         """Print traceback and line."""
         with contextlib.suppress(OSError):
-            traceback.print_exception(self.__cause__, file=file or sys.stderr)
+            click.echo(printable("".join(traceback.format_exception(self.__cause__))), file=file, err=True)
         super().show(file)
 
 
@@ -263,7 +285,7 @@ class ProgressLine:
                 total=total, unit=self.unit, unit_scale=self.scaled, file=sys.stderr, mininterval=interval,
                 dynamic_ncols=True,
             )  # fmt: skip
-        self.bar.set_description_str(message, refresh=False)
+        self.bar.set_description_str(printable(message), refresh=False)
         self.bar.update(done - self.bar.n)
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .escaping import printable
+
 if TYPE_CHECKING:
     from .moa.decode import Generation
     from .storage.summary import StoreSummary
@@ -39,7 +41,7 @@ def pairs_table(title: str, pairs: Mapping[str, Any]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in pairs.items():
-        table.add_row(name, Text(str(value)))
+        table.add_row(name, Text(printable(str(value))))
     return table
 
 
@@ -140,7 +142,8 @@ def verify_view(report: "VerifyReport") -> RenderableType:
         for name in ("file", "damage"):
             table.add_column(name, overflow="fold")
         for damage in report.damages:
-            table.add_row("-" if damage.part is None else str(damage.part), Text(damage.path), Text(damage.message))
+            part, path, message = ("-" if damage.part is None else str(damage.part)), damage.path, damage.message
+            table.add_row(part, Text(printable(path)), Text(printable(message)))
         blocks.append(table)
     checked = (
         f"{report.n_parts} parts, {format_count(report.n_sequences)} sequences, "
@@ -174,7 +177,7 @@ def sample_view(
         stop = start
         while stop < len(tokens) and bool(mask[stop]) == bool(mask[start]):
             stop += 1
-        span = decode(list(tokens[start:stop]))
+        span = printable(decode(list(tokens[start:stop])))
         if mask[start]:
             text.append("⟦", style="dim").append(span, style="bold green").append("⟧", style="dim")
         else:

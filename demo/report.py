@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..escaping import printable
 from ..storage.summary import StoreSummary, summarize_store
 from . import figures
 from .config import DemoConfig
@@ -56,7 +57,7 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
         *_provenance_section(provenance),
     ]
     partial = folder / (REPORT_FILE + ".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.write_text(printable("\n".join(lines) + "\n"), encoding="utf-8")
     os.replace(partial, folder / REPORT_FILE)
     return summary
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..escaping import printable
 from .report import EvaluationReport, MethodSummary
 
 _MAX_DIVERGENCES = 10
@@ -38,9 +39,11 @@ def markdown_report(report: EvaluationReport) -> str:
     if len(report.categories) > 1:
         lines += ["", *_category_lines(report)]
     lines += _divergence_lines(report)
-    if report.measurement.skipped:
-        n_turns = len(report.measurement.skipped)
+    skipped = report.measurement.skipped
+    if n_turns := sum(turn.n_prompt_tokens > 0 for turn in skipped):
         lines += ["", f"{n_turns} turns were skipped: longer than the target's positions, or behind one that is."]
+    if n_turns := sum(turn.n_prompt_tokens == 0 for turn in skipped):
+        lines += ["", f"{n_turns} turns were skipped: behind an answer that spells a control token of the target."]
     return "\n".join(lines) + "\n"
 
 
@@ -54,7 +57,7 @@ def write_report(values: dict[str, Any], markdown: str, path: Path) -> None:
     """
     text = json.dumps(values, indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path.with_suffix(".md"), markdown)
+    _replace(path.with_suffix(".md"), printable(markdown))
     _replace(path, text)
 
 
