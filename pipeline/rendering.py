@@ -245,13 +245,13 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
     known = _CONTROL.get(tokenizer)
     if known is not None and known[0] == source:
         return known[1]
-    added = tokenizer.added_tokens_decoder.values()
-    special = {*tokenizer.all_special_tokens, *(str(token.content) for token in added if token.special)}
-    source_and_probes = source + "".join(_probes(tokenizer))  # a template may put a token together: '<|' + role + '|>'
-    written = {str(token.content) for token in added if str(token.content) in source_and_probes} - special
-    tags = {match[1] for token in written if (match := _PAIRED_TAG.fullmatch(token))}
-    paired = {f"{opening}{tag}>" for tag in tags for opening in ("<", "</") if {f"<{tag}>", f"</{tag}>"} <= written}
-    found = ControlTokens(_any_of(special | written - paired), _any_of(special | written))
+    added = {str(token.content): bool(token.special) for token in tokenizer.added_tokens_decoder.values()}
+    special = {*tokenizer.all_special_tokens, *(token for token, is_special in added.items() if is_special)}
+    written = source + "".join(_probes(tokenizer))  # a template may put a token together: '<|' + role + '|>'
+    others = {token for token in added if token in written} - special
+    tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
+    paired = {token for tag in tags for token in (f"<{tag}>", f"</{tag}>") if {f"<{tag}>", f"</{tag}>"} <= added.keys()}
+    found = ControlTokens(_any_of(special | others - paired), _any_of(special | others))
     _CONTROL[tokenizer] = (source, found)
     return found
 
