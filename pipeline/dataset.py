@@ -179,11 +179,17 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 
 
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of a batch; where one cannot be had as Python values, the others are."""
+    """Yield the rows of a batch; where one cannot be had as Python values, the others are.
+
+    Raises:
+        pa.ArrowInvalid: the batch points outside its data.
+    """
     try:
-        batch.validate(full=True)  # else offsets that lie outside the data are followed
+        batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist()
-    except (ValueError, TypeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        if isinstance(error, pa.ArrowInvalid) and "UTF8" not in str(error):
+            raise
         rows = (_arrow_row(batch.slice(index, 1)) for index in range(batch.num_rows))
     for row in rows:
         yield row if isinstance(row, UnreadableRow) else _without_nulls(row)
@@ -191,7 +197,6 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 
 def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
-        batch.validate(full=True)
         return batch.to_pylist()[0]
     except (ValueError, TypeError, OverflowError) as error:  # no UTF-8, a date beyond Python's
         return UnreadableRow(_first_line(error))

@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -89,7 +89,7 @@ def check_program(tokenizer: Any) -> None:
     except (JinjaError, RecursionError) as error:
         raise TemplateError(f"the chat template is no Jinja template ({_first_line(error)}). Restore it.") from error
     by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
-    by_chance |= {"lipsum"} & meta.find_undeclared_variables(tree)
+    by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
     if by_chance:
         raise TemplateError(
             f"the chat template uses {', '.join(sorted(by_chance))}, so that equal chats give other tokens each time. "
