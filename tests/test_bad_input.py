@@ -18,6 +18,7 @@ from moa_data.moa.checkpoint import save_drafter
 from moa_data.moa.config import DrafterConfig
 from moa_data.moa.model import MoADrafter
 from moa_data.moa.target import Target
+from moa_data.pipeline.chats import RejectReason
 
 TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
 
@@ -194,6 +195,55 @@ def test_run_without_checkpoint_starts_again_and_a_damaged_one_is_named(room: Pa
 
 def test_empty_prompt() -> None:
     refused(run("generate", "--model", "m", "--drafter", "d", "--prompt", " "), "the prompt is empty")
+
+
+@pytest.mark.parametrize(
+    ("given", "standard_input"), [("-", "Un café".encode("latin-1")), ("Un caf\udce9", b""), ("-", b"\xff\xfeH\0i\0")]
+)
+def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
+    arguments = ["generate", "--model", "m", "--drafter", "d", "--prompt", given]
+    refused(CliRunner().invoke(main, arguments, input=standard_input), "the prompt is no UTF-8 text", "iconv")
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])
+def test_latin_1_on_the_real_standard_input(locale: str) -> None:
+    """Depending on the locale Python refuses such bytes or hands them on as halves of surrogate pairs."""
+    command = [sys.executable, "-m", "moa_data", "generate", "--model", "m", "--drafter", "d", "--prompt", "-"]
+    environment = {**os.environ, "LC_ALL": locale, "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, input="Un café".encode("latin-1"), capture_output=True, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(b"Error: the prompt is no UTF-8 text")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_control_tokens_in_prompts(room: Path, tmp_path: Path) -> None:
+    target = Target.load(str(room / "model"), torch.float32, "cpu")
+    save_drafter(MoADrafter(DrafterConfig.from_target(target.config, target.identity)), tmp_path / "own")
+    token = target.tokenizer.all_special_tokens[0]
+    model = ("--model", room / "model", "--device", "cpu", "--drafter", tmp_path / "own")
+    refused(run("generate", *model, "--prompt", f"Hi {token}"), f"message 0 contains '{token}'", "Mend the text")
+    prompts = tmp_path / "prompts.jsonl"
+    questions = [["Hi?", "Why?"], ["Hi?", f"Why?{token}"]]
+    prompts.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions), encoding="utf-8")
+    for command in ("eval", "disconnect"):
+        result = run(command, *model, "--prompts", prompts, "--out", tmp_path / "report.json")
+        refused(result, f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT}: message 1 contains '{token}'")
+        assert not (tmp_path / "report.json").exists()
+
+
+def test_a_folder_of_several_splits_names_them(room: Path, tmp_path: Path) -> None:
+    for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
+        shutil.copy(room / "chats.jsonl", tmp_path / name)
+    arguments = ["--model", room / "model", "--dataset", tmp_path, "--out", tmp_path / "out", "--device", "cpu"]
+    names = "splits test (1 file), train (1 file)"
+    refused(
+        run("extract", *arguments), names, "'train_sft' (the default). Choose one with --split, for example --split"
+    )
+    refused(run("plan", *arguments, "--split", "nope"), names, "none that is called 'nope'")
+    planned = run("plan", *arguments, "--split", "train")
+    assert planned.exit_code == 0, planned.output
+    assert f"{tmp_path}, split train (1 of 2 files): 12 rows read" in planned.stdout
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

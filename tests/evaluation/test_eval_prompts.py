@@ -68,6 +68,12 @@ def test_line_separators_inside_text_do_not_split_a_line(tmp_path: Path) -> None
     [
         ([], "holds no prompt"),
         (["{broken"], "line 1 is no JSON"),
+        (
+            [chat("q", "a"), '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"],
+            "line 2 is JSON .* nested too deeply",
+        ),
+        (['{"messages": ' + "9" * 5000 + "}"], r"line 1 is no JSON: .*limit \(4300"),
+        ([chat("q", "a", tools="prose")], "line 1: tools is no list"),
         ([chat("q", "a"), "[1]"], "line 2 is a list"),
         ([{"text": "q"}], "line 1: the row has neither messages nor conversations"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "nothing comes before"),
@@ -88,3 +94,12 @@ def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PromptsError, match="UTF-8"):
         load_prompts(tmp_path / "b.jsonl")
+
+
+def test_tools_and_the_system_column_are_kept(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    row = chat("q", "a", tools=tools, system="Be brief.")
+    (prompt,) = load_prompts(write_lines(tmp_path / "p.jsonl", [row])).prompts
+    assert prompt.tools == tuple(tools)
+    assert [message["role"] for message in prompt.turns[0]] == ["system", "user"]
+    assert prompt.system == "Be brief."

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.errors import EvaluationError
+from moa_data.evaluation.errors import EvaluationError, PromptsError
 from moa_data.evaluation.markdown import markdown_report
 from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow, first_divergence, measure, top2_gap
 from moa_data.evaluation.methods import Generate
@@ -219,3 +219,21 @@ def test_markdown_has_a_line_per_method_and_category() -> None:
     assert "| math | 1 | 1.50 |" in text
     assert "| chain | 0.0 | 0.0 | 500.0 | 0.0 | 50% |" in text
     assert "bonus token included" in text
+
+
+def test_an_answer_that_spells_a_control_token_ends_its_chat(target: Target) -> None:
+    """Sign by sign it is no token; written into the next prompt it would end the turn."""
+    spelled = [target.tokenizer(sign, add_special_tokens=False)["input_ids"][0] for sign in "a<eot>b"]
+
+    def spelling(prompts: list[list[int]], seeds: Sequence[int]) -> list[Generation]:
+        return [Generation(spelled, DecodeStats([1] * 6, n_tokens=7, total_s=0.5)) for _ in prompts]
+
+    measurement = measure(target, {"plain": spelling}, [question("first", "second", "third")], warmup=0)
+    assert [row.turn for row in measurement.rows] == [0]
+    assert [(turn.turn, turn.n_prompt_tokens) for turn in measurement.skipped] == [(1, 0), (2, 0)]
+
+
+def test_control_tokens_in_any_turn_are_refused_before_anything_is_measured(target: Target) -> None:
+    prompts = [question("one"), question("one", "two<eot>", prompt_id="forged")]
+    with pytest.raises(PromptsError, match=r"prompt forged: .* message 1 contains '<eot>'"):
+        measure(target, {}, prompts)
