@@ -47,11 +47,19 @@ def write_rows(path: Path, rows: list[str]) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def whole(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ExtractPlan:
+    """The plan of the good rows alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    return plan_of(target_folder, write_rows(folder / "chats.jsonl", GOOD), folder, max_length=128)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_one_bad_row_of_61_is_counted_and_named(target_folder: Path, tmp_path: Path, name: str, suffix: str) -> None:
+def test_one_bad_row_of_61_is_counted_and_named(
+    target_folder: Path, tmp_path: Path, whole: ExtractPlan, name: str, suffix: str
+) -> None:
     row, reason, detail = BAD_ROWS[name]
-    whole = plan_of(target_folder, write_rows(tmp_path / f"whole{suffix}", GOOD), tmp_path, max_length=128)
     path = write_rows(tmp_path / f"chats{suffix}", [*GOOD[:17], row, *GOOD[17:]])
     plan = plan_of(target_folder, path, tmp_path, max_length=128)
     assert plan.rejections == {reason.value: 1}
