@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moa_data.cli import main
-from moa_data.cli_support import Terminal, TokenStream
+from moa_data.cli_support import StandardOutput, TokenStream
 from moa_data.cli_views import sample_view
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import build_target, train_tokenizer
@@ -69,7 +69,7 @@ def test_control_characters_are_written_out_and_all_else_is_kept() -> None:
 def test_a_terminal_shows_text_tables_and_styles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
-    terminal = Terminal()
+    terminal = StandardOutput()
     terminal.print(ATTACK, end="|")
     terminal.print(ATTACK.replace("\x1b", "\x1b\x1b"), style="green", end="|")
     table = Table("a", title=ATTACK, width=300)
@@ -88,14 +88,14 @@ def test_a_colour_terminal_still_has_colours(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    Terminal().print("a\x1b[31mb", style="green", end="")
+    StandardOutput().print("a\x1b[31mb", style="green", end="")
     assert re.fullmatch("\x1b\\[32m" + re.escape(r"a\x1b[31mb") + "\x1b\\[0m", screen.getvalue())
 
 
 def test_streamed_tokens_are_escaped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
-    terminal = Terminal()
+    terminal = StandardOutput()
     stream = TokenStream(lambda ids: "".join(map(chr, ids)))
     for character in ATTACK:
         for text, _ in stream.feed([ord(character)], [False]):
