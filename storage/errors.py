@@ -41,6 +41,18 @@ class StoreLocked(StoreError, BlockingIOError):
     """Another process is writing to this store."""
 
 
+class LocksUnsupported(StoreError, OSError):
+    """A file cannot be locked, so that two processes might write there at the same time."""
+
+
+class LinkRefused(StoreError, OSError):
+    """A symbolic link stands where a writer would have to leave its folder."""
+
+
+class CheckIncomplete(StoreError, OSError):
+    """Something of a store could not be looked at, for a reason that lies in the machine and not in the store."""
+
+
 class StoreMismatch(StoreError, ValueError):
     """An existing store was made from other inputs than the ones given now.
 

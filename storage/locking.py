@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 from pathlib import Path
 
 from .durable import disk_full_guard
+from .errors import LinkRefused, LocksUnsupported
+
+_HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""What ``flock`` says where another process holds the lock; EACCES does on some network file systems."""
 
 
 class LockHeld(Exception):
@@ -31,18 +36,21 @@ def lock_file(path: Path) -> int:
 
     Raises:
         LockHeld: by another process, or by this one through another descriptor.
+        LocksUnsupported: the file system refuses to lock.
+        LinkRefused: the file is a symbolic link.
         OSError: the file cannot be opened for writing.
         DiskFull: no room for the process's name.
     """
-    # Read and write access: flock on NFS is a byte-range lock, which needs a writable descriptor.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Read and write access: flock on NFS is a byte-range lock, which needs a writable descriptor. No link: the file
+        # is written to, and the one behind a link is somebody else's.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
-        os.close(fd)
-        raise LockHeld(holder) from error
+        if error.errno != errno.ELOOP or not path.is_symlink():
+            raise
+        raise LinkRefused(f"{path} is a symbolic link, expected a file. Delete the link and try again.") from error
     try:
+        _flock(fd, path)
         with disk_full_guard(path):
             os.ftruncate(fd, 0)
             os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -50,3 +58,20 @@ def lock_file(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _flock(fd: int, path: Path) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            if error.errno in _HELD_ERRNOS:
+                raise LockHeld(os.read(fd, 200).decode(errors="replace").strip() or "another process") from error
+            raise LocksUnsupported(
+                f"{path} cannot be locked ({os.strerror(error.errno or 0)}), and without a lock two processes could "
+                f"write to {path.parent} at the same time. Put that folder on a file system with locks, or mount this "
+                "one with them (NFS: without nolock, with its lock service running)."
+            ) from error
+        return
