@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from .errors import StoreNotFound
+from .open_files import ReadHandle
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -47,11 +48,10 @@ def open_path(path_or_url: str | os.PathLike[str]) -> Path:
 class LocalFile:
     """A file of which byte ranges are read; safe in threads and after a fork, for ``pread`` shares no position.
 
+    It is opened when bytes are wanted, which raises FileNotFoundError if it is gone (see ``open_files``).
+
     Args:
         path: the file. It is closed when this object is garbage.
-
-    Raises:
-        FileNotFoundError: no such file.
     """
 
     max_read_bytes = 512 << 10
@@ -61,27 +61,39 @@ class LocalFile:
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._handle = ReadHandle(path)
+        weakref.finalize(self, self._handle.close)
 
     @property
     def n_bytes(self) -> int:
         """Its size."""
-        return os.fstat(self._fd).st_size
+        fd = self._handle.take()
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            self._handle.give_back()
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
         """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
         n_read = 0
-        while n_read < len(buffer) and (got := os.preadv(self._fd, [buffer[n_read:].data], offset + n_read)):
-            n_read += got
+        fd = self._handle.take()
+        try:
+            while n_read < len(buffer) and (got := os.preadv(fd, [buffer[n_read:].data], offset + n_read)):
+                n_read += got
+        finally:
+            self._handle.give_back()
         return n_read
 
     def prefetch(self, start: int, stop: int) -> None:
         """Ask the kernel to read bytes [start, stop) ahead; returns at once."""
-        if hasattr(os, "posix_fadvise"):
+        if not hasattr(os, "posix_fadvise"):
+            return
+        fd = self._handle.take()
+        try:
             for at in range(start, stop, self._prefetch_bytes):
-                n_bytes = min(self._prefetch_bytes, stop - at)
-                os.posix_fadvise(self._fd, at, n_bytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(fd, at, min(self._prefetch_bytes, stop - at), os.POSIX_FADV_WILLNEED)
+        finally:
+            self._handle.give_back()
 
 
 class _RemoteRoot:
@@ -226,10 +238,10 @@ class RemoteFile:
 
 
 def open_file(path: Path) -> LocalFile | RemoteFile:
-    """Open a file of a store for reading by position.
+    """Return a file of a store for reading by position.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, if the store is remote; a local file is opened when it is read.
     """
     return RemoteFile(path) if isinstance(path, RemotePath) else LocalFile(path)
 

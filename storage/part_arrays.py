@@ -1,4 +1,4 @@
-"""The stored arrays of all parts: their grids and their open shards, each read once and kept."""
+"""The stored arrays of all parts: their grids and the indexes of their shards, each read once and kept."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import numpy as np
-
+from .checking import MISSING
 from .codecs.field import StoredArray
 from .commit import PartCommit, part_path
 from .errors import ShardCorrupt, ShardMissing
 from .layout import ArrayLayout, layout_from_metadata
 from .shard_reader import ShardReader
 
-MAX_OPEN_SHARDS = 256
-"""Files held open at once."""
-
 _MAX_LAYOUTS = 1 << 16
-# An index has 16 bytes per inner chunk, about 8 KiB for a shard of 128 MiB.
-_MAX_INDEXES = 1 << 13
+# A reader keeps its shard's index, which has 16 bytes per inner chunk: about 8 KiB for a shard of 128 MiB.
+_MAX_SHARDS = 1 << 13
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -43,8 +39,7 @@ class PartArrays:
         self._store, self._commits = store, commits
         self.n_bytes_read = 0
         self._layouts = _Cache[tuple[int, str], ArrayLayout](_MAX_LAYOUTS)
-        self._indexes = _Cache[tuple[int, str, int], np.ndarray](_MAX_INDEXES)
-        self._shards = _Cache[tuple[int, str, int], ShardReader](MAX_OPEN_SHARDS)
+        self._shards = _Cache[tuple[int, str, int], ShardReader](_MAX_SHARDS)
 
     def layout(self, part: int, array: StoredArray) -> ArrayLayout:
         """Return the grid of an array in a part.
@@ -56,7 +51,7 @@ class PartArrays:
         return self._layouts.get((part, array.name), partial(self._read_layout, part, array))
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
-        """Return the opened shard of that number.
+        """Return the shard of that number, its index read and checked.
 
         Raises:
             ShardMissing: the file is gone.
@@ -67,13 +62,12 @@ class PartArrays:
     def close(self) -> None:
         """Close all files; asking for a shard opens it again."""
         self._shards.clear()
-        self._indexes.clear()
 
     def _read_layout(self, part: int, array: StoredArray) -> ArrayLayout:
         path = part_path(self._store, part) / array.name / "zarr.json"
         try:
             text = path.read_bytes()
-        except FileNotFoundError as error:
+        except MISSING as error:
             raise ShardMissing(f"{path} is missing. Run extract again: it redoes that part only.") from error
         layout = layout_from_metadata(text, array, str(path))
         n_rows = array.n_rows(self._commits[part].allocated_tokens)
@@ -86,10 +80,7 @@ class PartArrays:
         layout = self.layout(part, array)
         path = part_path(self._store, part) / array.name / layout.shard_key(number)
         n_rows = min(layout.rows_per_shard, layout.n_rows - number * layout.rows_per_shard)
-        known = self._indexes.peek((part, array.name, number))
-        reader = ShardReader(path, layout, n_rows, known)
-        self._indexes.get((part, array.name, number), lambda: reader.index)
-        return reader
+        return ShardReader(path, layout, n_rows)
 
 
 class _Cache(Generic[K, V]):
@@ -100,10 +91,6 @@ class _Cache(Generic[K, V]):
         self._entries: dict[K, V] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
-
-    def peek(self, key: K) -> V | None:
-        """Return the entry, or None."""
-        return self._entries.get(key)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
         """Return the entry, made on first use (possibly twice when threads meet)."""

@@ -20,6 +20,7 @@ import numpy as np
 from .codecs.field import StoredArray
 from .errors import ShardMissing
 from .files import RemoteFile, fetch_ranges, scratch_bytes
+from .open_files import max_open_files
 from .part_arrays import PartArrays
 from .shard_reader import ShardReader
 
@@ -27,7 +28,7 @@ REMOTE_WINDOW_BYTES = 64 << 20
 """Stored bytes that are fetched from a remote file system before they are decoded."""
 
 MAX_SHARDS_AT_ONCE = 128
-"""Files that one call opens at the same time; a process may have 1,024 of them by default, on some systems 256."""
+"""Files that one call reads ahead of decoding, or as many as may be open."""
 
 _MAX_HELPERS = 32
 
@@ -118,8 +119,9 @@ def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int =
         ShardCorrupt: a checksum or a size is wrong.
     """
     plans = list(_plan_shards(arrays, ranges))
-    for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
-        reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(arrays, plan)]
+    n_at_once = min(MAX_SHARDS_AT_ONCE, max_open_files())
+    for start in range(0, len(plans), n_at_once):
+        reads = [read for plan in plans[start : start + n_at_once] for read in _plan_reads(arrays, plan)]
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([_Decode(read) for read in window], n_threads)
@@ -251,7 +253,7 @@ def _fetch_ahead(reads: list[_Read]) -> None:
         if isinstance(file, RemoteFile):
             remote.append((read, file))
         elif len(reads) > 1:
-            file.prefetch(read.offset, read.offset + read.n_bytes)
+            read.reader.prefetch(read.offset, read.n_bytes)
     if remote:
         try:
             found = fetch_ranges([(file, read.offset, read.offset + read.n_bytes) for read, file in remote])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .checking import MISSING
 from .codecs.chunk import CRC_BYTES, decode_chunk
 from .durable import crc32c
 from .errors import ShardCorrupt, ShardMissing
@@ -17,13 +18,12 @@ _REPAIR = "Delete the part's file in commits/ and run extract again: it redoes t
 
 
 class ShardReader:
-    """A shard and its index; safe in threads and after a fork. The file closes when the reader is garbage.
+    """A shard and its index; safe in threads and after a fork. The file is closed when the reader is garbage.
 
     Args:
         path: the shard.
         layout: grid of the array.
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
-        index: what an earlier reader of this shard had in ``index``, to save reading it again.
 
     Attributes:
         path: the shard.
@@ -37,15 +37,18 @@ class ShardReader:
         ShardCorrupt: the index is damaged.
     """
 
-    def __init__(self, path: Path, layout: ArrayLayout, n_rows: int, index: np.ndarray | None = None) -> None:
+    def __init__(self, path: Path, layout: ArrayLayout, n_rows: int) -> None:
         self.path = path
         self.layout = layout
         self.chunk_size = math.prod(layout.chunk_shape)
         try:
             self.file: LocalFile | RemoteFile = open_file(path)
-            self.index = self._read_index(n_rows) if index is None else index
-        except FileNotFoundError as error:
-            raise ShardMissing(f"{path} is missing. {_REPAIR}") from error
+            self.index = self._read_index(n_rows)
+        except MISSING as error:
+            raise self._missing() from error
+
+    def _missing(self) -> ShardMissing:
+        return ShardMissing(f"{self.path} is missing. {_REPAIR}")
 
     def _read_index(self, n_rows: int) -> np.ndarray:
         shape = (self.layout.rows_per_shard, self.layout.chunks_per_row, 2)
@@ -67,14 +70,30 @@ class ShardReader:
             raise ShardCorrupt(f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}")
         return index.astype(np.int64)
 
+    def prefetch(self, offset: int, n_bytes: int) -> None:
+        """Have bytes of the file read ahead; returns at once.
+
+        Raises:
+            ShardMissing: it is gone.
+        """
+        try:
+            self.file.prefetch(offset, offset + n_bytes)
+        except MISSING as error:
+            raise self._missing() from error
+
     def read_bytes(self, offset: int, n_bytes: int) -> np.ndarray:
         """Return bytes of the file in this thread's scratch memory: valid until the thread's next call.
 
         Raises:
             ShardCorrupt: the file ends before.
+            ShardMissing: it is gone.
         """
         raw = scratch_bytes("raw", n_bytes)
-        if (n_read := self.file.read_into(offset, raw)) < n_bytes:
+        try:
+            n_read = self.file.read_into(offset, raw)
+        except MISSING as error:
+            raise self._missing() from error
+        if n_read < n_bytes:
             raise ShardCorrupt(f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}")
         return raw
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_data.storage import part_arrays
+from moa_data.storage import open_files
 from moa_data.storage.errors import (
     ManifestInvalid,
     PartUncommitted,
@@ -92,7 +92,7 @@ def test_wrong_requests_say_what_is_there(reader):
 
 
 def test_threads_read_the_same_with_few_open_shards(store, recipe, monkeypatch):
-    monkeypatch.setattr(part_arrays, "MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr(open_files, "MAX_OPEN_FILES", 2)
     reader = ActivationStore(store)
     expected = {i: recipe.values(reader.fields["kv"], row) for i, row in enumerate(rows(reader))}
     with ThreadPoolExecutor(8) as pool:
