@@ -25,6 +25,7 @@ from .codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from .commit import CODEC_NAME, PartCommit, commit_path, part_path, read_part_commit
 from .durable import fsync_directory, write_atomic
 from .errors import PartIncomplete, WriteInvalid
+from .links import refuse_links
 from .part_writer import PartWriter
 from .schema import FieldSpec, StoreManifest
 from .shard import FileRecord
@@ -176,7 +177,9 @@ class StoreAddition:
 
         Raises:
             WriteInvalid: there is no such part, or it lacks nothing.
+            LinkRefused: a symbolic link has come to stand inside the store.
         """
+        refuse_links(self.path, [part_path(self.path, part)])
         if not self._lacking.get(part):
             raise WriteInvalid(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
         return _AddingPartWriter(self._writer, part, self.codec.only(self._lacking[part]), self._on_commit)
@@ -227,7 +230,10 @@ class _AddingPartWriter(PartWriter):
             array.abort()
         shutil.rmtree(self._partial, ignore_errors=True)
         # An interrupt can arrive right after the commit was replaced: then the part has its new arrays and keeps them.
-        committed = read_part_commit(commit_path(self._store, self.part))
+        try:
+            committed = read_part_commit(commit_path(self._store, self.part))
+        except OSError:
+            return  # it can't be told; whoever opens the store next deletes what no commit lists
         remove_uncommitted(self._path, committed.files)
         if committed != self._existing:
             self._on_commit(self.part)

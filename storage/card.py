@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checking import exists
 from .commit import CARD_NAME, commit_path, read_part_commit
 from .durable import write_atomic
+from .links import refuse_links
 from .summary import FieldSummary, StoreSummary, summarize_store
 
 _SIZE_CATEGORIES = (
@@ -55,7 +57,9 @@ def write_card(store: Path, origin: CardOrigin) -> Path:
         StoreNotFound: not a store.
         ManifestInvalid: damaged manifest, plan or commit.
         DiskFull: no room; an older card stays.
+        LinkRefused: a symbolic link stands in its place.
     """
+    refuse_links(Path(store), folders=())
     path = Path(store) / CARD_NAME
     write_atomic(path, card_text(store, origin).encode())
     return path
@@ -102,7 +106,7 @@ def _is_plain(store: Path, field: FieldSummary, summary: StoreSummary) -> bool:
     """Whether an array of the field's own name holds its values, and not the codes of a lossy codec."""
     for part in range(summary.n_parts):
         path = commit_path(store, part)
-        if path.exists():
+        if exists(path):
             return f"{field.name}/zarr.json" in read_part_commit(path).files
     return False
 

@@ -70,9 +70,27 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield (folder, names of folders, names of files) of a tree from the top; ``os.walk`` skips what it can't list.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        yield Path(root), folders, names
+
+
 def write_file(path: Path, data: bytes) -> None:
-    """Create a file with these bytes and sync it (not atomic: for folders that are renamed as a whole)."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    """Create a file with these bytes and sync it (not atomic: for folders that are renamed as a whole).
+
+    Raises:
+        OSError: it cannot be written; a symbolic link in its place is not followed.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         write_all(fd, data)
         os.fsync(fd)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from .checking import exists
 from .commit import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME
 from .durable import PARTIAL_SUFFIX
 from .errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreLocked, StoreMismatch, StoreReadOnly
@@ -43,23 +44,24 @@ def check_unoccupied(store: Path) -> None:
         OutputOccupied: naming what it holds.
         SchemaVersionError: a store of another version.
     """
-    if not store.exists():
+    if not exists(store):
         return
     if not store.is_dir():
         raise OutputOccupied(f"{store} is a file, not a folder. Choose another output folder.")
     manifest = store / MANIFEST_NAME
-    if manifest.exists():
+    if exists(manifest):
         try:
             StoreManifest.from_json(manifest.read_bytes(), str(manifest))
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_seal_damage(store)):
                 raise  # else no release wrote that version: a bit flipped in it
         except ManifestInvalid as error:
-            if seal_path(store).exists():
+            if exists(seal_path(store)):
                 return  # a store whose manifest is damaged: it is restored, or the damage is named
             raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
-    if any((store / COMMITS_NAME).glob("part-*.json")) and not seal_path(store).exists():
+    commits = os.listdir(store / COMMITS_NAME) if exists(store / COMMITS_NAME) else []
+    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not exists(seal_path(store)):
         raise OutputOccupied(
             f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
             f"Restore {MANIFEST_NAME}, or choose another output folder."
@@ -80,6 +82,8 @@ def lock_store(store: Path) -> int:
     Raises:
         StoreLocked: another process holds it.
         StoreReadOnly: no right to write there.
+        LocksUnsupported: the file system has no locks.
+        LinkRefused: the lock's file is a symbolic link.
     """
     try:
         return lock_file(store / LOCK_NAME)
@@ -102,13 +106,13 @@ def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
     Raises:
         ManifestInvalid: store.json is gone and these inputs do not give it back.
     """
-    if not seal_path(store).exists():
+    if not exists(seal_path(store)):
         return
     contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
     try:
         restore_sealed_files(store, contents)
     except ManifestInvalid:
-        if not (store / MANIFEST_NAME).exists():
+        if not exists(store / MANIFEST_NAME):
             raise
         # Either the seal is damaged, or the inputs are others: the comparison that follows says which.
 

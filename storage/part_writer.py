@@ -12,11 +12,12 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
+from .checking import exists
 from .codecs.field import FieldCodec, StoredArray
 from .codecs.registry import StoreCodec
 from .commit import PartCommit, commit_path, part_path
 from .dtypes import to_float32
-from .durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, write_atomic, write_file
+from .durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic, write_file
 from .errors import PartIncomplete, WriteInvalid
 from .layout import array_layout, part_metadata
 from .shard import FileRecord, ShardWriter
@@ -284,8 +285,8 @@ class PartWriter:
             for name, array in self._arrays.items():
                 array.finish()
                 self._files |= {f"{name}/{key}": record for key, record in array.files.items()}
-            for root, _, _ in os.walk(self._partial):
-                fsync_directory(Path(root))
+            for root, _, _ in walk(self._partial):
+                fsync_directory(root)
             self._move_into_place()
         commit = PartCommit(
             part=self.part,
@@ -327,7 +328,11 @@ class PartWriter:
         self._is_open = False
         for array in getattr(self, "_arrays", {}).values():
             array.abort()
-        if commit_path(self._store, self.part).exists():
+        try:
+            is_committed = exists(commit_path(self._store, self.part))
+        except OSError:
+            return  # it can't be told; whoever opens the store next deletes what has no commit
+        if is_committed:
             # An interrupt can arrive right after the commit appeared: the part is finished and stays.
             self._on_commit(self.part)
             return

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from .checking import check_guard, exists
 from .codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from .commit import (
     CODEC_NAME,
@@ -29,6 +30,7 @@ from .commit import (
     PLAN_NAME,
     RUNS_NAME,
     TARGET_NAME,
+    PartCommit,
     commit_path,
     find_size_damage,
     part_path,
@@ -37,8 +39,9 @@ from .commit import (
     target_commit_json,
     target_commit_path,
 )
-from .durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, write_atomic
+from .durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, walk, write_atomic
 from .errors import ManifestInvalid, StoreError, WriteInvalid
+from .links import refuse_links
 from .opening import check_counts, check_same, check_unoccupied, lock_store, restore
 from .part_writer import PartWriter
 from .plan import check_plan, part_lengths, plan_bytes
@@ -87,6 +90,9 @@ class StoreWriter:
         Raises:
             OutputOccupied: the folder holds something else.
             StoreLocked: another process is writing to it.
+            LocksUnsupported: its file system has no locks.
+            LinkRefused: a symbolic link stands inside it; nothing was changed.
+            CheckIncomplete: a file could not be read, so that it is not known what is whole; nothing was deleted.
             StoreMismatch: it was made from other inputs; names every key that changed.
             PlanInvalid: the plan breaks a rule.
             ManifestInvalid: manifest and plan disagree, or the store's own files are damaged.
@@ -95,23 +101,31 @@ class StoreWriter:
         store = Path(path)
         check_plan(plan, manifest.alignment_tokens)
         check_counts(manifest, plan)
-        check_unoccupied(store)
+        with check_guard(store):
+            check_unoccupied(store)
         with disk_full_guard(store):
             store.mkdir(parents=True, exist_ok=True)
         lock_fd = lock_store(store)
         try:
-            if seal_path(store).exists() or (store / MANIFEST_NAME).exists():
-                restore(store, manifest, plan)
-                check_same(store, manifest, plan)
+            with check_guard(store):
+                refuse_links(store)
+                is_begun = exists(seal_path(store)) or exists(store / MANIFEST_NAME)
+            if is_begun:
+                with check_guard(store):
+                    restore(store, manifest, plan)
+                    check_same(store, manifest, plan)
                 _write_codec(store, codec_files or {})
             else:
                 _write_codec(store, codec_files or {})
                 write_atomic(store / PLAN_NAME, plan_bytes(plan))
                 # The manifest comes last: without it the folder is an unfinished start, which is begun afresh.
                 write_atomic(store / MANIFEST_NAME, manifest.to_json().encode())
-            writer = cls(store, manifest, plan, lock_fd)
+            with check_guard(store):
+                writer = cls(store, manifest, plan, lock_fd)
             writer._clean()
-            if not seal_path(store).exists() or find_seal_damage(store):
+            with check_guard(store):
+                is_sealed = exists(seal_path(store)) and not find_seal_damage(store)
+            if not is_sealed:
                 write_seal(store)  # both files were found equal to what the inputs give
             return writer
         except BaseException:
@@ -126,7 +140,7 @@ class StoreWriter:
     @property
     def has_target(self) -> bool:
         """Whether the target bundle has been committed."""
-        return target_commit_path(self.path).exists()
+        return exists(target_commit_path(self.path))
 
     @contextmanager
     def target(self) -> Iterator[Path]:
@@ -134,14 +148,17 @@ class StoreWriter:
 
         Raises:
             DiskFull: no room; nothing of the bundle is left behind.
+            LinkRefused: a symbolic link has come to stand inside the store.
         """
         partial = self.path / (TARGET_NAME + PARTIAL_SUFFIX)
+        refuse_links(self.path, folders=())
         with disk_full_guard(self.target_path):
             try:
                 _remove(partial)
                 partial.mkdir()
                 yield partial
                 files = _sync_tree(partial)
+                refuse_links(self.path, [partial, self.target_path])
                 self._retract(target_commit_path(self.path))
                 _replace_tree(partial, self.target_path, files)
             finally:
@@ -171,7 +188,9 @@ class StoreWriter:
 
         Raises:
             WriteInvalid: no such part, or it is committed already.
+            LinkRefused: a symbolic link has come to stand inside the store.
         """
+        refuse_links(self.path, folders=())
         if not 0 <= part < self.n_parts:
             raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._committed:
@@ -186,13 +205,23 @@ class StoreWriter:
         )
 
     def drop_part(self, part: int) -> None:
-        """Delete a part; it is pending again. Readers that hold it open read on, others do not see it."""
+        """Delete a part; it is pending again, and readers do not see it.
+
+        Raises:
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        refuse_links(self.path, [part_path(self.path, part)])
         self._retract(commit_path(self.path, part))
         _remove(part_path(self.path, part))
         self._committed.discard(part)
 
     def drop_target(self) -> None:
-        """Delete the target bundle; until it is written again, the store cannot be trained from."""
+        """Delete the target bundle; until it is written again, the store cannot be trained from.
+
+        Raises:
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        refuse_links(self.path, [self.target_path])
         self._retract(target_commit_path(self.path))
         _remove(self.target_path)
 
@@ -209,6 +238,7 @@ class StoreWriter:
             DiskFull: no room; the store is the old one, or the new one without a seal until it is opened again.
         """
         if manifest != self.manifest:
+            refuse_links(self.path, folders=())
             self._retract(seal_path(self.path))
             write_atomic(self.path / MANIFEST_NAME, manifest.to_json().encode())
             self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
@@ -223,7 +253,11 @@ class StoreWriter:
 
         Returns:
             The file's path, named after the time in UTC.
+
+        Raises:
+            LinkRefused: a symbolic link has come to stand inside the store.
         """
+        refuse_links(self.path, folders=())
         folder = self.path / RUNS_NAME
         folder.mkdir(exist_ok=True)
         path = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json"
@@ -250,59 +284,65 @@ class StoreWriter:
         fsync_directory(self.path / COMMITS_NAME)
 
     def _clean(self) -> None:
-        """Delete what a kill left behind; make parts with lost files pending again."""
+        """Delete what a kill left behind; make parts with lost files pending again.
+
+        Everything is looked at before the first deletion, so that nothing is deleted where something can't be told.
+        """
         with disk_full_guard(self.path):
             for name in (PARTS_NAME, COMMITS_NAME):
                 (self.path / name).mkdir(exist_ok=True)
+        with check_guard(self.path):
+            has_damaged_target = not self._target_is_whole()
+            commits = {part: self._whole_commit(part) for part in range(self.n_parts) if self._has_commit(part)}
         for folder in (self.path, self.path / COMMITS_NAME, self.path / RUNS_NAME):
             for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
                 _remove(leftover)
-        self._clean_target()
+        if has_damaged_target:
+            target_commit_path(self.path).unlink()
         name_next_basis(self.path, self.manifest)
-        repaired = []
-        for part in range(self.n_parts):
-            commit = commit_path(self.path, part)
-            if commit.exists():
-                if self._is_whole(part):
-                    self._committed.add(part)
-                    remove_uncommitted(part_path(self.path, part), read_part_commit(commit).files)
-                else:
-                    commit.unlink()
-                    repaired.append(part)
+        for part, commit in commits.items():
+            if commit is None:
+                commit_path(self.path, part).unlink()
+            else:
+                self._committed.add(part)
+                remove_uncommitted(part_path(self.path, part), commit.files)
         kept = {part_path(self.path, part).name for part in self._committed}
         for folder in (self.path / PARTS_NAME).iterdir():
             if folder.name not in kept:
                 _remove(folder)
-        self.repaired_parts = tuple(repaired)
+        self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
 
-    def _clean_target(self) -> None:
-        commit = target_commit_path(self.path)
-        if commit.exists():
-            try:
-                whole = not find_size_damage(self.target_path, read_target_commit(commit))
-            except ManifestInvalid:
-                whole = False
-            if not whole:
-                commit.unlink()
+    def _has_commit(self, part: int) -> bool:
+        return exists(commit_path(self.path, part))
 
-    def _is_whole(self, part: int) -> bool:
+    def _target_is_whole(self) -> bool:
+        """Whether the target bundle has no commit, or all files that its commit lists."""
+        try:
+            return not self.has_target or not find_size_damage(
+                self.target_path, read_target_commit(target_commit_path(self.path))
+            )
+        except ManifestInvalid:
+            return False
+
+    def _whole_commit(self, part: int) -> PartCommit | None:
+        """Return a part's commit if it is the plan's and all its files are there with their sizes, else None."""
         try:
             commit = read_part_commit(commit_path(self.path, part))
         except ManifestInvalid:
-            return False
+            return None
         rows = self.plan["part"].to_numpy() == part
         planned = (part, int(rows.sum()), int(self.plan["n_tokens"].to_numpy()[rows].sum(dtype=np.int64)))
         if (commit.part, commit.n_sequences, commit.n_tokens) != planned:
-            return False
-        return commit.allocated_tokens == self._lengths[part] and not find_size_damage(
-            part_path(self.path, part), commit.files
-        )
+            return None
+        if commit.allocated_tokens != self._lengths[part] or find_size_damage(part_path(self.path, part), commit.files):
+            return None
+        return commit
 
 
 def name_next_basis(store: Path, manifest: StoreManifest) -> None:
     """Let the basis that was learned for added fields take its name, once store.json is the one with these fields."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
-    if path.exists() and hashlib.sha256(read_basis(path)).hexdigest() == manifest.codec.get("basis_sha256"):
+    if exists(path) and hashlib.sha256(read_basis(path)).hexdigest() == manifest.codec.get("basis_sha256"):
         os.replace(path, path.with_name(BASIS_NAME))
         fsync_directory(path.parent)
 
@@ -312,21 +352,21 @@ def _write_codec(store: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         path = store / CODEC_NAME / name
         path.parent.mkdir(exist_ok=True)
-        if not path.exists() or path.read_bytes() != content:
+        if not exists(path) or path.read_bytes() != content:
             write_atomic(path, content)
 
 
 def _sync_tree(folder: Path) -> dict[str, FileRecord]:
     """Sync every file and folder below ``folder``; return the files' sizes and checksums by relative path."""
     files: dict[str, FileRecord] = {}
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in walk(folder):
         folders.sort()
         for name in sorted(names):
-            path = Path(root, name)
+            path = root / name
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
             files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32(path))
-        fsync_directory(Path(root))
+        fsync_directory(root)
     return files
 
 
@@ -341,21 +381,21 @@ def _replace_tree(source: Path, target: Path, files: Collection[str]) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / name, target / name)
     remove_uncommitted(target, files)
-    for root, _, _ in os.walk(target):
-        fsync_directory(Path(root))
+    for root, _, _ in walk(target):
+        fsync_directory(root)
 
 
 def remove_uncommitted(folder: Path, files: Collection[str]) -> None:
     """Delete everything below ``folder`` but these files, given by their relative paths."""
     kept_folders = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
-    for root, folders, names in os.walk(folder):
-        below = Path(root).relative_to(folder)
+    for root, folders, names in walk(folder):
+        below = root.relative_to(folder)
         for name in [name for name in folders if (below / name).as_posix() not in kept_folders]:
-            shutil.rmtree(Path(root, name))
+            shutil.rmtree(root / name)
             folders.remove(name)
         for name in names:
             if (below / name).as_posix() not in files:
-                Path(root, name).unlink()
+                (root / name).unlink()
 
 
 def _remove(path: Path) -> None:
