@@ -100,8 +100,8 @@ def add(config: AddConfig, dry_run: bool) -> None:
 def verify(store: Path, checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
-    Exit code 1 if anything is damaged; each damage names its part. Parts that are still to be extracted are reported
-    and are no damage.
+    Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could not be checked, which
+    is no damage; neither are parts that are still to be extracted.
 
     \b
     Examples:
@@ -114,6 +114,7 @@ def verify(store: Path, checksums_only: bool) -> None:
     with ProgressLine("B", scaled=True) as progress:
         report = verify_store(store, progress=progress, values=not checksums_only)
     out.print(verify_view(report))
+    report.check_complete(store)
     if not report.ok:
         raise Findings(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` mends it.")
 
@@ -128,6 +129,7 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
     """Mend a damaged store: extract the damaged parts again, or drop them.
 
     Without --model and --drop it verifies the store, lists the damage and changes nothing; exit code 1 if there is any.
+    Where a file could not be checked (too many open files, no right to read it) nothing is changed: exit code 2.
 
     \b
     Examples:
@@ -145,8 +147,8 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
     if not damage.damages:
         return
     if drop:
-        drop_damage(damage)
-        out.print(f"dropped: {len(damage.parts)} parts{' and the target bundle' * damage.target}")
+        dropped = drop_damage(damage)
+        out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * damage.target}")
         return
     if model is None:
         raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")

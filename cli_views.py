@@ -135,21 +135,23 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """What was checked, every damage with its part, and what is still to be extracted."""
+    """What was checked, every damage with its part, what could not be checked, and what is still to be extracted."""
     blocks: list[RenderableType] = []
-    if report.damages:
+    for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)
-        for name in ("file", "damage"):
+        for name in ("file", title):
             table.add_column(name, overflow="fold")
-        for damage in report.damages:
-            part, path, message = ("-" if damage.part is None else str(damage.part)), damage.path, damage.message
-            table.add_row(part, Text(printable(path)), Text(printable(message)))
-        blocks.append(table)
+        for finding in findings:
+            part = "-" if finding.part is None else str(finding.part)
+            table.add_row(part, Text(printable(finding.path)), Text(printable(finding.message)))
+        blocks += [table] if findings else []
     checked = (
         f"{report.n_parts} parts, {format_count(report.n_sequences)} sequences, "
         f"{format_count(report.n_tokens)} tokens, {format_bytes(report.n_bytes)}"
     )
-    verdict = Text("whole", style="bold green") if report.ok else Text("DAMAGED", style="bold red")
+    verdict = Text("whole", style="bold green") if report.ok else Text("INCOMPLETE", style="bold yellow")
+    if report.damages:
+        verdict = Text("DAMAGED", style="bold red")
     blocks.append(Text.assemble(verdict, f": {checked} checked"))
     if report.n_pending_parts:
         advice = f"{report.n_pending_parts} parts are still to be extracted: run the same extract command again."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..moa.target import Target
 from ..storage.card import CardOrigin, public_name, write_card
 from ..storage.codecs.field import TOKENS
 from ..storage.commit import commit_path, read_part_commit
+from ..storage.repair import RepairPlan, drop_from
 from ..storage.writer import StoreWriter
 from .add import AddReport, add
 from .add_plan import addition_of
@@ -94,8 +95,7 @@ def extract(
     config: ExtractConfig,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
-    redo_parts: Collection[int] = (),
-    redo_target: bool = False,
+    redo: RepairPlan | None = None,
 ) -> ExtractReport:
     """Extract activations to a store, or go on where an earlier run stopped.
 
@@ -105,8 +105,7 @@ def extract(
         config: what to extract.
         progress: called with (done, total, message): chats while tokenising, then tokens.
         provenance: command, versions and the like, recorded in the store's runs/.
-        redo_parts: parts that are extracted again although they are committed, because they are damaged.
-        redo_target: whether the target bundle is written again.
+        redo: what is extracted again although it is committed, if it is still damaged when the store is opened.
 
     Returns:
         What was done.
@@ -135,10 +134,8 @@ def extract(
         ) from error
     out = Path(config.out).expanduser()
     with StoreWriter.create_or_resume(out, plan.manifest, plan.table, plan.codec.files()) as store:
-        for part in redo_parts:
-            store.drop_part(part)
-        if redo_target:
-            store.drop_target()
+        if redo is not None:
+            drop_from(store, redo)
         pending = store.pending_parts()
         try:
             if pending or not store.has_target:

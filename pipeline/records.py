@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..storage.checking import exists
 from ..storage.commit import RUNS_NAME
 from ..storage.documents import parse_object, read_bounded
 from .config import ExtractConfig
@@ -25,10 +27,13 @@ def recorded_config(store: Path) -> ExtractConfig:
     """Return the settings of the store's last finished extraction.
 
     Raises:
-        RepairRefused: none is recorded, or none can be read.
+        RepairRefused: none is recorded, or what is recorded makes no sense.
+        OSError: the records cannot be read.
     """
+    runs = store / RUNS_NAME
     names = {item.name for item in dataclasses.fields(ExtractConfig)}
-    for path in sorted((store / RUNS_NAME).glob("*.json"), reverse=True):
+    records = [name for name in (os.listdir(runs) if exists(runs) else ()) if name.endswith(".json")]
+    for path in (runs / name for name in sorted(records, reverse=True)):
         try:
             settings = parse_object(read_bounded(path))["config"]
             lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
@@ -39,6 +44,6 @@ def recorded_config(store: Path) -> ExtractConfig:
             continue
         return config
     raise RepairRefused(
-        f"{store / RUNS_NAME} records no finished extraction, so its settings are not known. Run `moa-data repair "
+        f"{runs} records no finished extraction, so its settings are not known. Run `moa-data repair "
         f"{json.dumps(str(store))} --drop`, then the extract command that made the store: it redoes what is missing."
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..storage.commit import CODEC_NAME
 from ..storage.errors import StoreMismatch
-from ..storage.repair import RepairPlan, drop_strays
+from ..storage.repair import RepairPlan
 from .chats import Progress
 from .errors import RepairRefused
 from .extract import ExtractReport, extract
@@ -25,7 +25,8 @@ def repair(
 ) -> ExtractReport:
     """Make the damaged pieces of a store again.
 
-    Nothing is deleted before target and dataset are known to be the ones that the store was made from.
+    Nothing is deleted before target and dataset are known to be the ones that the store was made from, and what is
+    deleted is found damaged once more right before.
 
     Args:
         plan: what is damaged.
@@ -63,7 +64,7 @@ def repair(
         device=device or recorded.device,
     )
     try:
-        report = extract(config, progress, provenance, redo_parts=plan.parts, redo_target=plan.target)
+        return extract(config, progress, provenance, redo=plan)
     except StoreMismatch as error:
         if set(error.changes) != {"codec.basis_sha256"}:
             raise
@@ -72,5 +73,3 @@ def repair(
             f"or number of threads is enough for ({error.changes['codec.basis_sha256'][0]} is recorded). Repair it "
             f"where it was extracted, restore {CODEC_NAME}/ from a copy, or extract to another folder."
         ) from error
-    drop_strays(plan)
-    return report

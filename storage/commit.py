@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .checking import MISSING, exists
 from .documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from .errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from .shard import FileRecord
@@ -104,7 +105,7 @@ def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
     commits: dict[int, PartCommit] = {}
     for part in sorted(parts):
         path = commit_path(store, part)
-        if not path.exists():
+        if not exists(path):
             continue
         commit = read_part_commit(path)
         if commit.part != part:
@@ -144,13 +145,17 @@ def read_file_records(path: Path) -> dict[str, FileRecord]:
 
 
 def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tuple[Path, StoreError]]:
-    """Return (path, error) for every committed file that is missing or has another size."""
+    """Return (path, error) for every committed file that is missing or has another size.
+
+    Raises:
+        OSError: it cannot be told of a file, which is no damage.
+    """
     damage: list[tuple[Path, StoreError]] = []
     for name, record in files.items():
         path = folder / name
         try:
             n_bytes = path.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
+        except MISSING:
             damage.append((path, ShardMissing(f"{path} is missing although it was committed. {_REPAIR}")))
             continue
         if n_bytes != record.bytes:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .checking import MISSING
 from .documents import MAX_WHOLE_NUMBER
 from .errors import ManifestInvalid, PlanInvalid
 
@@ -139,10 +140,14 @@ def read_plan(path: Path) -> pa.Table:
     """Read plan.parquet; what it says about its own size is believed only as far as the file's size allows.
 
     Raises:
-        ManifestInvalid: missing, unreadable, or with other columns.
+        ManifestInvalid: missing, not a plan, or with other columns.
+        OSError: it could not be read, which says nothing about its bytes.
     """
     try:
         content = path.read_bytes()
+    except MISSING as error:
+        raise ManifestInvalid(f"{path} is missing. Restore it.") from error
+    try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         # Ids differ, so that a row takes a byte at least; other columns may be packed to next to nothing.
         if file.schema_arrow.names != PLAN_SCHEMA.names or file.metadata.num_rows > len(content):

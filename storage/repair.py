@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checking import check_guard
 from .commit import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
 from .errors import RepairImpossible
+from .links import refuse_links
 from .plan import read_plan
 from .reader import read_manifest
 from .seal import seal_path
@@ -64,18 +67,24 @@ class RepairPlan:
         return "\n".join(lines)
 
 
-def plan_repair(path: str | os.PathLike[str], progress: Progress | None = None) -> RepairPlan:
+def plan_repair(
+    path: str | os.PathLike[str], progress: Progress | None = None, parts: Collection[int] | None = None
+) -> RepairPlan:
     """Verify a store and sort what is damaged; nothing is changed.
 
     Args:
         path: the store's folder.
         progress: as for ``verify_store``.
+        parts: look at no other parts than these; None for all.
 
     Raises:
+        CheckIncomplete: not everything could be checked, so that it is not known what is damaged.
         StoreError: as ``verify_store``.
     """
     store = Path(path)
-    damages = verify_store(store, progress).damages
+    report = verify_store(store, progress, parts=parts)
+    report.check_complete(store)
+    damages = report.damages
     whole_store = [damage for damage in damages if damage.part is None]
     target_commit = target_commit_path(Path()).as_posix()
     in_target = [damage for damage in whole_store if damage.path.startswith((f"{TARGET_NAME}/", target_commit))]
@@ -97,13 +106,50 @@ def plan_repair(path: str | os.PathLike[str], progress: Progress | None = None) 
     )
 
 
-def drop_damage(plan: RepairPlan) -> None:
+def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
     """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
+
+    Returns:
+        The parts that were dropped.
 
     Raises:
         RepairImpossible: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
+        CheckIncomplete: it could not be checked once more; nothing was deleted.
         StoreLocked: another process is writing to the store.
+        LinkRefused: a symbolic link stands inside the store.
     """
+    _check_droppable(plan)
+    with check_guard(plan.store):
+        manifest, table = read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)
+    with StoreWriter.create_or_resume(plan.store, manifest, table) as writer:
+        return drop_from(writer, plan)
+
+
+def drop_from(writer: StoreWriter, plan: RepairPlan) -> tuple[int, ...]:
+    """Delete from an open store what a plan names, as far as it is damaged still.
+
+    Another process may have mended it, or what the machine said then may no longer hold; so it is read once more.
+
+    Returns:
+        The parts that were dropped, by this call or when the store was opened.
+
+    Raises:
+        As :func:`drop_damage`.
+    """
+    now = plan_repair(writer.path, parts=plan.parts)
+    _check_droppable(now)
+    refuse_links(writer.path, folders=())
+    for name in now.strays:
+        (writer.path / name).unlink(missing_ok=True)
+    for part in now.parts:
+        writer.drop_part(part)
+    if now.target or (plan.target and not writer.has_target):
+        writer.drop_target()
+    return tuple(sorted({*now.parts, *writer.repaired_parts}))
+
+
+def _check_droppable(plan: RepairPlan) -> None:
+    """Refuse damage without which no part can be told to be whole."""
     if plan.manifest:
         raise RepairImpossible(
             f"{plan.store}: {MANIFEST_NAME} or {PLAN_NAME} is damaged, and no part can be read without them. Restore "
@@ -114,17 +160,3 @@ def drop_damage(plan: RepairPlan) -> None:
             f"{plan.store}: {CODEC_NAME}/ is damaged, and no part can be decoded without it. Restore it from a copy, "
             "or pass --model, which learns it again."
         )
-    with StoreWriter.create_or_resume(
-        plan.store, read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)
-    ) as writer:
-        drop_strays(plan)
-        for part in plan.parts:
-            writer.drop_part(part)
-        if plan.target:
-            writer.drop_target()
-
-
-def drop_strays(plan: RepairPlan) -> None:
-    """Delete commits that belong to no part."""
-    for name in plan.strays:
-        (plan.store / name).unlink(missing_ok=True)

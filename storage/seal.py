@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from .checking import MISSING
 from .commit import (
     COMMITS_NAME,
     MANIFEST_NAME,
@@ -57,7 +58,7 @@ def read_seal(store: Path) -> dict[str, FileRecord] | None:
     path = seal_path(store)
     try:
         records = read_file_records(path)
-    except FileNotFoundError:
+    except MISSING:
         return None
     except ManifestInvalid as error:
         raise ManifestInvalid(f"{path}, which guards {' and '.join(SEALED_NAMES)}, is damaged. {_RESTORE}") from error
@@ -67,7 +68,11 @@ def read_seal(store: Path) -> dict[str, FileRecord] | None:
 
 
 def find_seal_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
-    """Return (path, error) for each of the two files that is not as recorded, or for the seal itself."""
+    """Return (path, error) for each of the two files that is not as recorded, or for the seal itself.
+
+    Raises:
+        OSError: one of them could not be read, which is no damage.
+    """
     while True:
         before = _content(seal_path(store))
         damage = _compare_sealed(store)
@@ -94,8 +99,8 @@ def _compare_sealed(store: Path) -> list[tuple[Path, ManifestInvalid]]:
 def _content(path: Path) -> bytes | None:
     """Return a file's bytes, or None where there is no such file."""
     try:
-        return path.read_bytes() if path.exists() else None
-    except FileNotFoundError:
+        return path.read_bytes()
+    except MISSING:
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from .checking import MISSING, check_guard, check_incomplete, exists, reason
 from .codecs.field import FieldCodec
 from .codecs.registry import StoreCodec
 from .commit import (
@@ -62,12 +63,36 @@ class Damage:
     message: str
 
 
+@dataclass(frozen=True)
+class Unchecked:
+    """One thing that could not be checked, because the machine refused; it may be whole.
+
+    Attributes:
+        part: number of the part, or None for what belongs to the whole store.
+        path: the file, relative to the store.
+        error: what the machine said.
+    """
+
+    part: int | None
+    path: str
+    error: OSError | MemoryError
+
+    @property
+    def message(self) -> str:
+        """Why, in words."""
+        return reason(self.error)
+
+
+Finding = Damage | Unchecked
+
+
 @dataclass
 class VerifyReport:
     """Outcome of :func:`verify_store`.
 
     Attributes:
         damages: everything found, in order of parts.
+        unchecked: what could not be checked, in order of parts.
         n_parts: committed parts.
         n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
         n_sequences: sequences checked.
@@ -76,6 +101,7 @@ class VerifyReport:
     """
 
     damages: list[Damage] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
     n_parts: int = 0
     n_pending_parts: int = 0
     n_sequences: int = 0
@@ -84,8 +110,30 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no damage was found."""
-        return not self.damages
+        """Whether everything was checked and no damage was found."""
+        return not self.damages and not self.unchecked
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Sort findings into damages and what could not be checked."""
+        for finding in findings:
+            if isinstance(finding, Damage):
+                self.damages.append(finding)
+            else:
+                self.unchecked.append(finding)
+
+    def check_complete(self, store: Path) -> None:
+        """Refuse a report that leaves something open.
+
+        Args:
+            store: the store's folder, for the message.
+
+        Raises:
+            CheckIncomplete: something could not be checked.
+        """
+        if self.unchecked:
+            first = self.unchecked[0]
+            n_files = len({item.path for item in self.unchecked})
+            raise check_incomplete(store, first.path, first.error, n_files)
 
 
 def verify_store(
@@ -93,6 +141,7 @@ def verify_store(
     progress: Progress | None = None,
     n_threads: int | None = None,
     values: bool = True,
+    parts: Collection[int] | None = None,
 ) -> VerifyReport:
     """Check everything that a store promises.
 
@@ -106,38 +155,57 @@ def verify_store(
         n_threads: threads that checksum and decode; default: one per core, at most 16.
         values: also decode every value. Without it every byte is still compared with what was written, as fast as the
             disk reads (about 1.3 GB/s a core); decoding takes several times the processor time.
+        parts: check no other parts than these; None for all.
 
     Returns:
-        The report; damage is listed, never raised. Where store.json or plan.parquet is not the file that was written,
-        nothing else is checked.
+        The report; damage, and what the machine kept from being checked, is listed and not raised. Where store.json or
+        plan.parquet is not the file that was written, nothing else is checked.
 
     Raises:
+        CheckIncomplete: a file without which nothing else can be checked could not be read.
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
         ManifestInvalid: store.json or plan.parquet cannot be read, in a store without a seal.
         PlanInvalid: plan.parquet breaks a rule of the plan.
     """
     store = Path(path)
-    sealed = find_seal_damage(store) if (store / MANIFEST_NAME).exists() else []
-    report = VerifyReport([Damage(None, _below(store, damaged), str(error)) for damaged, error in sealed])
-    if sealed:
-        return report  # nothing can be held against a manifest or plan that may never have been written
+    report = VerifyReport()
+    with check_guard(store):
+        _verify(store, report, _Settings(progress, n_threads, values, parts))
+    for findings in (report.damages, report.unchecked):
+        findings.sort(key=lambda finding: (finding.part is not None, finding.part or 0))
+    return report
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of :func:`verify_store`."""
+
+    progress: Progress | None
+    n_threads: int | None
+    values: bool
+    parts: Collection[int] | None
+
+
+def _verify(store: Path, report: VerifyReport, settings: _Settings) -> None:
+    if exists(store / MANIFEST_NAME):
+        report.add(Damage(None, _below(store, path), str(error)) for path, error in find_seal_damage(store))
+    if report.damages:
+        return  # nothing can be held against a manifest or plan that may never have been written
     manifest = read_manifest(store)
     try:
         StoreCodec.open(manifest, store)
     except (ShardMissing, ShardCorrupt) as error:
-        report.damages.append(Damage(None, CODEC_NAME, str(error)))
-        return report  # no part can be decoded
+        report.add([Damage(None, CODEC_NAME, str(error))])
+        return  # no part can be decoded
     plan = read_plan(store / PLAN_NAME)
     check_plan(plan, manifest.alignment_tokens)
-    report.damages += _check_plan(manifest, plan)
-    report.damages += _check_strays(store, plan)
-    commits = _check_commits(store, plan, part_lengths(plan, manifest.alignment_tokens), report)
-    with ThreadPoolExecutor(n_threads or min(os.cpu_count() or 1, MAX_THREADS)) as pool:
-        report.damages += _check_bundle(store, pool)
-        _Check(store, commits, report, pool, progress, values).run()
-    report.damages.sort(key=lambda damage: (damage.part is not None, damage.part or 0))
-    return report
+    report.add(_check_plan(manifest, plan))
+    report.add(_check_strays(store, plan))
+    commits = _check_commits(store, plan, part_lengths(plan, manifest.alignment_tokens), report, settings.parts)
+    with ThreadPoolExecutor(settings.n_threads or min(os.cpu_count() or 1, MAX_THREADS)) as pool:
+        report.add(_check_bundle(store, pool))
+        _Check(store, commits, report, pool, settings.progress, settings.values).run()
 
 
 def _below(store: Path, path: Path) -> str:
@@ -160,40 +228,50 @@ def _check_strays(store: Path, plan: pa.Table) -> Iterator[Damage]:
     """Name commits of parts that the plan does not have."""
     known = {commit_path(store, part).name for part in range(int(plan["part"].to_numpy().max()) + 1)}
     folder = store / COMMITS_NAME
-    for entry in sorted(folder.glob("part-*.json")):
-        if entry.name not in known:
-            yield Damage(None, f"{COMMITS_NAME}/{entry.name}", "a commit of a part that the plan does not have")
+    for name in sorted(os.listdir(folder)) if exists(folder) else ():
+        if name.startswith("part-") and name.endswith(".json") and name not in known:
+            yield Damage(None, f"{COMMITS_NAME}/{name}", "a commit of a part that the plan does not have")
 
 
-def _check_bundle(store: Path, pool: Executor) -> list[Damage]:
+def _check_bundle(store: Path, pool: Executor) -> Iterator[Finding]:
     path = target_commit_path(store)
-    if not path.exists():
-        return []
     try:
+        if not exists(path):
+            return
         files = read_target_commit(path)
     except ManifestInvalid as error:
-        return [Damage(None, _below(store, path), str(error))]
-    return [
-        damage for check in _file_checks(store, store / TARGET_NAME, files, None, pool) for damage in check.result()
-    ]
+        yield Damage(None, _below(store, path), str(error))
+        return
+    except (OSError, MemoryError) as error:
+        yield Unchecked(None, _below(store, path), error)
+        return
+    for check in _file_checks(store, store / TARGET_NAME, files, None, pool):
+        yield from check.result()
 
 
-def _check_commits(store: Path, plan: pa.Table, lengths: np.ndarray, report: VerifyReport) -> dict[int, PartCommit]:
+def _check_commits(
+    store: Path, plan: pa.Table, lengths: np.ndarray, report: VerifyReport, wanted: Collection[int] | None
+) -> dict[int, PartCommit]:
     """Return the commits that can be read, their files having the right sizes or not; count the rest."""
     parts = plan["part"].to_numpy()
     n_tokens = np.bincount(parts, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
     n_sequences = np.bincount(parts, minlength=len(lengths))
     commits: dict[int, PartCommit] = {}
     for part in range(len(lengths)):
-        path = commit_path(store, part)
-        if not path.exists():
-            report.n_pending_parts += 1
+        if wanted is not None and part not in wanted:
             continue
-        report.n_parts += 1
+        path = commit_path(store, part)
         try:
+            if not exists(path):
+                report.n_pending_parts += 1
+                continue
+            report.n_parts += 1
             commits[part] = commit = read_part_commit(path)
         except ManifestInvalid as error:
             report.damages.append(Damage(part, _below(store, path), str(error)))
+            continue
+        except (OSError, MemoryError) as error:
+            report.unchecked.append(Unchecked(part, _below(store, path), error))
             continue
         report.n_bytes += commit.stored_bytes
         planned = {
@@ -212,21 +290,22 @@ def _check_commits(store: Path, plan: pa.Table, lengths: np.ndarray, report: Ver
 
 def _file_checks(
     store: Path, folder: Path, files: Mapping[str, FileRecord], part: int | None, pool: Executor
-) -> list[Future[list[Damage]]]:
+) -> list[Future[list[Finding]]]:
     """Start to check size and checksum of each file."""
 
-    def check(name: str, record: FileRecord) -> list[Damage]:
-        path = folder / name
-        for _, error in find_size_damage(folder, {name: record}):
-            return [Damage(part, _below(store, path), str(error))]
+    def check(name: str, record: FileRecord) -> list[Finding]:
+        path = _below(store, folder / name)
         try:
-            got = file_crc32(path)
-        except OSError as error:
-            return [Damage(part, _below(store, path), f"it cannot be read: {error}")]
+            for _, wrong in find_size_damage(folder, {name: record}):
+                return [Damage(part, path, str(wrong))]
+            got = file_crc32(folder / name)
+        except (StoreError, *MISSING) as error:
+            return [Damage(part, path, str(error))]
+        except (OSError, MemoryError) as error:
+            return [Unchecked(part, path, error)]
         if got == record.crc32:
             return []
-        message = f"checksum is {got:#010x}, its commit says {record.crc32:#010x}"
-        return [Damage(part, _below(store, path), message)]
+        return [Damage(part, path, f"checksum is {got:#010x}, its commit says {record.crc32:#010x}")]
 
     return [pool.submit(check, name, record) for name, record in files.items()]
 
@@ -248,29 +327,32 @@ class _Check:
         self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
         self.done_bytes = 0.0
         damaged = {damage.part for damage in report.damages}
-        sized = [
-            part
-            for part, commit in commits.items()
-            if part not in damaged and not find_size_damage(part_path(store, part), commit.files)
-        ]
+        sized = [part for part in commits if part not in damaged and self._has_sizes(part)]
         self.reader = ActivationStore(store, parts=sized) if sized and values else None
         self.rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in sized}
         for i, row in enumerate(self.reader.sequences.to_pylist() if self.reader else ()):
             self.rows[row["part"]].append((i, row))
 
+    def _has_sizes(self, part: int) -> bool:
+        """Whether all files of a part are there with their sizes; if not, or if it can't be told, ``run`` says why."""
+        try:
+            return not find_size_damage(part_path(self.store, part), self.commits[part].files)
+        except (OSError, MemoryError):
+            return False
+
     def run(self) -> None:
         """Check every part."""
         for part, commit in self.commits.items():
-            damages: list[Damage] = []
+            found: list[Finding] = []
             checks = _file_checks(self.store, part_path(self.store, part), commit.files, part, self.pool)
             for check, record in zip(checks, commit.files.values(), strict=True):
-                damages += check.result()
+                found += check.result()
                 self._advance(record.bytes / (2 if self.values else 1), part)
-            self.report.damages += damages
+            self.report.add(found)
             if not self.values:
-                self.report.n_sequences += commit.n_sequences * (not damages)
-                self.report.n_tokens += commit.n_tokens * (not damages)
-            elif damages or part not in self.rows:
+                self.report.n_sequences += commit.n_sequences * (not found)
+                self.report.n_tokens += commit.n_tokens * (not found)
+            elif found or part not in self.rows:
                 self._advance(commit.stored_bytes / 2, part)
             else:
                 self._check_values(part, commit.stored_bytes / 2)
@@ -283,7 +365,7 @@ class _Check:
         checks = [self.pool.submit(lambda i, row: list(_check_sequence(reader, i, row)), i, row) for i, row in rows]
         n_tokens = sum(row["n_tokens"] for _, row in rows)
         for check, (_, row) in zip(checks, rows, strict=True):
-            self.report.damages += [Damage(part, path, message) for path, message in check.result()]
+            self.report.add(check.result())
             self.report.n_sequences += 1
             self.report.n_tokens += row["n_tokens"]
             self._advance(n_bytes * row["n_tokens"] / n_tokens, part)
@@ -294,10 +376,11 @@ class _Check:
             self.progress(min(round(self.done_bytes), self.n_bytes), self.n_bytes, f"verify part {part}")
 
 
-def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (path, message) for each thing wrong with a sequence."""
+def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
+    """Yield each thing that is wrong with a sequence."""
     who = f"sequence {row['sequence_id']} (source row {row['source_row']})"
-    folder = part_path(Path(), row["part"])
+    part = row["part"]
+    folder = part_path(Path(), part)
     for name, spec in reader.fields.items():
         codec = reader.codec.fields[name]
         try:
@@ -307,8 +390,11 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
                 found = _codes_damage(reader, i, row, codec)
         except StoreError as error:
             found = {name: str(error)}
+        except (OSError, MemoryError) as error:
+            found = {}
+            yield Unchecked(part, (folder / name).as_posix(), error)
         for array, message in found.items():
-            yield (folder / array).as_posix(), f"{who}: {message}"
+            yield Damage(part, (folder / array).as_posix(), f"{who}: {message}")
 
 
 def _slices(row: dict[str, Any], spec: FieldSpec) -> Iterator[slice]:

@@ -1,7 +1,11 @@
 """Bad input through the command line: one line that says what and what to do, exit code 2, nothing left behind."""
 
+import builtins
+import errno
+import fcntl
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -297,3 +301,112 @@ def test_ctrl_c_on_the_real_process_while_planning(room: Path, tmp_path: Path) -
     assert done.returncode == 130, done.stderr
     assert "nothing was written. Run the same command again" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """Content of all files below a folder but the lock, which says who held it last."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if path.name != "store.lock"
+    }
+
+
+def test_writers_do_not_leave_a_store_through_a_link(room: Path, tmp_path: Path) -> None:
+    store = copied(room, "store", tmp_path)
+    halve(store / "parts/part-00000.zarr/hidden/last/c/0/0")
+    shutil.move(store / "parts", tmp_path / "elsewhere")
+    (store / "parts").symlink_to(tmp_path / "elsewhere")
+    before = everything(tmp_path)
+    model = ("--model", room / "model")
+    refused(extract(room, store), "store/parts is a symbolic link to", "move the whole store and link its folder")
+    refused(run("repair", store, "--drop"), "store/parts is a symbolic link")
+    refused(run("repair", store, *model), "store/parts is a symbolic link")
+    assert everything(tmp_path) == before
+
+    whole, out = room / "store", tmp_path / "out"
+    assert run("export", whole, "--format", "eagle", "--out", tmp_path / "exported").exit_code == 0
+    out.mkdir()
+    (out / "store.lock").touch()
+    (out / "target").symlink_to(tmp_path / "elsewhere")
+    before = everything(tmp_path)
+    refused(extract(room, out), "out/target is a symbolic link")
+    refused(run("recode", whole, "--codec", "int8", "--out", out), "out/target is a symbolic link")
+    refused(run("import", tmp_path / "exported", "--format", "eagle", *model, "--out", out), "out/target is a symbolic")
+    assert everything(tmp_path) == before
+
+
+def test_fields_are_not_added_through_a_link(room: Path, tmp_path: Path) -> None:
+    store = copied(room, "store", tmp_path)
+    shutil.move(store / "commits", tmp_path / "elsewhere")
+    (store / "commits").symlink_to(tmp_path / "elsewhere")
+    before = everything(tmp_path)
+    result = run("add", store, "--model", room / "model", "--activations", "hidden:layer:0")
+    refused(result, "store/commits is a symbolic link")
+    assert everything(tmp_path) == before
+
+
+def test_a_file_system_without_locks(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    refused(extract(room, tmp_path / "out"), "store.lock cannot be locked (No locks available)", "mount this one with")
+    result = run("train", room / "store", "--out", tmp_path / "run", *TRAIN)
+    refused(result, "run.lock cannot be locked (No locks available)", "file system with locks")
+
+
+def test_what_cannot_be_read_is_no_damage(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = copied(room, "store", tmp_path)
+    halve(store / "target" / "frozen.safetensors")
+    shard = str(store / "parts/part-00001.zarr/hidden/last/c/0/0")
+    before = everything(store)
+    for module in (os, builtins):
+        real = module.open
+
+        def refuse(path: Any, *rest: Any, real: Any = real, **options: Any) -> Any:
+            if str(path) == shard:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return real(path, *rest, **options)
+
+        monkeypatch.setattr(module, "open", refuse)
+    line = "parts/part-00001.zarr/hidden/last/c/0/0 could not be checked (Input/output error)"
+    verified = run("verify", store)
+    refused(verified, line, "which says nothing about damage", "run the same command again")
+    assert "frozen.safetensors" in verified.stdout
+    for options in ((), ("--drop",), ("--model", room / "model")):
+        refused(run("repair", store, *options), line, "so nothing was deleted")
+    assert everything(store) == before
+
+
+@pytest.mark.slow
+def test_commands_on_many_parts_with_64_descriptors(room: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "It is. " * 30}]}
+        for n in range(90)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    store, model = tmp_path / "store", room / "model"
+    options = ("--dataset", tmp_path / "chats.jsonl", "--part-tokens", "256", "--device", "cpu")
+    assert run("extract", "--model", model, "--out", store, *options).exit_code == 0
+    assert len(list((store / "commits").glob("part-*.json"))) >= 81
+    before = everything(store)
+    for arguments in (
+        ("verify", store),
+        ("repair", store, "--drop"),
+        ("recode", store, "--codec", "int8", "--out", tmp_path / "int8"),
+        ("export", store, "--format", "eagle", "--out", tmp_path / "exported"),
+        ("train", store, "--out", tmp_path / "run", *TRAIN, "--batch-size", "64", "--micro-batch-size", "64"),
+        ("extract", "--model", model, "--out", store, *options),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "moa_data", *map(str, arguments)],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+        after = {name: data for name, data in everything(store).items() if not name.startswith("runs")}
+        assert after.items() <= before.items()
+        assert {name for name in before if not name.startswith("runs")} == after.keys()

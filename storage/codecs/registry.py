@@ -12,6 +12,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from ..checking import MISSING, exists
 from ..commit import CODEC_NAME
 from ..dtypes import FLOAT_DTYPES
 from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
@@ -152,14 +153,14 @@ class StoreCodec:
         path = folder / BASIS_NAME
         try:
             content = read_basis(path)
-        except FileNotFoundError as error:
+        except MISSING as error:
             raise ShardMissing(f"{path} is missing: nothing can be decoded without it. {_RESTORE}") from error
         got = hashlib.sha256(content).hexdigest()
         following = folder / NEXT_BASIS_NAME
-        if got != expected_sha256 and following.exists():
+        if got != expected_sha256 and exists(following):
             # Fields were added, and a kill came before the new basis had its name, or it has got it right now.
             for candidate in (following, path):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(*MISSING):
                     content = read_basis(candidate)
                 if (got := hashlib.sha256(content).hexdigest()) == expected_sha256:
                     break

@@ -1,0 +1,267 @@
+"""Only missing files and wrong bytes are damage: whatever else the machine refuses, nothing is deleted for it."""
+
+import builtins
+import errno
+import io
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moa_data.storage.checking import exists
+from moa_data.storage.errors import CheckIncomplete, StoreError
+from moa_data.storage.repair import drop_damage, plan_repair
+from moa_data.storage.verify import VerifyReport, verify_store
+from moa_data.storage.writer import StoreWriter
+
+QUICK = ("EMFILE", "EACCES", "MemoryError")
+REFUSALS = (
+    *QUICK,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP")),
+)
+CALLS = ((os, "open"), (os, "stat"), (os, "preadv"), (os, "listdir"), (os, "scandir"), (io, "open"), (builtins, "open"))
+SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
+
+
+@pytest.fixture
+def recipe(recipe_of):
+    return recipe_of((70, 3, 130, 64), part_tokens=256)
+
+
+@pytest.fixture
+def store(tmp_path: Path, recipe) -> Path:
+    path = recipe.write(tmp_path / "store")
+    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer, writer.target() as folder:
+        (folder / "config.json").write_text("{}" * 100)
+    return path
+
+
+def refusal(name: str, path: object) -> Exception:
+    code = getattr(errno, name, 0)
+    return MemoryError() if name == "MemoryError" else OSError(code, os.strerror(code), str(path))
+
+
+@contextmanager
+def refusing(store: Path, name: str, wanted: Callable[[str], bool]) -> Iterator[None]:
+    """Let the calls that look at a file of the store fail where its path is a wanted one; reads have no path."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, call in CALLS:
+            real = getattr(module, call)
+
+            def refuse(path: Any = ".", *rest: Any, real: Any = real, call: str = call, **more: Any) -> Any:
+                text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+                if (text.startswith(str(store)) or call == "preadv") and wanted(text):
+                    raise refusal(name, path)
+                return real(path, *rest, **more)
+
+            patch.setattr(module, call, refuse)
+        yield
+
+
+def once_at(n: int, lasting: bool) -> Callable[[str], bool]:
+    """Whether this is the n-th call, or one after it."""
+    count = itertools.count()
+    return lambda path: (i := next(count)) == n or (lasting and i > n)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def n_calls(store: Path, action: Callable[[], Any]) -> int:
+    count = itertools.count()
+    with refusing(store, "EIO", lambda path: next(count) < 0):
+        action()
+    return next(count)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_anywhere_is_no_damage(store: Path, recipe, tree, name: str) -> None:
+    """The machine refuses one call, or all from there on: no check calls that damage, and no writer deletes for it."""
+    whole = tree(store)
+
+    def reopen() -> None:
+        StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close()
+
+    def drop() -> None:
+        if (plan := plan_repair(store)).damages:
+            drop_damage(plan)
+
+    for action in (reopen, drop):
+        step = 29 if action is drop else 11
+        for at, lasting in itertools.product(range(0, n_calls(store, action), step), (False, True)):
+            with refusing(store, name, once_at(at, lasting)), suppress(StoreError, OSError, MemoryError):
+                action()
+            assert tree(store) == whole, (action, at, lasting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_refusal_at_each_call_of_verify_and_of_a_repair(store: Path, tree, name: str) -> None:
+    """One part is damaged indeed: verify names no other, and repair takes no other away."""
+    flip(store / SHARD)
+    before = tree(store)
+    others = {path: data for path, data in before.items() if "part-00001" not in path}
+    plan = plan_repair(store)
+    assert plan.parts == (1,)
+    for at, lasting in itertools.product(
+        range(n_calls(store, lambda: verify_store(store, n_threads=1))), (False, True)
+    ):
+        report = VerifyReport()
+        with refusing(store, name, once_at(at, lasting)), suppress(CheckIncomplete):
+            report = verify_store(store, n_threads=1)
+        assert {damage.part for damage in report.damages} <= {1}, (at, lasting)
+        with refusing(store, name, once_at(at, lasting)), suppress(StoreError, OSError, MemoryError):
+            drop_damage(plan)
+        after = tree(store)
+        assert others.items() <= after.items(), (at, lasting)
+        for path, data in before.items():
+            (store / path).parent.mkdir(parents=True, exist_ok=True)
+            (store / path).write_bytes(data)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize(
+    "path",
+    [SHARD, "parts/part-00001.zarr/kv/zarr.json", "commits/part-00001.json", "target/config.json",
+     "commits/target.json", "store.json", "plan.parquet", "commits/store.json"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe, tree, name: str, path: str) -> None:
+    damaged = "parts/part-00000.zarr/hidden/last/c/0/0"
+    flip(store / damaged)
+    before = tree(store)
+    plan = plan_repair(store)
+    with refusing(store, name, lambda text: text == str(store / path)):
+        if path in ("store.json", "plan.parquet", "commits/store.json"):
+            with pytest.raises(CheckIncomplete, match="which says nothing about damage"):
+                verify_store(store)
+        else:
+            report = verify_store(store)
+            assert [damage.path for damage in report.damages] == [damaged]  # the rest is checked all the same
+            assert {item.path for item in report.unchecked} == {path}
+            assert not report.ok
+        with pytest.raises(CheckIncomplete, match="so nothing was deleted"):
+            plan_repair(store)
+        with pytest.raises(CheckIncomplete, match="so nothing was deleted"):
+            drop_damage(plan)
+        with suppress(CheckIncomplete):  # going on with an extraction reads no data
+            StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close()
+    assert tree(store) == before
+
+
+def test_what_a_refusal_advises(store: Path) -> None:
+    for name, advice in (("EMFILE", r"`ulimit -n`"), ("EACCES", "right to read"), ("EIO", "Check the disk")):
+        with (
+            refusing(store, name, lambda text: "/c/0" in text),
+            pytest.raises(CheckIncomplete, match=rf"8 files, the first of them parts/part-00000.*{advice}") as caught,
+        ):
+            plan_repair(store)
+        assert "\n" not in str(caught.value)
+
+
+def test_exists_says_no_only_where_there_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert exists(tmp_path / "file")
+    assert not exists(tmp_path / "none")
+    assert not exists(tmp_path / "file" / "below")
+    with pytest.raises(OSError, match="symbolic links"):
+        exists(tmp_path / "loop")
+
+
+def test_what_was_mended_meanwhile_is_not_dropped(store: Path, tree) -> None:
+    whole = tree(store)
+    for path in (SHARD, "target/config.json", "parts/part-00000.zarr/kv/zarr.json"):
+        flip(store / path)
+    plan = plan_repair(store)
+    assert (plan.parts, plan.target) == ((0, 1), True)
+    for path in (SHARD, "target/config.json"):
+        (store / path).write_bytes(whole[path])
+    assert drop_damage(plan) == (0,)
+    assert {path for path in whole if "part-00000" not in path} <= set(tree(store))
+
+
+def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe, tree) -> None:
+    """An interrupt arrives when the commit has just appeared, and the machine does not say whether it has."""
+    whole = tree(store)
+    (store / "commits/part-00001.json").unlink()
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        out = writer.part(1)
+        for row in out.sequences.to_pylist():
+            for field in recipe.manifest.fields:
+                out.write(field.name, row["first_token"], recipe.values(field, row))
+        out.commit()
+        with refusing(store, "EIO", lambda text: text.endswith("commits/part-00001.json")):
+            out.discard()
+    assert tree(store) == whole
+
+
+# Root may read everything, so the checks run as another user, who has the working directory.
+NO_RIGHT_TO_READ = """
+import dataclasses, importlib.util, os, sys
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
+kit = importlib.util.module_from_spec(spec)
+sys.modules["kit"] = kit
+spec.loader.exec_module(kit)
+from moa_data.storage.errors import CheckIncomplete, StoreError
+from moa_data.storage.repair import drop_damage, plan_repair
+from moa_data.storage.verify import verify_store
+
+recipe, store = kit.make_recipe((70, 3, 130, 64), part_tokens=256), Path("store")
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+recipe.write(store)
+whole = kit.read_tree(store)
+shard = store / "parts/part-00000.zarr/hidden/last/c/0/0"
+shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+before, plan = kit.read_tree(store), plan_repair(store)
+assert plan.parts == (0,), plan
+plan = dataclasses.replace(plan, parts=(0, 1))
+
+def outcome(action):
+    try:
+        return action()
+    except StoreError as error:
+        return error
+
+for name in sys.argv[2:]:
+    path = store / name
+    mode = path.stat().st_mode
+    path.chmod(0)
+    checked = outcome(lambda: verify_store(store))
+    others = [outcome(lambda: plan_repair(store)), outcome(lambda: drop_damage(plan))]
+    reopened = outcome(lambda: kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close())
+    path.chmod(mode)
+    if not isinstance(checked, CheckIncomplete):
+        assert checked.unchecked and all(damage.part == 0 for damage in checked.damages), (name, checked)
+    assert all(type(other) is CheckIncomplete and "Permission denied" in str(other) for other in others), (name, others)
+    assert type(reopened) in (CheckIncomplete, type(None)), (name, reopened)
+    assert kit.read_tree(store) == before, name
+"""
+
+
+def test_no_right_to_read_is_no_damage(tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    if os.geteuid() == 0:
+        os.chown(room, 65534, 65534)
+    names = [
+        SHARD, "parts/part-00001.zarr/kv/zarr.json", "parts/part-00001.zarr", "parts/part-00001.zarr/kv", "parts",
+        "commits/part-00001.json", "commits", "commits/store.json", "store.json", "plan.parquet",
+    ]  # fmt: skip
+    conftest = Path(__file__).with_name("conftest.py")
+    command = [sys.executable, "-c", NO_RIGHT_TO_READ, str(conftest), *names]
+    done = subprocess.run(command, cwd=room, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
