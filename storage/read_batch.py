@@ -20,7 +20,6 @@ import numpy as np
 from .codecs.field import StoredArray
 from .errors import ShardMissing
 from .files import RemoteFile, fetch_ranges, scratch_bytes
-from .open_files import max_open_files
 from .part_arrays import PartArrays
 from .shard_reader import ShardReader
 
@@ -28,7 +27,7 @@ REMOTE_WINDOW_BYTES = 64 << 20
 """Stored bytes that are fetched from a remote file system before they are decoded."""
 
 MAX_SHARDS_AT_ONCE = 128
-"""Files that one call reads ahead of decoding, or as many as may be open."""
+"""Files that one call has read ahead before it decodes; more than are held open would be opened twice."""
 
 _MAX_HELPERS = 32
 
@@ -119,9 +118,8 @@ def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int =
         ShardCorrupt: a checksum or a size is wrong.
     """
     plans = list(_plan_shards(arrays, ranges))
-    n_at_once = min(MAX_SHARDS_AT_ONCE, max_open_files())
-    for start in range(0, len(plans), n_at_once):
-        reads = [read for plan in plans[start : start + n_at_once] for read in _plan_reads(arrays, plan)]
+    for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
+        reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(arrays, plan)]
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([_Decode(read) for read in window], n_threads)

@@ -160,6 +160,72 @@ def test_every_file_damaged_at_many_places(tmp_path: Path, recipe_of, tree) -> N
     check_mutations(recipe, tree, tmp_path, positions=60, parts="part-00000")
 
 
+# A repair that drops one part, and mends by the way what an opening mends, is killed before each call that changes
+# something; each time on a copy of the same damaged store.
+KILLED_REPAIRS = """
+import importlib.util, os, shutil, signal, sys
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
+kit = importlib.util.module_from_spec(spec)
+sys.modules["kit"] = kit
+spec.loader.exec_module(kit)
+from moa_data.storage.repair import drop_damage, plan_repair
+
+damaged, folder = Path(sys.argv[2]), Path(sys.argv[3])
+
+def kill_at(n):
+    left = [n]
+    for name in ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
+        def call(*arguments, real=getattr(os, name), **options):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+        setattr(os, name, call)
+
+for n in range(1, 10_000):
+    store = shutil.copytree(damaged, folder / str(n))
+    child = os.fork()
+    if child == 0:
+        plan = plan_repair(store)
+        kill_at(n)
+        drop_damage(plan)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        sys.exit(os.WEXITSTATUS(status))
+    assert os.WTERMSIG(status) == signal.SIGKILL
+"""
+
+
+@pytest.mark.slow
+def test_a_repair_killed_at_any_moment(tmp_path: Path, recipe_of, tree) -> None:
+    recipe = recipe_of((70, 3, 130, 64, 100, 129), part_tokens=192)
+    assert recipe.manifest.n_parts >= 3
+    store = write_all(recipe, tmp_path / "store")
+    whole = tree(store)
+    flipped, cut = (store / f"parts/part-0000{part}.zarr/kv/c/0/0/0/0/0" for part in (0, 1))
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"x")
+    cut.write_bytes(cut.read_bytes()[:-1])
+    (store / "target/config.json").write_text("{}")
+    (store / "parts/part-00099.zarr/kv").mkdir(parents=True)
+    (store / "commits/part-00002.json.partial").write_text("{")
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    conftest = Path(__file__).with_name("conftest.py")
+    command = [sys.executable, "-c", KILLED_REPAIRS, str(conftest), str(store), str(killed)]
+    subprocess.run(command, check=True, timeout=1800)
+    folders = list(killed.iterdir())
+    assert len(folders) > 20
+    kept = {name: content for name, content in whole.items() if "part-00002" in name}
+    for folder in folders:
+        assert kept.items() <= tree(folder).items()
+        if (plan := plan_repair(folder)).damages:
+            drop_damage(plan)
+        assert tree(write_all(recipe, folder)) == whole, folder
+
+
 def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     store, seen = tmp_path / "store", set[int]()
 
