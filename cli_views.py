@@ -12,8 +12,8 @@ from .escaping import printable
 
 if TYPE_CHECKING:
     from .moa.decode import Generation
+    from .storage.findings import VerifyReport
     from .storage.summary import StoreSummary
-    from .storage.verify import VerifyReport
     from .trainer.run import TrainReport
 
 BAR_CELLS = 40

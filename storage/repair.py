@@ -10,11 +10,12 @@ from pathlib import Path
 from .checking import check_guard
 from .commit import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
 from .errors import RepairImpossible
+from .findings import Damage
 from .links import refuse_links
 from .plan import read_plan
 from .reader import read_manifest
 from .seal import seal_path
-from .verify import Damage, Progress, verify_store
+from .verify import Progress, verify_store
 from .writer import StoreWriter
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from .checking import MISSING, check_guard, check_incomplete, exists, reason
+from .checking import MISSING, check_guard, exists
 from .codecs.field import FieldCodec
 from .codecs.registry import StoreCodec
 from .commit import (
@@ -32,6 +32,7 @@ from .commit import (
 from .dtypes import FLOAT_DTYPES, is_finite
 from .durable import file_crc32
 from .errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
+from .findings import Damage, Finding, Unchecked, VerifyReport
 from .plan import check_plan, part_lengths, read_plan
 from .reader import ActivationStore, read_manifest
 from .schema import FieldSpec, StoreManifest
@@ -46,94 +47,6 @@ SLICE_TOKENS = 64
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, message)``."""
-
-
-@dataclass(frozen=True)
-class Damage:
-    """One thing that is wrong.
-
-    Attributes:
-        part: number of the part, or None for what belongs to the whole store.
-        path: the damaged file, relative to the store.
-        message: what is wrong, and where.
-    """
-
-    part: int | None
-    path: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Unchecked:
-    """One thing that could not be checked, because the machine refused; it may be whole.
-
-    Attributes:
-        part: number of the part, or None for what belongs to the whole store.
-        path: the file, relative to the store.
-        error: what the machine said.
-    """
-
-    part: int | None
-    path: str
-    error: OSError | MemoryError
-
-    @property
-    def message(self) -> str:
-        """Why, in words."""
-        return reason(self.error)
-
-
-Finding = Damage | Unchecked
-
-
-@dataclass
-class VerifyReport:
-    """Outcome of :func:`verify_store`.
-
-    Attributes:
-        damages: everything found, in order of parts.
-        unchecked: what could not be checked, in order of parts.
-        n_parts: committed parts.
-        n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
-        n_sequences: sequences checked.
-        n_tokens: their tokens.
-        n_bytes: bytes of all committed files.
-    """
-
-    damages: list[Damage] = field(default_factory=list)
-    unchecked: list[Unchecked] = field(default_factory=list)
-    n_parts: int = 0
-    n_pending_parts: int = 0
-    n_sequences: int = 0
-    n_tokens: int = 0
-    n_bytes: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything was checked and no damage was found."""
-        return not self.damages and not self.unchecked
-
-    def add(self, findings: Iterable[Finding]) -> None:
-        """Sort findings into damages and what could not be checked."""
-        for finding in findings:
-            if isinstance(finding, Damage):
-                self.damages.append(finding)
-            else:
-                self.unchecked.append(finding)
-
-    def check_complete(self, store: Path) -> None:
-        """Refuse a report that leaves something open.
-
-        Args:
-            store: the store's folder, for the message.
-
-        Raises:
-            CheckIncomplete: something could not be checked.
-        """
-        if self.unchecked:
-            first = self.unchecked[0]
-            n_files = len({item.path for item in self.unchecked})
-            raise check_incomplete(store, first.path, first.error, n_files)
 
 
 def verify_store(

@@ -16,8 +16,9 @@ import pytest
 
 from moa_data.storage.checking import exists
 from moa_data.storage.errors import CheckIncomplete, StoreError
+from moa_data.storage.findings import VerifyReport
 from moa_data.storage.repair import drop_damage, plan_repair
-from moa_data.storage.verify import VerifyReport, verify_store
+from moa_data.storage.verify import verify_store
 from moa_data.storage.writer import StoreWriter
 
 QUICK = ("EMFILE", "EACCES", "MemoryError")
@@ -218,6 +219,7 @@ kit = importlib.util.module_from_spec(spec)
 sys.modules["kit"] = kit
 spec.loader.exec_module(kit)
 from moa_data.storage.errors import CheckIncomplete, StoreError
+from moa_data.storage.findings import VerifyReport
 from moa_data.storage.repair import drop_damage, plan_repair
 from moa_data.storage.verify import verify_store
 
