@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import DrafterSizes
@@ -19,6 +18,7 @@ from .layouts import CONFIG_NAME, LAYOUTS, read_layout, read_safetensors
 from .model import MoADrafter
 from .registry import drafter_class
 from .target import Target
+from .tensor_file import write_tensors
 from .tensor_list import FLOATS, TensorSpec, check_tensors
 
 CONFIG_FILE = "drafter.json"
@@ -26,12 +26,11 @@ WEIGHTS_FILE = "drafter.safetensors"
 
 
 def save_drafter(drafter: Drafter, folder: str | Path) -> None:
-    """Write the own layout; each file replaces its predecessor in one step."""
+    """Write the own layout; each file replaces its predecessor in one step, ``drafter.json`` last."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     partial = folder / (WEIGHTS_FILE + ".partial")
-    save_file(weights, partial, metadata={"format": "pt"})
+    write_tensors(partial, drafter.state_dict())
     partial.replace(folder / WEIGHTS_FILE)
     partial = folder / (CONFIG_FILE + ".partial")
     partial.write_text(json.dumps(drafter.config.to_dict(), indent=1) + "\n")

@@ -19,6 +19,10 @@ PARTIAL_SUFFIX = ".partial"
 
 _TAKEN_AS_THEY_ARE = (bytes, np.ndarray)
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_GO_ON = (
+    "Parts committed so far are safe. Free some space and run the same command again: it goes on with the first part "
+    "that is missing."
+)
 
 
 def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> int:
@@ -104,23 +108,39 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         DiskFull: no room; the file is as before.
     """
+    with replacing(path) as partial:
+        write_file(partial, data)
+
+
+@contextmanager
+def replacing(path: Path, advice: str = _GO_ON) -> Iterator[Path]:
+    """Yield where to write a file, which must be synced when the block ends, and then replaces ``path`` in one step.
+
+    Args:
+        path: after a crash at any moment it is either as before or complete.
+        advice: what to do when the disk is full.
+
+    Raises:
+        DiskFull: no room; the file is as before.
+    """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    with disk_full_guard(path):
+    with disk_full_guard(path, advice):
         try:
-            write_file(partial, data)
+            yield partial
             os.replace(partial, path)
-        except OSError:
+        except BaseException:
             partial.unlink(missing_ok=True)
             raise
         fsync_directory(path.parent)
 
 
 @contextmanager
-def disk_full_guard(path: Path) -> Iterator[None]:
+def disk_full_guard(path: Path, advice: str = _GO_ON) -> Iterator[None]:
     """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice.
 
     Args:
         path: what is being written, for the message.
+        advice: what is safe, and what to do.
 
     Raises:
         DiskFull: instead of an ``OSError`` with ENOSPC or EDQUOT.
@@ -132,7 +152,4 @@ def disk_full_guard(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL_ERRNOS:
             raise
-        raise DiskFull(
-            f"No space left while writing {path} ({os.strerror(error.errno)}). Parts committed so far are safe. "
-            "Free some space and run the same command again: it goes on with the first part that is missing."
-        ) from error
+        raise DiskFull(f"No space left while writing {path} ({os.strerror(error.errno)}). {advice}") from error

@@ -1,4 +1,4 @@
-"""What happens around the steps: throughput, exports of the best drafter, interruption."""
+"""What happens around the steps: throughput, checkpoints, exports of the best drafter, where to go on."""
 
 import time
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import lightning as L
 
-from ..moa.checkpoint import save_drafter
 from .batch import Batch
+from .checkpoints import export_drafter
 from .data import TrainingStream
 from .module import DrafterModule
 
@@ -85,14 +85,15 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
 
 
 class ExportBest(L.Callback):
-    """Writes ``drafter/`` whenever the expected acceptance length reaches a new best.
+    """Writes ``drafter/`` and ``best.ckpt`` whenever the expected acceptance length reaches a new best.
 
     Args:
         folder: where the drafter goes.
+        file: where the state goes.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, file: Path) -> None:
+        self.folder, self.file = folder, file
         self.best = float("-inf")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -103,7 +104,8 @@ class ExportBest(L.Callback):
             return
         self.best = float(value)
         if trainer.is_global_zero:
-            save_drafter(pl_module.drafter, self.folder)
+            export_drafter(pl_module.drafter, self.folder)
+        trainer.save_checkpoint(self.file)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, for resuming."""
@@ -114,20 +116,28 @@ class ExportBest(L.Callback):
         self.best = state_dict["best"]
 
 
-class InterruptGuard(L.Callback):
-    """Notes that training is stopped by Ctrl-C.
+class KeepLast(L.Callback):
+    """Saves the state every so many steps.
 
-    Attributes:
-        interrupted: whether it was.
+    Args:
+        every_n_steps: steps between saves.
+        file: of the checkpoint.
     """
 
-    def __init__(self) -> None:
-        self.interrupted = False
+    def __init__(self, every_n_steps: int, file: Path) -> None:
+        self.every_n_steps, self.file = every_n_steps, file
+        self._saved_step = 0
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Remember Ctrl-C; the caller saves."""
-        if isinstance(exception, KeyboardInterrupt):
-            self.interrupted = True
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave out the step that a resumed run begins with."""
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Save once at each of these steps, which has as many ends as micro-batches."""
+        step = trainer.global_step
+        if step % self.every_n_steps == 0 and step != self._saved_step:
+            trainer.save_checkpoint(self.file)
+            self._saved_step = step
 
 
 class WholeSteps(L.Callback):

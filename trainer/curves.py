@@ -1,12 +1,15 @@
 """The picture of a training run, from its metrics file."""
 
 import csv
+import io
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from ..storage.durable import write_atomic
 
 METRICS_FILE = "metrics.csv"
 
@@ -53,5 +56,7 @@ def plot_curves(run: Path, out: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     axes[0, 0].set_yscale("log")
-    figure.savefig(out, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)
+    write_atomic(out, picture.getvalue())

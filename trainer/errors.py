@@ -1,4 +1,7 @@
-"""Errors of training. The command line turns each into one line and exit code 2."""
+"""Errors of training. The command line turns each into one line and an exit code."""
+
+import signal
+from pathlib import Path
 
 
 class TrainingError(Exception):
@@ -13,8 +16,31 @@ class RunExists(TrainingError):
     """The output folder holds another run."""
 
 
+class CheckpointInvalid(TrainingError):
+    """A file is no checkpoint, or one that the run cannot go on from; nothing of it was used.
+
+    Args:
+        path: of the file.
+        reason: what was found instead.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing of it was used; copy best.ckpt over "
+            "it, if it is there, or train again with another --out."
+        )
+
+
 class TrainingInterrupted(TrainingError):
-    """Stopped by the user; the state is saved."""
+    """Training was stopped by a signal.
+
+    Attributes:
+        signum: of the signal.
+    """
+
+    def __init__(self, message: str, signum: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.signum = int(signum)
 
 
 class NonFiniteGradient(TrainingError, FloatingPointError):

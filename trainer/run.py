@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import os
+import signal
 import warnings
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,30 +16,42 @@ from typing import Any
 import lightning as L
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..moa.bundle import FrozenTarget
-from ..moa.checkpoint import save_drafter
 from ..moa.drafter import Drafter
 from ..moa.registry import DRAFTERS, drafter_class
-from ..storage.durable import PARTIAL_SUFFIX, write_atomic
+from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
 from ..storage.locking import LockHeld, lock_file
 from ..storage.reader import ActivationStore
 from ..storage.seal import check_target_bundle
 from . import callbacks
 from .allocator import keep_freed_memory
 from .batch_reader import BatchReader
+from .checkpoint_check import check_for
+from .checkpoints import (
+    BEST,
+    FULL_DISK_ADVICE,
+    LAST,
+    CheckpointFiles,
+    export_drafter,
+    read_checkpoint,
+    remove_leftovers,
+)
 from .config import TrainConfig
 from .curves import keep_earlier_metrics, plot_curves
 from .data import StoreDataModule
-from .errors import RunExists, TrainingError, TrainingInterrupted
+from .errors import CheckpointInvalid, RunExists, TrainingError, TrainingInterrupted
+from .interruption import SignalsLeftAlone, StopGuard, StoppedAtOnce, stopped_at
 from .module import DrafterModule
 
 RUN_FILE = "run.yaml"
 REPORT_FILE = "report.json"
+CHECKPOINTS = "checkpoints"
 STORE_FILE = "store.json"
 LOCK_FILE = "run.lock"
 _FREE_TO_CHANGE = frozenset(
@@ -100,20 +112,48 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     """
     keep_freed_memory()
     out = Path(config.out)
-    last = out / "checkpoints" / "last.ckpt"
     if problems := config.problems() + options_of_others(config):
         raise TrainingError("; ".join(problems) + ".")
     # Lightning starts this very command once more for each further device.
     is_first = getattr(rank_zero_only, "rank", 0) == 0
+    try:
+        with disk_full_guard(out, FULL_DISK_ADVICE):
+            return _train(config, out, provenance, progress_bar, is_first)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Not where the guard has signals wait, or pressed again there. Lightning exits when it sees it.
+        interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
+        if not isinstance(interrupt, KeyboardInterrupt):
+            raise
+        signum = getattr(interrupt, "signum", signal.SIGINT)
+        if not is_first:
+            raise SystemExit(128 + signum) from interrupt  # one line, by the first process, is enough
+        raise TrainingInterrupted(_where_to_go_on(out, interrupt), signum) from interrupt
+
+
+def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
+    """The line for a run that was stopped at once: what it left decides."""
+    try:
+        step = read_checkpoint(out / CHECKPOINTS / LAST)["global_step"]
+    except CheckpointInvalid:
+        return "stopped before the first checkpoint; run the same command again."
+    if isinstance(interrupt, StoppedAtOnce):
+        return f"stopped without saving; go on from the checkpoint of step {step} with the same command and --resume."
+    return stopped_at(step)
+
+
+def _train(
+    config: TrainConfig, out: Path, provenance: dict[str, Any] | None, progress_bar: bool, is_first: bool
+) -> TrainReport:
     if is_first:
-        _check_folder(config, out, last)
+        _check_folder(config, out)
     store = ActivationStore(config.store)
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
-            _check_folder(config, out, last)  # another training may have ended here since it was checked
+            _check_folder(config, out)  # another training may have ended here since it was checked
             _check_same_store(config, out, store)
+            remove_leftovers(out)
             _record_run(config, out, store, provenance)
         report = _fit(config, store, data, module, progress_bar, is_first)
     store.close()
@@ -130,25 +170,39 @@ def _fit(
 ) -> TrainReport:
     """Run the steps and write what they gave; the process of the first device writes for all."""
     out = Path(config.out)
-    last = out / "checkpoints" / "last.ckpt"
-    throughput, interrupt = callbacks.Throughput(), callbacks.InterruptGuard()
-    best, validations = callbacks.ExportBest(out / "drafter"), callbacks.Validations(data.max_steps)
-    extra = [callbacks.WholeSteps(), *([TQDMProgressBar(refresh_rate=1)] if progress_bar else [])]
+    last = out / CHECKPOINTS / LAST
+    guard, throughput = StopGuard(last), callbacks.Throughput()
+    best = callbacks.ExportBest(out / "drafter", out / CHECKPOINTS / BEST)
+    validations = callbacks.Validations(data.max_steps)
+    files = CheckpointFiles()
     _hush_lightning()
-    trainer = _build_trainer(config, data, out, [throughput, best, interrupt, validations, *extra], progress_bar)
+    trainer = _build_trainer(
+        config,
+        data,
+        [
+            guard, throughput, validations, best, callbacks.WholeSteps(),
+            *([TQDMProgressBar(refresh_rate=1)] if progress_bar else []),
+            callbacks.KeepLast(config.checkpoint_every, last),
+        ],
+        files,
+        progress_bar,
+    )  # fmt: skip
+    files.check = check_for(trainer, module, data.max_steps, last)
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None, weights_only=False)
-        if trainer.global_step >= data.max_steps != validations.validated_step and len(data.validation_sequences):
-            # All steps were done before, and the process ended within their last validation.
-            trainer.validate(module, datamodule=data, verbose=False)
-    except (KeyboardInterrupt, SystemExit):
-        if not interrupt.interrupted:
+        with guard:
+            trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)
+            if trainer.global_step >= data.max_steps != validations.validated_step and len(data.validation_sequences):
+                # All steps were done before, and the process ended within their last validation.
+                trainer.validate(module, datamodule=data, verbose=False)
+            trainer.save_checkpoint(last)
+        if guard.signum:
+            raise TrainingInterrupted(stopped_at(trainer.global_step), guard.signum)
+    except TrainingInterrupted as stop:
+        if is_first:
             raise
-        trainer.save_checkpoint(last)
-        raise TrainingInterrupted(
-            f"stopped at step {trainer.global_step}; go on with the same command and --resume."
-        ) from None
-    trainer.save_checkpoint(last)
+        # Lightning kills all when a process that it started ends with another code than 0, the first one included.
+        is_ours = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
+        raise SystemExit(0 if is_ours else 128 + stop.signum) from stop
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     report = TrainReport(
@@ -166,7 +220,7 @@ def _fit(
     )
     if is_first:
         if report.best_expected_acceptance_length is None:
-            save_drafter(module.drafter, out / "drafter")
+            export_drafter(module.drafter, out / "drafter")
         plot_curves(out, out / "curves.png")
         _write_report(out / REPORT_FILE, report)
     return report
@@ -236,24 +290,9 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
 
 
 def _build_trainer(
-    config: TrainConfig, data: StoreDataModule, out: Path, extra: list[L.Callback], progress_bar: bool
+    config: TrainConfig, data: StoreDataModule, extra: list[L.Callback], files: CheckpointFiles, progress_bar: bool
 ) -> L.Trainer:
-    has_validation = len(data.validation_sequences) > 0
-    saver = ModelCheckpoint(
-        dirpath=out / "checkpoints",
-        filename="best",
-        monitor="val/expected_acceptance_length" if has_validation else None,
-        mode="max",
-        save_top_k=1,
-        enable_version_counter=False,
-    )
-    regular = ModelCheckpoint(
-        dirpath=out / "checkpoints",
-        filename="last",
-        every_n_train_steps=config.checkpoint_every,
-        save_top_k=1,
-        enable_version_counter=False,
-    )
+    out, has_validation = Path(config.out), len(data.validation_sequences) > 0
     devices: Any = config.devices if config.devices == "auto" else int(config.devices)
     try:
         trainer = L.Trainer(
@@ -270,7 +309,9 @@ def _build_trainer(
             limit_val_batches=1.0 if has_validation else 0,
             num_sanity_val_steps=0,
             logger=[CSVLogger(out, name="", version=""), TensorBoardLogger(out, name="tensorboard", version="")],
-            callbacks=[saver, regular, *extra],
+            callbacks=extra,
+            plugins=[files],
+            enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=progress_bar,
             use_distributed_sampler=False,
@@ -280,6 +321,7 @@ def _build_trainer(
             f"this machine cannot train with --accelerator {config.accelerator} --devices {config.devices} --precision "
             f"{config.precision} ({error}); choose others, or auto."
         ) from error
+    trainer._signal_connector = SignalsLeftAlone(trainer)
     share = config.batch_size // trainer.world_size
     trainer.accumulate_grad_batches = share // data.micro_batch_size(trainer.world_size)
     trainer.val_check_interval = config.validate_every * trainer.accumulate_grad_batches if has_validation else 1.0
@@ -306,17 +348,14 @@ _BEFORE_THE_SETTING = {
 """What runs did that are older than a setting and so don't record it; its default where it is not named here."""
 
 
-def _check_folder(config: TrainConfig, out: Path, last: Path) -> None:
+def _check_folder(config: TrainConfig, out: Path) -> None:
     """Refuse what would mix two runs."""
-    record = out / RUN_FILE
+    record, last = out / RUN_FILE, out / CHECKPOINTS / LAST
     resolved = yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))  # as the record gives it back
     if config.resume:
-        if not last.is_file():
+        if not last.exists():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
-        if not zipfile.is_zipfile(last):
-            raise TrainingError(
-                f"{last} is damaged; copy best.ckpt over it, if it is there, or train again with another --out."
-            )
+        read_checkpoint(last)
         try:
             before = {item.name: item.default for item in dataclasses.fields(config)}
             own = _own_options(drafter_class(config.drafter))

@@ -32,7 +32,7 @@ def test_writing_checkpoints_is_no_waiting_for_data(store_path, tmp_path, monkey
     for module in (callbacks, data):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(L.Trainer, "save_checkpoint", taking(100, L.Trainer.save_checkpoint))
-    monkeypatch.setattr(callbacks, "save_drafter", taking(100, callbacks.save_drafter))
+    monkeypatch.setattr(callbacks, "export_drafter", taking(100, callbacks.export_drafter))
     monkeypatch.setattr(DrafterModule, "training_step", taking(1, DrafterModule.training_step))
     settings = {"max_steps": 4, "micro_batch_size": 4, "checkpoint_every": 1, "validate_every": 2, "log_every": 1}
     report = run(store_path, tmp_path / "run", **settings)

@@ -3,7 +3,9 @@
 import builtins
 import csv
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +20,7 @@ from moa_data.moa.checkpoint import load_drafter
 from moa_data.moa.model import MoADrafter
 from moa_data.pipeline.recode import recode
 from moa_data.trainer import callbacks
+from moa_data.trainer.checkpoints import read_checkpoint
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError, TrainingInterrupted
@@ -49,7 +52,7 @@ def run(store, out, **changes):
 
 
 def last_state(out):
-    return torch.load(out / "checkpoints" / "last.ckpt", weights_only=False)
+    return read_checkpoint(out / "checkpoints" / "last.ckpt")
 
 
 def test_it_learns_and_leaves_everything_behind(store_path, tmp_path):
@@ -166,36 +169,25 @@ def test_learning_rate_follows_the_schedule(store_path, tmp_path):
     assert state["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(1e-3)
 
 
-def test_interruption_keeps_the_state(store_path, tmp_path, monkeypatch):
+def signal_within_objective(monkeypatch, n_th, signum=signal.SIGINT):
+    """Send a signal to this process within the n-th micro-batch."""
     real, calls = MoADrafter.objective, []
 
-    def interrupting(*args, **kwargs):
+    def struck(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 7:
-            raise KeyboardInterrupt
+        if len(calls) == n_th:
+            os.kill(os.getpid(), signum)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(MoADrafter, "objective", interrupting)
-    with pytest.raises(TrainingInterrupted, match="stopped at step 6; go on with the same command and --resume"):
-        run(store_path, tmp_path / "run", max_steps=12)
-    monkeypatch.undo()
-    assert run(store_path, tmp_path / "run", max_steps=12, resume=True).n_steps == 12
+    monkeypatch.setattr(MoADrafter, "objective", struck)
 
 
 def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_path, monkeypatch):
     """The half-accumulated step is done again from its first micro-batch."""
     settings = {"max_steps": 10, "micro_batch_size": 4}
     at_once = run(store_path, tmp_path / "whole", **settings)
-    real, calls = MoADrafter.objective, []
-
-    def interrupting(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 8:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(MoADrafter, "objective", interrupting)
-    with pytest.raises(TrainingInterrupted, match="stopped at step 3"):
+    signal_within_objective(monkeypatch, 7)
+    with pytest.raises(TrainingInterrupted, match="stopped at step 3; go on with the same command and --resume"):
         run(store_path, tmp_path / "parts", **settings)
     monkeypatch.undo()
     resumed = run(store_path, tmp_path / "parts", resume=True, **settings)
@@ -215,16 +207,16 @@ def same_weights(one, other):
 
 
 def interrupt_validation(monkeypatch, n_th):
-    """Press Ctrl-C within the n-th validation."""
-    real, calls = DrafterModule.on_validation_epoch_end, []
+    """Press Ctrl-C at the beginning of the n-th validation."""
+    real, calls = DrafterModule.on_validation_epoch_start, []
 
-    def interrupting(module):
+    def struck(module):
         calls.append(1)
         if len(calls) == n_th:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
         real(module)
 
-    monkeypatch.setattr(DrafterModule, "on_validation_epoch_end", interrupting)
+    monkeypatch.setattr(DrafterModule, "on_validation_epoch_start", struck)
 
 
 def test_the_last_step_is_validated(store_path, tmp_path, monkeypatch):
@@ -236,7 +228,7 @@ def test_the_last_step_is_validated(store_path, tmp_path, monkeypatch):
     values = [value for _, value in lengths]
     assert report.best_expected_acceptance_length == pytest.approx(max(values))
     assert report.metrics["val/expected_acceptance_length"] == pytest.approx(values[1])
-    best = torch.load(tmp_path / "whole" / "checkpoints" / "best.ckpt", weights_only=False)
+    best = read_checkpoint(tmp_path / "whole" / "checkpoints" / "best.ckpt")
     assert best["global_step"] == (7 if values[1] > values[0] else 5)
     exported = drafter_weights(tmp_path / "whole")
     assert same_weights(exported, {name.removeprefix("drafter."): v for name, v in best["state_dict"].items()})
