@@ -1,0 +1,249 @@
+"""Signals at every moment of a training: the state is saved, one line says how to go on, and nothing is lost."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.trainer import checkpoints, data, muon, run
+from moa_data.trainer.checkpoints import read_checkpoint
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.curves import read_metrics
+from moa_data.trainer.errors import TrainingInterrupted
+from moa_data.trainer.module import DrafterModule
+
+from .test_run import BASE
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+
+SETTINGS = {**BASE, "optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4}
+STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+def train(store, out, **changes):
+    return run.train(TrainConfig(store=str(store), out=str(out), **(SETTINGS | changes)), None, False)
+
+
+def leaves(value, name=""):
+    """Everything in a checkpoint, with where it is."""
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}/{key}")]
+    if isinstance(value, list | tuple):
+        return [leaf for index, item in enumerate(value) for leaf in leaves(item, f"{name}/{index}")]
+    return [(name, value)]
+
+
+def assert_same_run(whole, parts):
+    """Weights, moments, rates, counts, the best drafter and the logged figures are the same, bit for bit."""
+    one, other = (read_checkpoint(out / "checkpoints" / "last.ckpt") for out in (whole, parts))
+    for state in (one, other):
+        del state["loops"], state["epoch"]  # say how often a validation, and the whole, began
+        del state["callbacks"]["Throughput"]["n_bytes_read"]  # holds what a validation reads at the same time
+    for (name, value), (other_name, found) in zip(leaves(one), leaves(other), strict=True):
+        assert name == other_name
+        same = torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found
+        assert same, name
+    exported = load_drafter(parts).state_dict()
+    for name, weight in load_drafter(whole).state_dict().items():
+        assert torch.equal(weight, exported[name]), name
+    for name in ("train/loss", "val/kl"):
+        assert read_metrics(whole)[name] == read_metrics(parts)[name]
+    assert not list(parts.rglob("*.partial"))
+
+
+@pytest.fixture
+def strike(monkeypatch):
+    """Send a signal to this process within the n-th call of a function."""
+
+    def prepare(owner, name, n_th, signum):
+        real, calls = getattr(owner, name), []
+
+        def struck(*args, **kwargs):
+            calls.append(name)
+            if len(calls) == n_th:
+                os.kill(os.getpid(), signum)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, struck)
+
+    return prepare
+
+
+def test_a_signal_in_each_phase(store_path, tmp_path, monkeypatch, strike):
+    """One run is stopped in each phase in turn, and ends as one that was not."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(store_path, whole)
+    phases = [
+        (data.StoreDataModule, "train_dataloader", 1, signal.SIGTERM, 0),  # before the first step
+        (data.TrainingStream, "_read", 2, signal.SIGHUP, 0),  # in the thread that reads
+        (muon, "orthogonalize", 5, signal.SIGTERM, 1),  # some matrices of a step are updated, others are not
+        (DrafterModule, "training_step", 3, signal.SIGINT, 2),
+        (checkpoints, "write_tensors", 1, signal.SIGHUP, 4),
+        (DrafterModule, "validation_step", 2, signal.SIGTERM, 6),
+        (data.ValidationBatches, "_read", 1, signal.SIGINT, 6),
+        (run.L.Trainer, "save_checkpoint", 3, signal.SIGTERM, 12),  # after the last step
+        (run, "plot_curves", 1, signal.SIGINT, 12),
+    ]
+    before = {signum: signal.getsignal(signum) for signum in STOPS}
+    for index, (owner, name, n_th, signum, step) in enumerate(phases):
+        strike(owner, name, n_th, signum)
+        with pytest.raises(TrainingInterrupted) as stop:
+            train(store_path, parts, resume=index > 0)
+        monkeypatch.undo()
+        assert str(stop.value) == f"stopped at step {step}; go on with the same command and --resume.", name
+        assert stop.value.signum == signum, name
+        assert {signum: signal.getsignal(signum) for signum in STOPS} == before, "handlers are given back"
+    assert train(store_path, parts, resume=True).n_steps == 12
+    assert_same_run(whole, parts)
+    assert json.loads((parts / "report.json").read_text())["n_steps"] == 12
+
+
+def test_a_second_ctrl_c_ends_at_once(store_path, tmp_path, monkeypatch):
+    """Within a step that does not end; the checkpoint before is what is left."""
+    real, calls = DrafterModule.training_step, []
+
+    def stuck(*args):
+        calls.append(1)
+        if len(calls) == 12:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert len(calls) == 12, "as often as shells and launchers pass one on"
+            monkeypatch.setattr("moa_data.trainer.interruption.REPEAT_S", 0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+        return real(*args)
+
+    monkeypatch.setattr(DrafterModule, "training_step", stuck)
+    with pytest.raises(TrainingInterrupted, match="stopped without saving; go on from the checkpoint of step 4 with"):
+        train(store_path, tmp_path / "run")
+    monkeypatch.undo()
+    assert train(store_path, tmp_path / "run", resume=True).n_steps == 12
+
+
+def test_ignored_signals_stay_ignored(store_path, tmp_path, strike):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        strike(DrafterModule, "training_step", 3, signal.SIGHUP)
+        assert train(store_path, tmp_path / "run", max_steps=3).n_steps == 3
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_before_the_first_checkpoint_the_line_says_so(store_path, tmp_path, strike):
+    strike(run, "build_module", 1, signal.SIGINT)
+    with pytest.raises(
+        TrainingInterrupted, match=r"stopped before the first checkpoint; run the same command again\.$"
+    ):
+        train(store_path, tmp_path / "run")
+
+
+def command(store, out, *more):
+    """The arguments of a run that takes some seconds."""
+    settings = SETTINGS | {"max_steps": 120, "validate_every": 20, "checkpoint_every": 10} | dict(more)
+    options = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return ["-m", "moa_data", "train", str(store), "--out", str(out), *options]
+
+
+def start(arguments):
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def said(stderr):
+    return [line for line in stderr.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
+
+
+def go_on(out):
+    return ["--resume"] if (out / "checkpoints" / "last.ckpt").is_file() else []
+
+
+def processes_of(out):
+    commands = (entry / "cmdline" for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    found = []
+    for file in commands:
+        try:
+            text = file.read_bytes()
+        except OSError:
+            continue
+        if str(out).encode() in text:
+            found.append(text)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), STOPS.items())
+def test_the_command_line_at_random_moments(store_path, tmp_path, signum, code):
+    """Twenty signals, as many as it takes to get them into a run; its weights are those of one without any."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    begun = time.monotonic()
+    assert subprocess.run([sys.executable, *command(store_path, whole)], capture_output=True).returncode == 0
+    seconds, rng, n_struck, n_runs = time.monotonic() - begun, random.Random(int(signum)), 0, 0
+    while n_struck < 20:
+        out = parts / str(n_runs)
+        while True:
+            with start([sys.executable, *command(store_path, out), *go_on(out)]) as process:
+                try:
+                    process.wait(rng.uniform(0, seconds) if n_struck < 20 else None)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signum)
+                _, stderr = process.communicate(timeout=300)
+            if process.returncode == 0:
+                break
+            n_struck += 1
+            assert process.returncode in (code, -signum), stderr
+            assert "Traceback" not in stderr
+            if process.returncode == code:  # otherwise before the program's first line
+                [line] = said(stderr)
+                assert "same command" in line
+                assert "--resume" in line or not go_on(out), line
+        assert_same_run(whole, out)
+        n_runs += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_two_processes_stop_alike(store_path, tmp_path, launcher):
+    """Signals to the first process, to its group, and to torchrun; all processes end, one of them speaks."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = (("devices", 2), ("micro_batch_size", 2))
+    prefix = [sys.executable]
+    if launcher == "torchrun":
+        prefix += ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    begun = time.monotonic()
+    assert subprocess.run([*prefix, *command(store_path, whole, *more)], capture_output=True).returncode == 0
+    seconds, rng = time.monotonic() - begun, random.Random(1)
+    ways = [(signum, to_group) for to_group in (False, True) for signum in STOPS] * 2
+    for signum, to_group in ways:
+        if (parts / "report.json").is_file():
+            break
+        with start([*prefix, *command(store_path, parts, *more), *go_on(parts)]) as process:
+            try:
+                process.wait(rng.uniform(0.4, 0.9) * seconds)
+            except subprocess.TimeoutExpired:
+                (os.killpg if to_group else os.kill)(process.pid, signum)
+            _, stderr = process.communicate(timeout=300)
+        if process.returncode:
+            if launcher == "lightning":
+                assert process.returncode == STOPS[signum], stderr
+            [line] = said(stderr)
+            assert line.startswith("Error: stopped "), stderr
+        deadline = time.monotonic() + 30
+        while processes_of(parts) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not processes_of(parts)
+    done = subprocess.run([*prefix, *command(store_path, parts, *more), *go_on(parts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(whole, parts)
