@@ -117,11 +117,11 @@ def _compare(got: Any, expected: Any, place: str) -> None:
             raise _Different(f"{place} is {found}, expected {list(expected.shape)} {expected.dtype}")
     elif isinstance(expected, dict):
         if not isinstance(got, dict):
-            raise _Different(f"{place or 'it'} is a {type(got).__name__}, expected names and values")
+            raise _Different(f"{place} is a {type(got).__name__}, expected names and values")
         if missing := expected.keys() - got.keys():
-            raise _Different(f"{place} lacks {min(map(str, missing))}".strip())
+            raise _Different(f"{place or 'it'} lacks {min(map(str, missing))}")
         if others := got.keys() - expected.keys():
-            raise _Different(f"{place} holds {min(map(str, others))!r}, which belongs to something else".strip())
+            raise _Different(f"{place or 'it'} holds {min(map(str, others))!r:.80}, which belongs to something else")
         for name, value in expected.items():
             _compare(got[name], value, f"{place}/{name}".lstrip("/"))
     elif isinstance(expected, list):

@@ -1,0 +1,348 @@
+"""Checkpoint files: old or new after a kill at any moment, and nothing but this run's own is ever used."""
+
+import errno
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from moa_data.moa import tensor_file
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.storage.errors import DiskFull
+from moa_data.trainer import checkpoints
+from moa_data.trainer.checkpoints import CheckpointFiles, read_checkpoint, remove_leftovers
+from moa_data.trainer.errors import CheckpointInvalid, TrainingError
+
+from .test_run import run
+
+SETTINGS = {"max_steps": 4, "optimizer": "muon", "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(store_path, tmp_path_factory):
+    """A run that stopped half way."""
+    out = tmp_path_factory.mktemp("checkpoints") / "run"
+    run(store_path, out, **SETTINGS, stop_after_steps=2)
+    return out
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def last_of(out):
+    return out / "checkpoints" / "last.ckpt"
+
+
+def test_nothing_goes_through_the_temporary_folder(store_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    run(store_path, tmp_path / "run", max_steps=2, checkpoint_every=1, validate_every=1)
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.ckpt", "last.ckpt"]
+
+
+def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
+    state = {
+        "numbers": [1, -2.5, float("inf"), True, None, 10**30, 1e-45],
+        "pair": (0.9, "ä"),
+        3: {"empty": {}, "text": ""},
+        "weights": [torch.arange(6).reshape(2, 3), torch.randn(3, 2).T, torch.tensor(2.0), torch.zeros(0, 4)],
+        "others": {t: torch.ones(3).to(getattr(torch, t)) for t in ("bfloat16", "float16", "float64", "int8", "bool")},
+    }
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    CheckpointFiles().save_checkpoint(state, file)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    found = CheckpointFiles().load_checkpoint(file)
+    assert (found["numbers"], found["pair"], found[3]) == (state["numbers"], state["pair"], state[3])
+    for one, other in zip(state["weights"], found["weights"], strict=True):
+        assert torch.equal(one, other)
+    for name, value in state["others"].items():
+        assert value.dtype == found["others"][name].dtype
+        assert torch.equal(value, found["others"][name])
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# Dies at each of the operating system's calls that change something, in turn; a write is torn in the middle.
+KILLED_SAVES = """
+import builtins, os, signal, sys
+from pathlib import Path
+import torch
+from moa_data.moa import tensor_file
+from moa_data.moa.checkpoint import load_drafter
+from moa_data.trainer.checkpoints import CheckpointFiles, export_drafter
+
+folder, drafter = Path(sys.argv[1]), load_drafter(sys.argv[2])
+
+def save(place, value):
+    for weight in drafter.parameters():
+        weight.data.fill_(value)
+    CheckpointFiles().save_checkpoint({"weights": torch.full((4, 5), value)}, place / "checkpoints" / "last.ckpt")
+    export_drafter(drafter, place / "drafter")
+
+def kill_at(n):
+    left = [n]
+    def die(before=lambda: None):
+        left[0] -= 1
+        if left[0] == 0:
+            before()
+            os.kill(os.getpid(), signal.SIGKILL)
+    def wrap(name):
+        real = getattr(os, name)
+        def call(*arguments, **options):
+            die()
+            return real(*arguments, **options)
+        setattr(os, name, call)
+    for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
+        wrap(name)
+    class File:
+        def __init__(self, *arguments):
+            die()
+            self.file = builtins.open(*arguments, buffering=0)
+        def write(self, data):
+            die(lambda: self.file.write(bytes(data)[: len(data) // 2]))
+            self.file.write(data)
+        def __enter__(self):
+            return self
+        def __exit__(self, *exc):
+            die()
+            self.file.close()
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+    tensor_file.open = File
+
+for was_there in (1, 0):
+    for n in range(1, 1000, int(sys.argv[3])):
+        place = folder / f"{was_there}-{n}"
+        place.mkdir()
+        if was_there:
+            save(place, 1.0)
+        child = os.fork()
+        if child == 0:
+            kill_at(n)
+            save(place, 2.0)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            assert status == 0 and n > 20, status
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+"""
+
+
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_kill_at_each_change_of_a_save(trained, tmp_path, every):
+    """On another file system than that of temporary files, over older files and over none."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as disk:
+        command = [sys.executable, "-c", KILLED_SAVES, disk, str(trained), str(every)]
+        subprocess.run(command, check=True, timeout=300, env=os.environ | {"TMPDIR": str(tmp_path)})
+        seen = {place.name: _after_a_kill(place) for place in Path(disk).iterdir()}
+    over = {pair for name, pair in seen.items() if name.startswith("1-")}
+    assert over <= {(1.0, 1.0), (2.0, 1.0), (2.0, 2.0)}, "each is as before or new, and as one"
+    fresh = {pair for name, pair in seen.items() if name.startswith("0-")}
+    assert fresh <= {(None, None), (2.0, None), (2.0, 2.0)}
+    assert every > 1 or len(over) == len(fresh) == 3
+    assert not list(tmp_path.iterdir())
+
+
+def _after_a_kill(out):
+    """The values in a checkpoint and in a drafter, each of which holds one value alone; None for none."""
+    remove_leftovers(out)
+    assert {path.name for path in out.rglob("*")} <= {
+        "checkpoints", "last.ckpt", "drafter", "drafter.json", "drafter.safetensors"
+    }  # fmt: skip
+    found = []
+    if last_of(out).exists():
+        found.append(read_checkpoint(last_of(out))["weights"].unique().tolist())
+    else:
+        found.append([None])
+    if (out / "drafter").exists():
+        found.append(torch.cat([weight.flatten() for weight in load_drafter(out).parameters()]).unique().tolist())
+    else:
+        found.append([None])
+    assert all(len(values) == 1 for values in found)
+    return tuple(values[0] for values in found)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(copied, store_path, monkeypatch):
+    before = last_of(copied).read_bytes()
+
+    def full(path, *rest):
+        Path(path).write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
+    line = (
+        r"No space left while writing .*last\.ckpt \(No space.*\)\. The checkpoint before is whole\. Free .* --resume"
+    )
+    with pytest.raises(DiskFull, match=line):
+        run(store_path, copied, **SETTINGS, resume=True)
+    assert last_of(copied).read_bytes() == before
+    assert not list(copied.rglob("*.partial"))
+
+
+def test_leftovers_of_a_kill_are_removed(copied, store_path):
+    (copied / "checkpoints" / "last.ckpt.partial").write_bytes(b"torn")
+    (copied / "drafter.partial").mkdir()
+    (copied / "drafter.partial" / "drafter.json").write_text("{")
+    (copied / "report.json.partial").write_text("{")
+    run(store_path, copied, **SETTINGS, resume=True)
+    assert not list(copied.rglob("*.partial"))
+
+
+class Payload:
+    """Runs a shell command where a pickle of it is loaded."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def pickled(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+def bomb():
+    """A gigabyte of zeros in a megabyte."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a/data.pkl", "w") as entry:
+        for _ in range(64):
+            entry.write(bytes(1 << 24))
+    return file.getvalue()
+
+
+def header(text, length=None):
+    return (len(text) if length is None else length).to_bytes(8, "little") + text
+
+
+HOSTILE = {
+    "nothing": b"",
+    "noise": bytes(range(256)) * 50,
+    "pickle": pickle.dumps(Payload("/dev/null")),
+    "bomb": bomb(),
+    "endless header": header(b"{}", 2**63 - 1),
+    "no state": header(b'{"__metadata__":{"format":"pt"}}'),
+    "deep": header(b'{"__metadata__":{"state":"' + b"[" * 200_000 + b'"}}'),
+    "a number": header(b'{"__metadata__":{"state":"3"}}'),
+    "unnamed tensors": header(
+        b'{"__metadata__":{"state":"{\\"dict\\":[]}"},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    ),
+    "absent tensors": header(b'{"__metadata__":{"state":"{\\"dict\\":[[1,{\\"tensor\\":\\"b\\"}]]}"}}'),
+    "out of the file": header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_checkpoint_is_refused(copied, store_path, content):
+    last_of(copied).write_bytes(content)
+    with pytest.raises(CheckpointInvalid, match=r"last\.ckpt is damaged or not .* Nothing of it was used; copy best"):
+        run(store_path, copied, **SETTINGS, resume=True)
+
+
+def test_what_is_no_file_is_refused(copied, store_path):
+    last = last_of(copied)
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        last.unlink()
+        make(last)
+        with pytest.raises(TrainingError, match="not a regular file"):
+            run(store_path, copied, **SETTINGS, resume=True)
+        last.rmdir() if last.is_dir() else last.unlink()
+        last.touch()
+
+
+def test_no_code_in_a_checkpoint_runs(copied, store_path, tmp_path):
+    """A shell command that was pickled has not run."""
+    marker = tmp_path / "marker"
+    for content in (pickled({"state_dict": {}, "callbacks": Payload(marker)}), pickle.dumps(Payload(marker))):
+        last_of(copied).write_bytes(content)
+        with pytest.raises(TrainingError, match=r"last\.ckpt is damaged"):
+            run(store_path, copied, **SETTINGS, resume=True)
+        assert not marker.exists()
+
+
+def set_at(*path, to):
+    def change(state):
+        *above, name = path
+        for key in above:
+            state = state[key]
+        state[name] = to(state[name]) if callable(to) else to
+
+    return change
+
+
+def remove(*path):
+    def change(state):
+        *above, name = path
+        for key in above:
+            state = state[key]
+        del state[name]
+
+    return change
+
+
+WEIGHT = "drafter.self_attention.self_attn.q_proj.weight"
+STRANGE = {
+    "state_dict lacks": remove("state_dict", WEIGHT),
+    "holds 'more'": set_at("state_dict", "more", to=torch.zeros(2)),
+    r"is \[2, 2\] torch.float32, expected \[32, 32\]": set_at("state_dict", WEIGHT, to=torch.zeros(2, 2)),
+    "float64, expected": set_at("state_dict", WEIGHT, to=lambda weight: weight.double()),
+    "state_dict/.* is int, expected": set_at("state_dict", WEIGHT, to=3),
+    "it lacks optimizer_states": remove("optimizer_states"),
+    "holds 'hyper_parameters'": set_at("hyper_parameters", to={}),
+    "optimizer has other weights": set_at("optimizer_states", 0, "state", 999, to={}),
+    "optimizer/0 lacks momentum": set_at("optimizer_states", 0, "state", 0, to=lambda s: {"exp_avg": s["momentum"]}),
+    "optimizer/0/momentum is": set_at("optimizer_states", 0, "state", 0, "momentum", to=torch.zeros(1)),
+    "optimizer/lr is nan": set_at("optimizer_states", 0, "param_groups", 0, "lr", to=float("nan")),
+    "optimizer is another one": set_at("optimizer_states", 0, "param_groups", to=[]),
+    "lr_schedulers is no list of 1": set_at("lr_schedulers", to=[]),
+    "last_epoch is a str": set_at("lr_schedulers", 0, "last_epoch", to="two"),
+    "it says step 3 and 2 steps taken": set_at("global_step", to=3),
+    "global_step is a str": set_at("global_step", to="2"),
+    "callbacks/ExportBest/best is 'x'": set_at("callbacks", "ExportBest", "best", to="x"),
+    "callbacks lacks Throughput": remove("callbacks", "Throughput"),
+    "loops/fit_loop is a list": set_at("loops", "fit_loop", to=[]),
+    r"Lightning 1\.0": lambda state: [set_at("pytorch-lightning_version", to="1.0")(state), remove("loops")(state)],
+}
+
+
+def test_another_runs_checkpoint_is_refused(copied, store_path):
+    """Each is well-formed; what differs is named."""
+    for message, change in STRANGE.items():
+        state = CheckpointFiles().load_checkpoint(copied / "checkpoints" / "last.ckpt")
+        change(state)
+        other = shutil.copytree(copied, copied.parent / "other")
+        CheckpointFiles().save_checkpoint(state, last_of(other))
+        with pytest.raises(CheckpointInvalid, match=message):
+            run(store_path, other, **SETTINGS, resume=True)
+        shutil.rmtree(other)
+
+
+def test_best_can_take_the_place_of_last(copied, store_path):
+    run(store_path, copied, **SETTINGS, resume=True)
+    shutil.copy(copied / "checkpoints" / "best.ckpt", last_of(copied))
+    assert run(store_path, copied, **SETTINGS, resume=True).n_steps == 4
+
+
+def test_the_library_reads_what_is_written(tmp_path):
+    from safetensors.torch import load_file
+
+    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.randn(2, 2), "c": torch.tensor(1.5)}
+    tensor_file.write_tensors(tmp_path / "file", tensors, {"of": "test"})
+    for name, value in load_file(tmp_path / "file").items():
+        assert torch.equal(value, tensors[name])
