@@ -156,10 +156,15 @@ def command(store, out, *more):
     return ["-m", "moa_data", "train", str(store), "--out", str(out), *options]
 
 
+def heed_signals():
+    """Undo what a shell does to programs in the background."""
+    for signum in STOPS:
+        signal.signal(signum, signal.SIG_DFL)
+
+
 def start(arguments):
-    return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(arguments, **pipes, start_new_session=True, preexec_fn=heed_signals)
 
 
 def said(stderr):
