@@ -22,7 +22,10 @@ from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, 
 from .errors import CheckpointInvalid
 
 LAST, BEST = "last.ckpt", "best.ckpt"
-FULL_DISK_ADVICE = "The checkpoint before is whole. Free some space, then run the same command with --resume."
+FULL_DISK_ADVICE = (
+    "A checkpoint that was there before is whole. Free some space and run the same command again, with --resume if "
+    "there is one."
+)
 _STATE = "state"
 _MOST_CHARACTERS = 16 << 20
 _ZIP = b"PK\3\4"

@@ -28,10 +28,11 @@ def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
         if not file.is_file():
             continue
         with file.open(newline="") as stream:
-            for row in csv.DictReader(stream):
-                for name, cell in row.items():
-                    if name not in ("step", "epoch") and cell:
-                        series.setdefault(name, {})[int(float(row["step"]))] = float(cell)
+            whole = [line for line in stream if line.endswith("\n")]  # a kill can tear the last one
+        for row in csv.DictReader(whole):
+            for name, cell in row.items():
+                if name not in ("step", "epoch") and cell:
+                    series.setdefault(name, {})[int(float(row["step"]))] = float(cell)
     return {name: sorted(points.items()) for name, points in series.items()}
 
 

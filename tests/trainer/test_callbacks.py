@@ -77,3 +77,9 @@ def test_a_report_without_validation_is_valid_json(store_path, tmp_path):
     facts = json.loads((tmp_path / "run" / "report.json").read_text(), parse_constant=refuse)
     assert facts["tokens_per_s"] is facts["data_wait_share"] is again.tokens_per_s is None
     assert (tmp_path / "run" / "drafter").is_dir()
+
+
+def test_a_torn_line_of_figures_is_left_out(tmp_path):
+    (tmp_path / "metrics-000.csv").write_bytes(b"step,train/loss\r\n0,2.5\r\n1,1.5\r\n,1")
+    (tmp_path / "metrics.csv").write_bytes(b"step,train/loss\r\n2,1.25\r\n")
+    assert read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (1, 1.5), (2, 1.25)]}

@@ -212,7 +212,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(copied, store_path, monkeypatch
 
     monkeypatch.setattr(checkpoints, "write_tensors", full)
     line = (
-        r"No space left while writing .*last\.ckpt \(No space.*\)\. The checkpoint before is whole\. Free .* --resume"
+        r"No space left while writing .*last\.ckpt \(No space.*\)\. A checkpoint .* before is whole\. Free .* --resume"
     )
     with pytest.raises(DiskFull, match=line):
         run(store_path, copied, **SETTINGS, resume=True)
