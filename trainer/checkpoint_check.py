@@ -19,22 +19,20 @@ _STEPS = "epoch_loop.automatic_optimization.optim_progress"
 _ADAM, _MUON = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
 
 
-def check_for(
-    trainer: L.Trainer, module: DrafterModule, max_steps: int, path: Path
-) -> Callable[[dict[str, Any]], None]:
-    """Make the check of a run's checkpoint, which is called once the trainer has the module.
+def check_for(trainer: L.Trainer, module: DrafterModule, max_steps: int) -> Callable[[dict[str, Any], Path], None]:
+    """Make the check of a run's checkpoints, which is called once the trainer has the module.
 
     Args:
         trainer: before its first step.
         module: with weights of the right shapes.
         max_steps: of the run.
-        path: of the checkpoint, for messages.
 
     Returns:
-        What checks a checkpoint and replaces in it what the settings decide; it raises ``CheckpointInvalid``.
+        What checks a checkpoint from a file and replaces in it what the settings decide; it raises
+        ``CheckpointInvalid``.
     """
 
-    def check(checkpoint: dict[str, Any]) -> None:
+    def check(checkpoint: dict[str, Any], path: Path) -> None:
         try:
             _check(checkpoint, trainer, module, max_steps)
         except _Different as different:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ class CheckpointFiles(CheckpointIO):
     """Lightning's plugin for reading and writing checkpoints of one run.
 
     Attributes:
-        check: called with each checkpoint that is read, before any of its tensors is; raises what is wrong with it.
+        check: called with each checkpoint that is read and its file, before any tensor is read; raises what is wrong.
     """
 
     def __init__(self) -> None:
-        self.check: Any = None
+        self.check: Callable[[dict[str, Any], Path], None] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint beside its place, sync it and put it there.
@@ -65,7 +66,7 @@ class CheckpointFiles(CheckpointIO):
         """
         checkpoint = read_checkpoint(Path(path))
         if self.check is not None:
-            self.check(checkpoint)
+            self.check(checkpoint, Path(path))
         return dict(_copied(checkpoint))
 
     def remove_checkpoint(self, path: str | Path) -> None:

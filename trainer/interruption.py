@@ -53,15 +53,15 @@ class StopGuard(L.Callback):
 
     def __enter__(self) -> "StopGuard":
         """Take the handlers over; until a trainer is set up, signals wait."""
+        # Processes that Lightning starts inherit this for good: a signal to the whole group reaches them by way of the
+        # first process, and doesn't end them while they import.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
                 handler = signal.getsignal(signum)
                 if handler not in (signal.SIG_IGN, None):
                     self._before[signum] = handler
                     signal.signal(signum, self._note)
-        # Processes that Lightning starts inherit this for good: a signal to the whole group reaches them by way of the
-        # first process, and doesn't end them while they import.
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(

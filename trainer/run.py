@@ -187,7 +187,7 @@ def _fit(
         files,
         progress_bar,
     )  # fmt: skip
-    files.check = check_for(trainer, module, data.max_steps, last)
+    files.check = check_for(trainer, module, data.max_steps)
     try:
         with guard:
             trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)

@@ -199,11 +199,12 @@ def test_the_command_line_at_random_moments(store_path, tmp_path, signum, code):
     while n_struck < 20:
         out = parts / str(n_runs)
         while True:
-            begun = time.monotonic()
-            with start([sys.executable, *command(store_path, out), *go_on(out)]) as process:
+            begun, resumed = time.monotonic(), go_on(out)
+            with start([sys.executable, *command(store_path, out), *resumed]) as process:
                 try:
-                    process.wait(rng.uniform(0, seconds))
-                    seconds = min(seconds, time.monotonic() - begun)  # other work may have slowed the first one down
+                    process.wait(rng.uniform(0, seconds) if n_struck < 20 else None)
+                    if not resumed:
+                        seconds = min(seconds, time.monotonic() - begun)  # other work may have slowed the first one
                 except subprocess.TimeoutExpired:
                     process.send_signal(signum)
                 _, stderr = process.communicate(timeout=300)
@@ -228,7 +229,7 @@ def test_two_processes_stop_alike(store_path, tmp_path, launcher):
     more = (("devices", 2), ("micro_batch_size", 2))
     prefix = [sys.executable]
     if launcher == "torchrun":
-        prefix += ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+        prefix += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     begun = time.monotonic()
     assert subprocess.run([*prefix, *command(store_path, whole, *more)], capture_output=True).returncode == 0
     seconds, rng = time.monotonic() - begun, random.Random(1)
