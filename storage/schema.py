@@ -54,6 +54,10 @@ CONVENTIONS: dict[str, str] = {
 }
 """What the numbers mean in schema version 1. Every manifest carries these; a reader refuses other values."""
 
+_TARGET_COUNTS = frozenset(
+    ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "vocab_size", "max_position_embeddings")
+)
+
 MAX_TOKEN_VALUES = 1 << 26
 """Most values that one token of a field may have; the largest models have about a million."""
 
@@ -237,6 +241,11 @@ def _check_kinds(document: Mapping[str, Any]) -> None:
         whole_number(document[name], name, 1)
     for name in ("target", "identities", "extraction", "codec", "conventions"):
         mapping(document[name], name)
+    for name in _TARGET_COUNTS & document["target"].keys():
+        whole_number(document["target"][name], f"target.{name}", 1)
+    for section in ("identities", "conventions"):
+        if not all(isinstance(value, str) for value in document[section].values()):
+            raise ValueError(f"{section} holds something else than text")
     if not isinstance(document["codec"].get("name"), str):
         raise ValueError("the codec has no name")
     if not isinstance(document["fields"], list):

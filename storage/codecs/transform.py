@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from array_api_compat import array_namespace, device
 
 from ..errors import WriteInvalid
 from ..schema import FieldSpec
-from .calibration import EARLY_POSITIONS, Basis, token_features
+from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, token_features
 from .field import TOKENS, Array, StoredArray
 from .packing import CODES_PER_BYTE
 from .rope import Rope
@@ -31,6 +32,7 @@ from .transform_group import GroupTransform
 from .transform_settings import TransformSettings
 
 KV_PARTS = ("key", "value")
+_MAX_VOCABULARY = 1 << 20
 
 
 class TransformCodec:
@@ -164,6 +166,21 @@ class TransformCodec:
                 if not _is_transposed(basis):
                     state[f"{group}/{part}/analysis"] = basis.analysis.astype(np.float16)
         return state
+
+    @property
+    def max_state_bytes(self) -> int:
+        """Most bytes that the arrays of :meth:`state` take; see ``LearnedCodec``."""
+        n_parts = len(KV_PARTS) if self.is_kv else 1
+        layer_width = math.prod(self.spec.token_shape) // n_parts // self._n_layers
+        n_bytes = 8 * (self._n_layers + 1) * (self.spec.token_shape[-1] + 1)  # the rotation
+        n_bytes += 2 * MAX_FEATURES * _MAX_VOCABULARY if self.needs_tokens else 0
+        for layers in self.groups:
+            width = len(layers) * layer_width
+            n_components = min(width, MAX_COMPONENTS)
+            columns = 2 * n_components * 4 * len(fields(Columns))
+            n_bytes += n_parts * (4 * (EARLY_POSITIONS + 1) * width + 4 * n_components * width + columns)
+            n_bytes += n_parts * 2 * MAX_FEATURES * width if self.needs_tokens else 0
+        return n_bytes
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over what :meth:`state` returned.
