@@ -34,11 +34,11 @@ def open_regular(path: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):  # what a socket gives
             raise
-        raise ShardCorrupt(f"{path} is a socket or device, expected a regular file. {_RESTORE}") from error
+        raise ShardCorrupt(f"{path} is a socket or device, expected a regular file") from error
     kind = stat.S_IFMT(os.fstat(fd).st_mode)
     if kind != stat.S_IFREG:
         os.close(fd)
-        raise ShardCorrupt(f"{path} is {_KINDS.get(kind, 'a device')}, expected a regular file. {_RESTORE}")
+        raise ShardCorrupt(f"{path} is {_KINDS.get(kind, 'a device')}, expected a regular file")
     return fd
 
 
@@ -136,7 +136,6 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
 
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder"}
-_RESTORE = "Restore the file from a copy."
 
 
 def _refuse_constant(name: str) -> None:

@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,9 @@ def test_yes_to_every_command(room: Path, tmp_path: Path) -> None:
     put_code(store / "target", native=False)
     commit_target(store)
     (tmp_path / "with_model").mkdir()
-    for command, arguments in (
-        *with_model(room, model, tmp_path / "with_model"),
-        *with_store(store, room / "model", room / "drafter", tmp_path),
+    for command, arguments in chain(
+        with_model(room, model, tmp_path / "with_model"),
+        with_store(store, room / "model", room / "drafter", tmp_path),
     ):
         done = yes_to(command, *arguments)
         one_line(done.returncode, done.stderr, "auto_map")
