@@ -212,13 +212,16 @@ def _adds_bos(tokenizer: Any) -> bool:
 def _render(
     tokenizer: Any, messages: list[Message], add_generation_prompt: bool = False, template: str | None = None
 ) -> str:
-    return tokenizer.apply_chat_template(
-        messages,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        **TEMPLATE_ARGUMENTS,
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **TEMPLATE_ARGUMENTS,
+        )
+    except (ArithmeticError, AttributeError, LookupError, RecursionError) as error:  # a template is a program
+        raise ValueError(f"the template fails ({type(error).__name__}: {error})") from error
 
 
 def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:

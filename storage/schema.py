@@ -262,9 +262,6 @@ def _check_extraction(settings: Mapping[str, Any]) -> None:
     for name in {"compute_dtype", "dtype"} & settings.keys():
         if settings[name] not in sorted(FLOAT_DTYPES):
             raise ValueError(f"extraction.{name} is {str(settings[name])[:60]!r}, expected a dtype of activations")
-    names = settings.get("activations", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in [*names, settings.get("device", "")]):
-        raise ValueError("extraction.activations is no list of names, or extraction.device no name")
 
 
 def _read_field(document: Mapping[str, Any]) -> FieldSpec:
