@@ -53,7 +53,9 @@ def random_target(shape: str, dtype: torch.dtype, device: str) -> Target:
     """A Llama with random weights, made on the device."""
     config = LlamaConfig(**SHAPES[shape], eos_token_id=None, tie_word_embeddings=False)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
     return Target(model.eval().requires_grad_(False))
 
 

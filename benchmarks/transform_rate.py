@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
-from transformers import AutoConfig
 
 from moa_data.moa.bundle import FROZEN_FILE, rope_parameters
 from moa_data.moa.layers import Rotary
+from moa_data.moa.target import load_target_config
 from moa_data.provenance import collect_provenance
 from moa_data.storage.codecs.calibration import logit_metric
 from moa_data.storage.codecs.chunk import encode_chunk
@@ -51,7 +51,7 @@ def read_halves(store: ActivationStore, field: str, n_sequences: int) -> tuple[S
 
 def target_rope(store: ActivationStore) -> Rope:
     """The target's rotation."""
-    config = AutoConfig.from_pretrained(store.target_path)
+    config = load_target_config(store.target_path)
     sizes = store.manifest.target
     rotary = Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
     return Rope(rotary.inv_freq.numpy(), np.float32(rotary.scaling))

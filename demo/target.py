@@ -359,8 +359,8 @@ def greedy_answers(folder: Path, prompts: Sequence[list[dict[str, str]]], max_ne
         prompts: Messages up to the answer.
         max_new_tokens: Longest answer.
     """
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+    model: Any = LlamaForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
     answers = []
     for messages in prompts:
         encoded: Any = tokenizer.apply_chat_template(

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ..moa.bundle import FROZEN_FILE, hash_target, target_sizes
 from ..moa.checkpoint import check_identity_fits, check_sizes_fit, load_drafter
 from ..moa.drafter import Drafter
+from ..moa.foreign_files import read_header
 from ..moa.layouts import LAYOUTS, write_layout
 from ..moa.target import load_target_config, resolve_model_folder
 from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard
@@ -168,12 +169,9 @@ def _store_of(drafter: Path) -> str:
 
 def _read_tensor(files: list[Path], name: str, folder: Path) -> Tensor:
     for file in files:
-        try:
+        if name in read_header(file, TargetUnknown):
             with safe_open(file, framework="pt") as tensors:
-                if name in tensors.keys():  # noqa: SIM118  (the file is no dict)
-                    return tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise TargetUnknown(f"{file} is damaged or cut short ({error}). Restore or download it again.") from error
+                return tensors.get_tensor(name)
     raise TargetUnknown(f"{folder} has no tensor {name}. Give another target with --model.")
 
 

@@ -130,6 +130,7 @@ def import_folder(
     target_folder = resolve_model_folder(config.model)
     sizes = target_sizes(load_target_config(target_folder))
     layout = make_layout(config.format, config.layers, sizes["n_layers"])
+    layout.bound_files(sizes["hidden_size"], sizes["max_position_embeddings"])
     texts = read_texts(layout, folder, config.max_sequences, sizes["vocab_size"], progress)
     plan = plan_parts(texts.table(), config.part_tokens, ALIGNMENT_TOKENS)
     specs = _field_specs(layout, texts.paths[0], sizes)
@@ -137,7 +138,7 @@ def import_folder(
     with StoreWriter.create_or_resume(Path(config.out).expanduser(), manifest, plan) as store:
         if not store.has_target:
             _save_bundle(config, store, target_folder)
-        norm = None if layout.gives_last else FrozenTarget.load(store.target_path, 0, torch.float32).norm
+        norm = None if layout.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
         pending = store.pending_parts()
         done = 0
         for part in pending:

@@ -20,19 +20,22 @@ from __future__ import annotations
 import gzip
 import io
 import re
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..moa.foreign_files import check_regular, load_pickled_tensors, parsing
 from .conventions import LAST, layer_field
 from .errors import ForeignInvalid
+
+_MAX_OVERHEAD_BYTES = 64 << 20
+_MAX_GROWTH = 32
+_PIECE_BYTES = 1 << 20
 
 ROWS_PER_FOLDER = 2000
 """Files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it."""
@@ -53,9 +56,17 @@ class Layout(ABC):
     name: str
     gives_last = True
 
+    max_file_bytes = 1 << 30
+    """Most bytes that a file holds uncompressed; whoever knows the target sets it (:meth:`bound_files`)."""
+
     def __init__(self, layers: tuple[int, ...], n_layers: int) -> None:
         self.layers = layers
         self.n_layers = n_layers
+
+    def bound_files(self, width: int, max_positions: int) -> None:
+        """Take from the target how long a file can be: the longest sequence, with all its states in float32."""
+        token_bytes = 4 * width * (len(self.layers) + 2) + 2 * 8
+        self.max_file_bytes = max_positions * token_bytes + _MAX_OVERHEAD_BYTES
 
     @property
     @abstractmethod
@@ -140,7 +151,7 @@ class CheckpointLayout(Layout):
 
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         """Return a file's hidden states; see the base class."""
-        record = load_checkpoint(path)
+        record = load_checkpoint(path, self.max_file_bytes)
         n_tokens = int(_tensor(record, "input_ids", path).numel())
         return self._split(record, n_tokens, path)
 
@@ -150,9 +161,8 @@ class CheckpointLayout(Layout):
     @abstractmethod
     def _split(self, record: Mapping[str, Any], n_tokens: int, path: Path) -> dict[str, Tensor]: ...
 
-    @staticmethod
-    def _vector(path: Path, key: str) -> np.ndarray:
-        return _tensor(load_checkpoint(path), key, path).flatten().long().numpy()
+    def _vector(self, path: Path, key: str) -> np.ndarray:
+        return _tensor(load_checkpoint(path, self.max_file_bytes), key, path).flatten().long().numpy()
 
 
 class SpecForgeLayout(CheckpointLayout):
@@ -218,26 +228,34 @@ class EagleLayout(CheckpointLayout):
         return {LAST: _matrix(record, "hidden_state", n_tokens, path)}
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, max_bytes: int = Layout.max_file_bytes) -> dict[str, Any]:
     """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read.
 
+    Args:
+        path: the file.
+        max_bytes: most bytes that it holds uncompressed.
+
     Raises:
-        ForeignInvalid: damaged, or it holds other objects.
+        ForeignInvalid: damaged, too long, or it holds other objects.
     """
-    try:
-        if path.name.endswith(".gz"):
-            with gzip.open(path) as stream:
-                record = torch.load(io.BytesIO(stream.read()), map_location="cpu", weights_only=True)
-        else:
-            record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, UnpicklingError, zlib.error, gzip.BadGzipFile, ValueError) as error:
-        reason = " ".join(str(error).split("\n")[0].split())[:200]
-        raise ForeignInvalid(
-            f"{path} is damaged, or holds more than tensors ({reason}). Make the file again, or take it away."
-        ) from error
-    if not isinstance(record, dict):
-        raise ForeignInvalid(f"{path} holds a {type(record).__name__}, expected a dict of tensors. Check --format.")
-    return record
+    advice = "Make the file again, or take it away."
+    with parsing(f"{path} is damaged, or holds more than tensors", ForeignInvalid, advice):
+        n_bytes = check_regular(path, max_bytes)
+        if not path.name.endswith(".gz"):
+            return load_pickled_tensors(path)
+        # States hardly shrink in gzip: what grows by more is made to fill the memory.
+        return load_pickled_tensors(_gunzip(path, min(max_bytes, max(_MAX_OVERHEAD_BYTES, _MAX_GROWTH * n_bytes))))
+
+
+def _gunzip(path: Path, max_bytes: int) -> io.BytesIO:
+    """Unpack a file piece by piece, as far as it may reach."""
+    unpacked = io.BytesIO()
+    with gzip.open(path) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            if unpacked.tell() + len(piece) > max_bytes:
+                raise ValueError(f"it unpacks to more than {max_bytes:,} bytes")
+            unpacked.write(piece)
+    return unpacked
 
 
 def sort_by_number(paths: list[Path], folder: Path, expected: str) -> list[Path]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ..moa.foreign_files import MAX_CONFIG_BYTES, check_regular, parsing, read_header
 from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
 from .conventions import layer_field, vllm_layer_id
 from .errors import ForeignInvalid
@@ -68,16 +69,25 @@ class SpeculatorsLayout(Layout):
         Raises:
             ForeignInvalid: there is no Arrow dataset, no such row, or it belongs to another text.
         """
-        rows, row = self._dataset(path), int(path.stem.removeprefix("hs_"))
+        rows, number = self._dataset(path), path.stem.removeprefix("hs_")
+        if not number.isdecimal():
+            raise ForeignInvalid(f"{path}: the name ends in no number of a row. Take the file away.")
+        row = int(number)
         if row >= len(rows):
             raise ForeignInvalid(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {row}.")
-        ids, mask = (rows[name][row].values.to_numpy(zero_copy_only=False) for name in ("input_ids", "loss_mask"))
+        with parsing(
+            f"{path}: row {row} of the Arrow dataset is no text", ForeignInvalid, "Prepare the dataset again."
+        ):
+            ids, mask = (
+                rows[name][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
+                for name in ("input_ids", "loss_mask")
+            )
         if not np.array_equal(ids, self.read_tokens(path)):
             raise ForeignInvalid(
                 f"{path}: its token_ids are not the input_ids of row {row} of the Arrow dataset. The files belong to "
                 "another dataset; make them again."
             )
-        return mask.astype(np.int64)
+        return mask
 
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         """Return a file's hidden states; see the base class."""
@@ -158,21 +168,16 @@ def _write_stream(path: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) ->
 def _load_rows(folder: Path) -> pa.Table:
     from datasets import load_from_disk
 
-    try:
+    trouble = f"{folder} holds no Arrow dataset with input_ids and loss_mask"
+    with parsing(trouble, ForeignInvalid, "Prepare the dataset again."):
+        for file in folder.glob("*.json"):
+            check_regular(file, MAX_CONFIG_BYTES)
         rows = load_from_disk(str(folder)).with_format(None)
         return rows.data.table.select(["input_ids", "loss_mask"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split("\n")[0].split())[:200]
-        raise ForeignInvalid(
-            f"{folder} holds no Arrow dataset with input_ids and loss_mask ({reason}). Prepare the dataset again."
-        ) from error
 
 
 def _read(path: Path, key: str) -> Tensor:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(key)
-    except SafetensorError as error:
-        raise ForeignInvalid(
-            f"{path} is damaged or has no tensor {key} ({str(error).splitlines()[0]}). Make the file again."
-        ) from error
+    if key not in read_header(path, ForeignInvalid):
+        raise ForeignInvalid(f"{path} has no tensor {key}. Make the file again.")
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(key)

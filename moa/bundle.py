@@ -7,21 +7,123 @@ Shapes: B batch, T tokens, E width, V vocabulary.
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from .errors import TargetError
+from .errors import DrafterError, TargetError
+from .foreign_files import check_model_folder, check_weight_file, parsing, read_header, read_json
 from .layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
+from .tensor_list import FLOATS, TensorList, TensorSpec, find_problems
 
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+_LARGEST = {
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 26,
+    "sliding_window": 1 << 26,
+}
+"""Largest sizes that a config.json may name; the largest models stay far below."""
+_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
+
+
+def load_target_config(folder: Path) -> Any:
+    """The transformers config of a model folder, checked to be of a supported family and of sizes that can be.
+
+    Raises:
+        TargetError: there is none, or it holds something else.
+    """
+    folder, file = Path(folder), Path(folder) / "config.json"
+    if not file.is_file():
+        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+    check_model_folder(folder)
+    return parse_target_config(read_json(file, TargetError), file, folder)
+
+
+def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
+    """The transformers config of a target from what its config.json holds.
+
+    Args:
+        values: names and values of the file.
+        source: the file, for messages.
+        folder: that holds it; None for values of another place.
+
+    Raises:
+        TargetError: another family, or sizes that cannot be.
+    """
+    model_type = values.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise TargetError(f"model type {model_type!r} is not supported; expected one of {known} ({source}).")
+    _check_counts(values, source)  # before transformers makes lists of that length
+    with parsing(f"cannot read {source}", TargetError):
+        if folder is not None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        else:
+            config = AutoConfig.for_model(**values)
+    _check_config(config, source)
+    sizes = target_sizes(config)
+    try:
+        Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
+    except DrafterError as error:
+        raise TargetError(f"{source}: {error}") from error
+    return config
+
+
+def _check_counts(values: Mapping[str, Any], source: object) -> None:
+    for name, largest in _LARGEST.items():
+        value = values.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= largest):
+            raise TargetError(
+                f"{source}: {name} is {str(value)[:60]!r}, expected a whole number from 1 to {largest}. Restore the "
+                "file."
+            )
+
+
+def _check_config(config: Any, source: object) -> None:
+    """Refuse sizes that do not fit together, also those that transformers fills in.
+
+    Raises:
+        TargetError: naming the first.
+    """
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in _LARGEST}
+    _check_counts(values, source)
+    missing = [name for name in _LARGEST if values[name] is None and name not in _OPTIONAL]
+    eps: Any = getattr(config, "rms_norm_eps", None)
+    dtype, kinds = getattr(config, "dtype", None), getattr(config, "layer_types", None)
+    if missing:
+        trouble = f"it lacks {', '.join(missing)}"
+    elif values["num_attention_heads"] % (values["num_key_value_heads"] or values["num_attention_heads"]):
+        trouble = f"{values['num_key_value_heads']} KV heads do not divide {values['num_attention_heads']} heads"
+    elif not (type(eps) in (int, float) and 0 <= eps <= 1):
+        trouble = f"rms_norm_eps is {eps!r}, expected a number from 0 to 1"
+    elif dtype is not None and dtype not in (*FLOATS, torch.float64):
+        trouble = f"dtype is {str(dtype)[:60]!r}, expected a dtype of floating-point numbers"
+    elif kinds is not None and not (isinstance(kinds, list) and len(kinds) == values["num_hidden_layers"]):
+        trouble = f"layer_types are not those of {values['num_hidden_layers']} layers"
+    elif not all(kind in ("full_attention", "sliding_attention") for kind in kinds or ()):
+        trouble = "layer_types are not all full_attention or sliding_attention"
+    elif "sliding_attention" in (kinds or ()) and values["sliding_window"] is None:
+        trouble = "layers have sliding_attention and there is no sliding_window"
+    elif not isinstance(getattr(config, "rope_parameters", None), dict):
+        trouble = "there are no rope_parameters"
+    else:
+        return
+    raise TargetError(f"{source}: {trouble}. Restore the file.")
 
 
 def target_sizes(config: Any) -> dict[str, Any]:
@@ -112,6 +214,7 @@ def hash_target(folder: str | Path) -> dict[str, str]:
     weights = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+    check_model_folder(folder)
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     digest = hashlib.sha256()
@@ -122,19 +225,6 @@ def hash_target(folder: str | Path) -> dict[str, str]:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return {"weights_sha256": digest.hexdigest(), "config_sha256": config_digest}
-
-
-def check_weight_file(file: Path) -> None:
-    """Refuse a safetensors file that is cut short; reads its header only.
-
-    Raises:
-        TargetError: the file does not hold what its header says.
-    """
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except SafetensorError as error:
-        raise TargetError(f"{file} is damaged or cut short ({error}). Restore or download it again.") from error
 
 
 def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int) -> None:
@@ -163,10 +253,33 @@ def held_layers(path: str | Path) -> int:
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
-    check_weight_file(file)
-    with safe_open(file, framework="pt") as weights:
-        keys: list[str] = weights.keys()
-    return len({key.split(".")[1] for key in keys if key.startswith("layers.")})
+    return len({key.split(".")[1] for key in read_header(file, TargetError) if key.startswith("layers.")})
+
+
+def frozen_tensors(config: Any, n_layers: int) -> TensorList:
+    """All tensors of a bundle's file that the target's pieces with its last N layers are made from."""
+    width, vocab_size, n_total = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (vocab_size, width),
+        "norm.weight": (width,),
+        "lm_head.weight": (vocab_size, width),
+    }
+    if n_layers:
+        with torch.device("meta"):
+            layer = DecoderBlock(layer_sizes(config)).state_dict()
+        for index in range(n_total - n_layers, n_total):
+            shapes |= {f"layers.{index}.{name}": tuple(value.shape) for name, value in layer.items()}
+    return {name: TensorSpec(shape, (*FLOATS, torch.float64)) for name, shape in shapes.items()}
+
+
+def _check_sizes(config: Any, expected: Mapping[str, Any], path: Path) -> None:
+    own = target_sizes(config)
+    wrong = [f"{name} {own[name]} and not {value}" for name, value in expected.items() if own.get(name, value) != value]
+    if wrong:
+        raise TargetError(
+            f"{path} is of another target than its store: it has {', '.join(wrong)}. Run `moa-data verify`, and "
+            "`moa-data repair` with --model."
+        )
 
 
 def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
@@ -215,35 +328,47 @@ class FrozenTarget(nn.Module):
         self.requires_grad_(False)
 
     @classmethod
-    def load(cls, path: str | Path, n_layers: int = 0, dtype: torch.dtype | None = torch.float32) -> "FrozenTarget":
+    def load(
+        cls,
+        path: str | Path,
+        n_layers: int = 0,
+        dtype: torch.dtype | None = torch.float32,
+        sizes: Mapping[str, Any] | None = None,
+    ) -> "FrozenTarget":
         """Load a bundle folder.
 
         Args:
             path: folder written by :func:`save_target_bundle`.
             n_layers: how many of the last decoder layers are needed (0 for none).
             dtype: dtype of the weights; None keeps the stored one.
+            sizes: what the store that holds the bundle says of its target (:func:`target_sizes`); None for no store.
 
         Raises:
-            TargetError: no bundle there, or it holds fewer layers than asked for.
+            TargetError: no bundle there, it holds fewer layers than asked for, its tensors are not those that its
+                config.json calls for, or that is of another target than the store.
         """
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():
             raise TargetError(
                 f"{path} has no {FROZEN_FILE}, the target's frozen weights. Run extract again: it restores target/."
             )
-        check_weight_file(path / FROZEN_FILE)
-        config = AutoConfig.from_pretrained(path)
-        first = config.num_hidden_layers - n_layers
-        with safe_open(path / FROZEN_FILE, framework="pt") as file:
-            keys: list[str] = file.keys()
-            names = [k for k in keys if not k.startswith("layers.") or int(k.split(".")[1]) >= first]
-            weights = {name: file.get_tensor(name) for name in names}
-        held = len({name.split(".")[1] for name in names if name.startswith("layers.")})
-        if held < n_layers:
+        headers = read_header(path / FROZEN_FILE, TargetError)
+        config = load_target_config(path)
+        _check_sizes(config, sizes or {}, path)
+        if (held := held_layers(path)) < n_layers:
             raise TargetError(
                 f"{path} holds {held} decoder layers, {n_layers} are needed; "
                 f"add them with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
             )
+        expected = frozen_tensors(config, n_layers)
+        found = {name: header for name, header in headers.items() if name in expected}
+        if problems := find_problems(found, expected):
+            raise TargetError(
+                f"{path / FROZEN_FILE} does not fit its config.json: {problems[0]} ({len(problems)} problems in all). "
+                "Run `moa-data verify`, and `moa-data repair` with --model."
+            )
+        with safe_open(path / FROZEN_FILE, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in expected}
         if dtype is not None:
             weights = {name: value.to(dtype) for name, value in weights.items()}
         return cls(config, weights, n_layers)

@@ -14,6 +14,7 @@ from torch import Tensor
 from .config import DrafterSizes
 from .drafter import Drafter
 from .errors import CheckpointError, TargetMismatch
+from .foreign_files import read_json
 from .layouts import CONFIG_NAME, LAYOUTS, read_layout, read_safetensors
 from .model import MoADrafter
 from .registry import drafter_class
@@ -53,7 +54,7 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
         folder = folder / "drafter"
     config: DrafterSizes
     if (folder / CONFIG_FILE).is_file():
-        values = _read_own_config(folder / CONFIG_FILE)
+        values = read_json(folder / CONFIG_FILE, CheckpointError)
         config = drafter_class(str(values.get("kind", MoADrafter.kind))).config_class.from_dict(values)
         weights = read_safetensors(folder / WEIGHTS_FILE)
     elif (folder / CONFIG_NAME).is_file():
@@ -64,16 +65,6 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
             f"{', '.join(LAYOUTS)}."
         )
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
-
-
-def _read_own_config(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected names and values; restore it.")
-    return values
 
 
 def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str | Path = "weights") -> Drafter:

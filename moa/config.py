@@ -1,6 +1,7 @@
 """Sizes of drafters: what all have in common, and those of a Mixture of Attentions."""
 
-from dataclasses import asdict, dataclass, field, fields
+import math
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from .bundle import rope_parameters, target_sizes
@@ -105,6 +106,12 @@ class DrafterSizes:
             raise DrafterError(
                 f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
             )
+        for item in fields(cls):
+            if item.name in values and not _is_of_type(values[item.name], item):
+                raise DrafterError(
+                    f"{item.name} of the drafter is {str(values[item.name])[:60]!r}, which cannot be. Restore its "
+                    "drafter.json or config.json."
+                )
         try:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
         except TypeError as error:
@@ -119,6 +126,26 @@ class DrafterSizes:
         return BlockSizes(
             self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
         )
+
+
+_MOST_MODULES = 128
+_LARGEST_SIZE = 1 << 26
+_MODULE_COUNTS = ("eagle_layers", "independent_layers", "medusa_heads", "medusa_layers")
+_MAY_BE_ZERO = ("n_layers", "target_layer_inference")
+
+
+def _is_of_type(value: Any, item: Field[Any]) -> bool:
+    """Whether a value of drafter.json is of its field's type, and of a size that can be."""
+    if item.type is int:
+        largest = _MOST_MODULES if item.name in _MODULE_COUNTS else _LARGEST_SIZE
+        return type(value) is int and (item.name not in _MAY_BE_ZERO) <= value <= largest
+    if item.type is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if item.type is bool:
+        return type(value) is bool
+    if item.type == tuple[int, ...]:
+        return isinstance(value, list | tuple) and all(type(one) is int and 0 <= one <= _LARGEST_SIZE for one in value)
+    return isinstance(value, dict)
 
 
 def target_facts(config: Any, target: dict[str, str] | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from .bundle import rope_parameters
 from .config import DrafterSizes
 from .errors import CheckpointError
+from .foreign_files import parsing
 from .tensor_list import TensorList
 
 OWN_KEY = "moa_data"
@@ -115,9 +116,9 @@ def drafter_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
-    try:
+    with parsing("config.json cannot be used", CheckpointError, "Restore the checkpoint's own."):
         known = LlamaConfig(**{name: config[name] for name in names if config.get(name) is not None})
-        return {
+        facts: dict[str, Any] = {
             "hidden_size": known.hidden_size,
             "n_heads": known.num_attention_heads,
             "head_dim": config.get("head_dim") or known.hidden_size // known.num_attention_heads,
@@ -127,8 +128,10 @@ def drafter_facts(config: Mapping[str, Any]) -> dict[str, Any]:
             "norm_eps": known.rms_norm_eps,
             "rope_parameters": rope_parameters(known),
         }
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"config.json cannot be used: {str(error).splitlines()[0]}") from error
+    for name in ("hidden_size", "n_heads", "head_dim"):  # the others are looked at when the sizes are made
+        if type(facts[name]) is not int or facts[name] < 1:
+            raise CheckpointError(f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own.")
+    return facts
 
 
 def rows(weights: Mapping[str, Tensor], name: str) -> int:
@@ -137,6 +140,6 @@ def rows(weights: Mapping[str, Tensor], name: str) -> int:
     Raises:
         CheckpointError: it is not there.
     """
-    if name not in weights:
+    if name not in weights or not weights[name].dim():
         raise CheckpointError(f"the weights lack {name}.")
     return int(weights[name].shape[0])

@@ -5,6 +5,7 @@ A block is self-attention when its keys come from its own input and cross-attent
 streams pass through the same input norm (official ``train/cross_attention.py``, lines 139-203).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .errors import DrafterError
+from .foreign_files import parsing
 
 Rotation = tuple[Tensor, Tensor]
 """cos, and sin with the sign of its term (negative in the first half), each [..., d], float32."""
@@ -60,19 +62,22 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
         super().__init__()
-        if head_dim % 2:
+        if head_dim < 2 or head_dim % 2:
             raise DrafterError(f"RoPE needs an even head dim, got {head_dim}; choose another number of heads.")
         rope_type = rope_parameters.get("rope_type", "default")
         self.scaling = 1.0
         if rope_type == "default":
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            inv_freq = 1.0 / (float(rope_parameters["rope_theta"]) ** exponent)
+            inv_freq = 1.0 / (_rope_theta(rope_parameters) ** exponent)
         elif rope_type in ROPE_TYPES:
-            inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](
-                _rope_config(head_dim, rope_parameters, max_position_embeddings)
-            )
+            with parsing(f"the rotation {rope_parameters} cannot be made", DrafterError, "Restore its parameters."):
+                inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](
+                    _rope_config(head_dim, rope_parameters, max_position_embeddings)
+                )
         else:
             raise DrafterError(f"rope type {rope_type!r} changes with the length of the input and is not supported.")
+        if not inv_freq.is_meta and not (bool(inv_freq.isfinite().all()) and math.isfinite(self.scaling)):
+            raise DrafterError(f"the rotation {rope_parameters} turns by no finite angle. Restore its parameters.")
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
@@ -93,6 +98,13 @@ class Rotary(nn.Module):
         super()._apply(fn, recurse)
         self.inv_freq = exact.to(self.inv_freq.device)
         return self
+
+
+def _rope_theta(rope_parameters: dict[str, Any]) -> float:
+    theta: Any = rope_parameters.get("rope_theta")
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise DrafterError(f"rope_theta is {theta!r}, expected a number above 0. Restore the rotation's parameters.")
+    return float(theta)
 
 
 def _rope_config(head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> Any:

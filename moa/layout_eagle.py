@@ -22,11 +22,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig
 
+from .bundle import parse_target_config
 from .drafter_layout import DrafterLayout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, split_heads
 from .eagle import EagleConfig
-from .errors import CheckpointError, DrafterError
+from .errors import CheckpointError, DrafterError, TargetError
 from .tensor_list import TensorList, TensorSpec, decoder_layer
 
 _EMBEDDINGS = "embed_tokens.weight"
@@ -136,9 +136,7 @@ class EagleLayout(DrafterLayout):
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> EagleConfig:
         """From the drafter's config.json and the shapes."""
         facts = drafter_facts(config)
-        if rows(weights, "fc.weight") != facts["hidden_size"] or weights["fc.weight"].shape[1] != 2 * rows(
-            weights, "fc.weight"
-        ):
+        if tuple(weights["fc.weight"].shape) != (facts["hidden_size"], 2 * facts["hidden_size"]):
             raise CheckpointError(
                 f"fc.weight has shape {tuple(weights['fc.weight'].shape)}, expected "
                 f"{(facts['hidden_size'], 2 * facts['hidden_size'])} from config.json."
@@ -251,13 +249,10 @@ class MoaEagleLayout(DrafterLayout):
 
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> EagleConfig:
         """From the target's config and the shapes."""
-        values = dict(config)
         try:
-            target_config = AutoConfig.for_model(values.pop("model_type", ""), **values)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"config.json is not the target's config ({str(error).splitlines()[0]}); copy the target's there."
-            ) from error
+            target_config = parse_target_config(config, "config.json")
+        except TargetError as error:
+            raise CheckpointError(f"config.json is not the target's config: {error}") from error
         facts = EagleConfig.from_target(target_config).to_dict()
         own = self.unpack(weights, EagleConfig.from_dict(facts))
         return _sizes(own, facts)

@@ -199,11 +199,14 @@ def fused_layers_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     Raises:
         CheckpointError: it names none, so that they would have to be guessed from the target's depth.
     """
-    nested = config.get("eagle_config") or {}
-    if ids := nested.get("eagle_aux_hidden_state_layer_ids"):
-        return tuple(ids)
-    if ids := config.get("eagle_aux_hidden_state_layer_ids"):
-        return tuple(layer - 1 for layer in ids)
+    nested = config.get("eagle_config")
+    for values, shift in ((nested if isinstance(nested, Mapping) else {}, 0), (config, 1)):
+        if ids := values.get("eagle_aux_hidden_state_layer_ids"):
+            if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
+                raise CheckpointError(
+                    f"eagle_aux_hidden_state_layer_ids is {str(ids)[:60]!r}, expected a list of layers."
+                )
+            return tuple(layer - shift for layer in ids)
     raise CheckpointError(
         "config.json does not say which layers of the target are fused; add eagle_aux_hidden_state_layer_ids below "
         "eagle_config."

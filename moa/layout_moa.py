@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import AutoConfig
 
+from .bundle import parse_target_config
 from .config import DrafterConfig
 from .drafter_layout import DrafterLayout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, split_heads
-from .errors import CheckpointError, DrafterError
+from .errors import CheckpointError, DrafterError, TargetError
 from .tensor_list import TensorList, TensorSpec, decoder_layer
 
 _OFFICIAL_PROJECTION = "Ekv2E"
@@ -155,13 +155,10 @@ class MoaLayout(DrafterLayout):
 
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> DrafterConfig:
         """From the target's config and the shapes."""
-        values = dict(config)
         try:
-            target_config = AutoConfig.for_model(values.pop("model_type", ""), **values)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"config.json is not the target's config ({str(error).splitlines()[0]}); copy the target's there."
-            ) from error
+            target_config = parse_target_config(config, "config.json")
+        except TargetError as error:
+            raise CheckpointError(f"config.json is not the target's config: {error}") from error
         return sizes_from_official(weights, target_config)
 
     def notes(self, sizes: DrafterConfig) -> list[str]:

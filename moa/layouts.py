@@ -1,13 +1,11 @@
 """The layouts in which other programs keep drafters: a table of them, reading a folder, writing a folder."""
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from .config import DrafterSizes
 from .drafter import Drafter
 from .drafter_layout import OWN_KEY, DrafterLayout, Weights
 from .errors import CheckpointError, DrafterError
+from .foreign_files import check_regular, load_pickled_tensors, parsing, read_header, read_json
 from .layout_eagle import EagleLayout, MoaEagleLayout, SglangEagleLayout, VllmEagleLayout
 from .layout_eagle3 import Eagle3Layout
 from .layout_moa import MoaLayout, MoaVllmLayout
@@ -24,6 +23,8 @@ from .tensor_list import check_tensors
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 _PICKLE_NAME = "pytorch_model.bin"
+MAX_DRAFTER_BYTES = 64 << 30
+"""Longest file of weights of a drafter that is read; those of the largest targets have a few GB."""
 
 LAYOUTS: dict[str, DrafterLayout] = {
     layout.name: layout
@@ -46,7 +47,7 @@ def read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     Raises:
         CheckpointError: there is none, or its tensors are not the ones that its layout calls for.
     """
-    config = _read_config(folder / CONFIG_NAME)
+    config = read_json(folder / CONFIG_NAME, CheckpointError)
     weights = read_weight_file(folder)
     own = config.get(OWN_KEY)
     if own is not None:
@@ -127,11 +128,10 @@ def read_weight_file(folder: Path) -> Weights:
     file = folder / _PICKLE_NAME
     if not file.is_file():
         raise CheckpointError(f"{folder} has a {CONFIG_NAME} but neither {WEIGHTS_NAME} nor {_PICKLE_NAME}.")
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, IndexError, KeyError) as error:
-        raise CheckpointError(f"cannot read {file}: {(str(error).splitlines() or ['truncated'])[0]}") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+    with parsing(f"cannot read {file}", CheckpointError):
+        check_regular(file, MAX_DRAFTER_BYTES)
+        weights = load_pickled_tensors(file)
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
         raise CheckpointError(f"{file} holds something else than named tensors; expected a state dict.")
     return weights
 
@@ -144,20 +144,11 @@ def read_safetensors(file: Path) -> Weights:
     """
     if not file.is_file():
         raise CheckpointError(f"{file} is missing.")
-    try:
+    with parsing(f"cannot read {file}", CheckpointError):
+        check_regular(file, MAX_DRAFTER_BYTES)
+    read_header(file, CheckpointError)
+    with parsing(f"cannot read {file}", CheckpointError):
         return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {file}: {error}") from error
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {file}: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a {type(config).__name__}, expected names and values.")
-    return config
 
 
 def _own_entry(folder: Path, entry: Any) -> tuple[DrafterLayout, DrafterSizes]:
@@ -165,7 +156,7 @@ def _own_entry(folder: Path, entry: Any) -> tuple[DrafterLayout, DrafterSizes]:
     where = f"{folder / CONFIG_NAME}, key {OWN_KEY!r}"
     if not isinstance(entry, Mapping) or not isinstance(entry.get("drafter"), dict):
         raise CheckpointError(f"{where} is not what this program writes; export the drafter again.")
-    if entry.get("format") not in LAYOUTS:
+    if entry.get("format") not in list(LAYOUTS):  # a list may be asked for what has no hash
         raise CheckpointError(
             f"{where}: the format {entry.get('format')!r} is unknown; was it written by a newer release?"
         )

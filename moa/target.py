@@ -1,5 +1,6 @@
 """The live target: a transformers causal LM with its cache, seen as the few calls that decoding needs."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -8,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from . import masks
-from .bundle import check_weight_file, hash_target, layer_kinds, layer_windows, target_sizes
+from .bundle import hash_target, layer_kinds, layer_windows, load_target_config, target_sizes
 from .errors import TargetError
+from .foreign_files import check_model_folder, parsing, read_header, read_json
 from .static_calls import StaticCalls
 from .target_cache import TargetCache
 
@@ -41,27 +43,19 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
         raise TargetError(f"cannot download {path_or_id} from the Hub: {reason}") from error
 
 
-def load_target_config(folder: Path) -> Any:
-    """The transformers config of a model folder, checked to be of a supported family."""
-    if not (folder / "config.json").is_file():
-        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise TargetError(f"cannot read {folder}/config.json: {reason} Restore the file.") from error
-    target_sizes(config)
-    return config
-
-
 def load_target_tokenizer(folder: Path) -> Any:
-    """The fast tokenizer of a model folder."""
+    """The fast tokenizer of a model folder.
+
+    Raises:
+        TargetError: there is none that can be used, or it would run code of the folder.
+    """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise TargetError(f"{folder} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+    check_model_folder(folder)
+    if (folder / "config.json").is_file():
+        load_target_config(folder)  # the class of a tokenizer depends on it
+    with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
     return tokenizer
@@ -73,23 +67,53 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     Raises:
         TargetError: weights missing or not matching the config.
     """
-    load_target_config(folder)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
-    for file in weights:
-        check_weight_file(file)
-    try:
+    config = load_target_config(folder)
+    _check_weights(folder, config)
+    with parsing(f"cannot load the weights of {folder}", TargetError):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise TargetError(f"cannot load the weights of {folder}: {str(error).splitlines()[0]}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise TargetError(f"{folder} lacks {len(missing)} weights, the first is {missing[0]}.")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _check_weights(folder: Path, config: Any) -> None:
+    """Refuse weights that are no whole safetensors files of the folder, or fewer than the config calls for.
+
+    Raises:
+        TargetError: naming the file.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
+    headers = [header for file in weights for header in read_header(file, TargetError).values()]
+    index = folder / "model.safetensors.index.json"
+    places = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
+    named = [*places.values()] if isinstance(places, dict) else [places]
+    named += [name for name in [getattr(config, "transformers_weights", None)] if name is not None]
+    known = {file.name for file in weights} | {index.name}
+    if wrong := [name for name in named if name not in known]:
+        raise TargetError(
+            f"{folder}: the weights are said to lie in {str(wrong[0])[:60]!r}, which is no *.safetensors file of the "
+            "folder. Download it again."
+        )
+    sizes = target_sizes(config)
+    heads = sizes["n_heads"] + sizes["n_kv_heads"]
+    layer_values = sizes["hidden_size"] * (2 * heads * sizes["head_dim"] + 3 * config.intermediate_size)
+    called_for = sizes["vocab_size"] * sizes["hidden_size"] + sizes["n_layers"] * layer_values
+    if (held := sum(math.prod(header.shape) for header in headers)) < called_for:
+        raise TargetError(
+            f"{folder}: the weights hold {held:,} values, config.json calls for more than {called_for:,}. Download the "
+            "folder again."
+        )
 
 
 def pick_device(device: str) -> str:
@@ -278,5 +302,8 @@ def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     for source in (model.generation_config, model.config):
         eos = getattr(source, "eos_token_id", None) if source is not None else None
         if eos is not None:
-            return frozenset(eos if isinstance(eos, list | tuple) else [eos])
+            ids = eos if isinstance(eos, list | tuple) else [eos]
+            if not all(type(token) is int for token in ids):
+                raise TargetError(f"eos_token_id is {str(eos)[:60]!r}, expected ids. Mend generation_config.json.")
+            return frozenset(ids)
     return frozenset()

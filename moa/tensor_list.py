@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
     """Any of these."""
+
+
+class TensorHeader(NamedTuple):
+    """What a safetensors file says of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    """A torch dtype, or its name in the file where torch has none."""
 
 
 TensorList = dict[str, TensorSpec]
@@ -64,7 +73,7 @@ def decoder_layer(
     return {prefix + name: spec for name, spec in tensors.items()}
 
 
-def find_problems(weights: Mapping[str, Tensor], expected: TensorList) -> list[str]:
+def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: TensorList) -> list[str]:
     """Every tensor that is missing, too many, or of another shape or dtype than expected, in words."""
     problems = [f"missing key {name}" for name in expected if name not in weights]
     problems += [f"unexpected key {name}" for name in weights if name not in expected]
@@ -80,11 +89,13 @@ def find_problems(weights: Mapping[str, Tensor], expected: TensorList) -> list[s
     return problems
 
 
-def check_tensors(weights: Mapping[str, Tensor], expected: TensorList, source: object) -> None:
+def check_tensors(
+    weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: TensorList, source: object
+) -> None:
     """Refuse weights that are not exactly the expected ones.
 
     Args:
-        weights: name -> tensor.
+        weights: name -> tensor, or what is known of it.
         expected: all of them.
         source: what holds the weights, for the message.
 

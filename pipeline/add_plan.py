@@ -246,6 +246,9 @@ def _check_settings(path: Path, stored: StoreManifest) -> None:
         raise AdditionRefused(
             f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
         )
+    names = stored.extraction["activations"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise AdditionRefused(f"{path} does not say its activations. Extract to a new store with all fields.")
     try:
         parse_fields(spec.name for spec in stored.fields)
     except ConfigError as error:

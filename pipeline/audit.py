@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..moa.bundle import FrozenTarget, hash_target
 from ..moa.target import Target, resolve_model_folder
+from ..storage.documents import parse_object, read_bounded
 from ..storage.dtypes import to_float32
 from ..storage.reader import ActivationStore
 from .capture import Capture, capture
@@ -152,7 +153,7 @@ def audit(
         _check_target(stored, model)
         compute_dtype = str(stored.manifest.extraction.get("compute_dtype", "float32"))
         target = Target.load(model, getattr(torch, compute_dtype), device)
-        frozen = FrozenTarget.load(stored.target_path, 0, torch.float32)
+        frozen = FrozenTarget.load(stored.target_path, 0, torch.float32, sizes=stored.manifest.target)
         chosen = np.random.default_rng(seed).permutation(len(stored))[:samples]
         indices = sorted(int(index) for index in chosen)
         chats, note = _tokenize_again(stored, target.tokenizer, indices)
@@ -184,17 +185,17 @@ def _tokenize_again(
 ) -> tuple[dict[int, TokenizedChat], str]:
     """Tokens and masks of dataset rows, by source row; empty with the reason where the dataset cannot be read."""
     runs = sorted((stored.path / "runs").glob("*.json"))
-    try:
-        config = json.loads(runs[-1].read_bytes())["config"] if runs else {}
-    except (OSError, ValueError, KeyError):
-        config = {}
-    if "dataset" not in config:
+    config: Any = None
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        config = parse_object(read_bounded(runs[-1])).get("config") if runs else None
+    dataset = config.get("dataset") if isinstance(config, dict) else None
+    if not isinstance(dataset, str) or "max_length" not in stored.manifest.extraction:
         return {}, "no run record names the dataset; tokens and masks were checked by their content hash only"
     wanted = {int(stored.sequences["source_row"][index].as_py()) for index in indices}
     max_length = int(stored.manifest.extraction["max_length"])
     chats: dict[int, TokenizedChat] = {}
     try:
-        for row, content in ChatSource(config["dataset"], known_split(config)).rows():
+        for row, content in ChatSource(dataset, known_split(config)).rows():
             if row in wanted:
                 chat = tokenize_row(tokenizer, content, max_length)
                 if isinstance(chat, TokenizedChat):

@@ -114,7 +114,7 @@ def _load_hub(dataset: str, split: str) -> Any:
     import datasets  # slow to import, and only a hub id needs it
 
     try:
-        return datasets.load_dataset(dataset, split=split)
+        return datasets.load_dataset(dataset, split=split, trust_remote_code=False)
     except ValueError as error:
         raise DatasetError(
             f"Dataset {dataset}, split {split!r}: {_first_line(error)} Choose another --split."

@@ -303,7 +303,7 @@ def count_parameters(model_config: Any, target_layers: int) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa", trust_remote_code=False)
     layers = sum(weight.numel() for weight in model.model.layers.parameters())
     frozen = 2 * model_config.vocab_size * model_config.hidden_size + model_config.hidden_size
     return layers, frozen + layers * target_layers // model_config.num_hidden_layers

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ..moa.bundle import FrozenTarget
-from ..moa.target import load_target_config
 from ..storage.codecs.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import commit_path, read_part_commit
@@ -161,9 +160,8 @@ def codec_for(
         values = {field: to_float32(source.read(row, field), source.fields[field].dtype) for field in codec.learned}
         return values | {TOKENS: source.read(row, TOKENS)}
 
-    frozen = FrozenTarget.load(source.target_path, 0)
-    config, embeddings = load_target_config(source.target_path), frozen.embed_tokens.weight
-    calibrate(codec, source.lengths, read, config, frozen.lm_head_weight, embeddings)
+    frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
+    calibrate(codec, source.lengths, read, frozen.config, frozen.lm_head_weight, frozen.embed_tokens.weight)
     return codec
 
 

@@ -20,7 +20,7 @@ from .splits import DEFAULT_SPLIT
 def known_split(settings: Mapping[str, Any]) -> str | None:
     """Return the split of recorded settings; None where it may be the default, which early releases wrote out."""
     split = settings.get("split")
-    return None if split == DEFAULT_SPLIT else split
+    return split if isinstance(split, str) and split != DEFAULT_SPLIT else None
 
 
 def recorded_config(store: Path) -> ExtractConfig:

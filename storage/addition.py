@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from .codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
+from .codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
 from .commit import CODEC_NAME, PartCommit, commit_path, part_path, read_part_commit
 from .durable import fsync_directory, write_atomic
 from .errors import PartIncomplete, WriteInvalid
@@ -91,7 +91,7 @@ def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     found = StoreCodec(codec.name, (field.spec for field in codec.fields.values()))
     try:
-        found.load(read_basis(path))
+        found.load(found.read_basis(path))
     except (FileNotFoundError, ValueError, KeyError):
         return False
     if found.only(old.fields).files() != old.files():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,12 +155,14 @@ def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tupl
     for name, record in files.items():
         path = folder / name
         try:
-            n_bytes = path.stat().st_size
+            found = path.stat()
         except MISSING:
             damage.append((path, ShardMissing(f"{path} is missing although it was committed. {_REPAIR}")))
             continue
-        if n_bytes != record.bytes:
-            message = f"{path} has {n_bytes} bytes, its commit says {record.bytes}. {_REPAIR}"
+        if not stat.S_ISREG(found.st_mode):
+            damage.append((path, ShardCorrupt(f"{path} is no regular file. {_REPAIR}")))
+        elif found.st_size != record.bytes:
+            message = f"{path} has {found.st_size} bytes, its commit says {record.bytes}. {_REPAIR}"
             damage.append((path, ShardCorrupt(message)))
     return damage
 

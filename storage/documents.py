@@ -1,29 +1,69 @@
-"""Reading the store's JSON documents when they may be damaged or hostile: bounded sizes, no surprising exceptions."""
+"""Reading a store's documents when they may be damaged or hostile: regular files, bounded sizes, no surprises."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MAX_DOCUMENT_BYTES = 64 << 20
+from .errors import ShardCorrupt
+
+MAX_DOCUMENT_BYTES = 16 << 20
 """Longest JSON document that is parsed; a commit of a part has about 100 bytes per file."""
 
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that a document may hold; sums and products of a few of them still fit 64 bits or are Python's."""
 
 
-def read_bounded(path: Path) -> bytes:
-    """Return a document's bytes.
+def open_regular(path: Path) -> int:
+    """Open a local file for reading and return its descriptor.
+
+    A FIFO would be waited for, and a device has no end: what is no regular file is refused before it is read.
 
     Raises:
-        ValueError: longer than any document that is parsed; nothing was read.
+        FileNotFoundError: no such file.
+        ShardCorrupt: it is no regular file.
+        OSError: it cannot be opened, which says nothing about its bytes.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):  # what a socket gives
+            raise
+        raise ShardCorrupt(f"{path} is a socket or device, expected a regular file") from error
+    kind = stat.S_IFMT(os.fstat(fd).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(fd)
+        raise ShardCorrupt(f"{path} is {_KINDS.get(kind, 'a device')}, expected a regular file")
+    return fd
+
+
+def read_bounded(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Return the bytes of a file of a store, local or remote; its kind and size are looked at before it is read.
+
+    Args:
+        path: the file.
+        max_bytes: the longest that is read.
+
+    Raises:
+        ValueError: it is longer, or no regular file; nothing was read.
         FileNotFoundError: no such file.
     """
-    if (n_bytes := path.stat().st_size) > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"it has {n_bytes} bytes, at most {MAX_DOCUMENT_BYTES} are read")
-    return path.read_bytes()
+    if not isinstance(path, Path):  # a ``files.RemotePath``: its size is that of the listing
+        if (n_bytes := path.stat().st_size) <= max_bytes:
+            content = path.read_bytes()
+            n_bytes = len(content)
+    else:
+        with open(open_regular(path), "rb") as file:
+            if (n_bytes := os.fstat(file.fileno()).st_size) <= max_bytes:
+                content = file.read(n_bytes)
+    if n_bytes > max_bytes:
+        raise ValueError(f"it has {n_bytes} bytes, at most {max_bytes} are read")
+    return content
 
 
 def parse_object(text: bytes | str) -> dict[str, Any]:
@@ -93,6 +133,9 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {_shown(value)}, expected an object")
     return value
+
+
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder"}
 
 
 def _refuse_constant(name: str) -> None:

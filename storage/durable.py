@@ -12,6 +12,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
+from .documents import open_regular
 from .errors import DiskFull
 
 PARTIAL_SUFFIX = ".partial"
@@ -47,10 +48,11 @@ def file_crc32(path: Path, block_bytes: int = 8 << 20) -> int:
     lengths alone. It would not notice a shard in the place of another.
 
     Raises:
+        ShardCorrupt: it is no regular file.
         OSError: the file cannot be read.
     """
     crc = 0
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         while block := file.read(block_bytes):
             crc = zlib.crc32(block, crc)
     return crc

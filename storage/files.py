@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
+from .documents import MAX_DOCUMENT_BYTES, relative_name
 from .errors import StoreNotFound
 from .open_files import ReadHandle
 
@@ -52,6 +54,9 @@ class LocalFile:
 
     Args:
         path: the file. It is closed when this object is garbage.
+
+    Raises:
+        ShardCorrupt: it is no regular file, when it is read.
     """
 
     max_read_bytes = 512 << 10
@@ -140,9 +145,11 @@ class _RemoteRoot:
         return bytes(filesystem.cat_file(f"{root}/{key}"))
 
     def preload(self, keys: Iterable[str]) -> None:
-        """Fetch small files at once, so that reading them one by one needs no further round trip."""
+        """Fetch documents at once, so that reading them one by one needs no further round trip."""
         filesystem, root = self.connect()
-        wanted = [f"{root}/{key}" for key in keys if key in self.sizes()]
+        wanted = [
+            f"{root}/{key}" for key in keys if self.sizes().get(key, MAX_DOCUMENT_BYTES + 1) <= MAX_DOCUMENT_BYTES
+        ]
         if not wanted:
             return
         found = filesystem.cat(wanted, on_error="omit")
@@ -152,6 +159,7 @@ class _RemoteRoot:
 
 class _Stat(NamedTuple):
     st_size: int
+    st_mode: int = stat.S_IFREG
 
 
 class RemotePath:
@@ -201,11 +209,15 @@ class RemotePath:
         return _Stat(self.root.sizes()[self.key])
 
     def download(self, folder: Path) -> None:
-        """Copy every file below this path into a local folder."""
+        """Copy every file below this path into a local folder.
+
+        Raises:
+            ValueError: the listing has a name that leads out of the folder.
+        """
         filesystem, root = self.root.connect()
         for name in self.root.sizes():
             if name.startswith(f"{self.key}/"):
-                target = folder / name[len(self.key) + 1 :]
+                target = folder / relative_name(name[len(self.key) + 1 :])
                 target.parent.mkdir(parents=True, exist_ok=True)
                 filesystem.get_file(f"{root}/{name}", str(target))
 

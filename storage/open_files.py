@@ -13,6 +13,8 @@ import resource
 import threading
 from pathlib import Path
 
+from .documents import open_regular
+
 MAX_OPEN_FILES = 256
 """Files held open at once where the process may open enough of them."""
 
@@ -42,6 +44,7 @@ class ReadHandle:
 
         Raises:
             FileNotFoundError: no such file.
+            ShardCorrupt: it is no regular file.
             OSError: it cannot be opened.
         """
         with _lock:
@@ -78,13 +81,13 @@ _lock = threading.Lock()
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
     with _lock:
         _close_idle(0)
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return open_regular(path)
 
 
 def _close_idle(n_kept: int) -> None:

@@ -17,6 +17,7 @@ from .durable import PARTIAL_SUFFIX
 from .errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreLocked, StoreMismatch, StoreReadOnly
 from .locking import LockHeld, lock_file
 from .plan import plan_bytes, read_plan
+from .reader import read_manifest
 from .schema import StoreManifest, flatten
 from .seal import find_seal_damage, restore_sealed_files, seal_path
 
@@ -51,7 +52,7 @@ def check_unoccupied(store: Path) -> None:
     manifest = store / MANIFEST_NAME
     if exists(manifest):
         try:
-            StoreManifest.from_json(manifest.read_bytes(), str(manifest))
+            read_manifest(store)
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_seal_damage(store)):
                 raise  # else no release wrote that version: a bit flipped in it
@@ -124,8 +125,7 @@ def check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
         StoreMismatch: naming all that changed.
         ManifestInvalid: the store's own files cannot be read.
     """
-    path = store / MANIFEST_NAME
-    old = flatten(json.loads(StoreManifest.from_json(path.read_bytes(), str(path)).to_json()))
+    old = flatten(json.loads(read_manifest(store).to_json()))
     new = flatten(json.loads(manifest.to_json()))
     absent = "(absent)"
     changes: dict[str, tuple[Any, Any]] = {

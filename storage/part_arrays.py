@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from .checking import MISSING
 from .codecs.field import StoredArray
 from .commit import PartCommit, part_path
+from .documents import read_bounded
 from .errors import ShardCorrupt, ShardMissing
 from .layout import ArrayLayout, layout_from_metadata
 from .shard_reader import ShardReader
@@ -66,9 +67,11 @@ class PartArrays:
     def _read_layout(self, part: int, array: StoredArray) -> ArrayLayout:
         path = part_path(self._store, part) / array.name / "zarr.json"
         try:
-            text = path.read_bytes()
+            text = read_bounded(path)
         except MISSING as error:
             raise ShardMissing(f"{path} is missing. Run extract again: it redoes that part only.") from error
+        except ValueError as error:
+            raise ShardCorrupt(f"{path} is no metadata of an array: {error}.") from error
         layout = layout_from_metadata(text, array, str(path))
         n_rows = array.n_rows(self._commits[part].allocated_tokens)
         if layout.shape[0] != n_rows:

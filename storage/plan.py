@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .checking import MISSING
-from .documents import MAX_WHOLE_NUMBER
+from .documents import MAX_WHOLE_NUMBER, read_bounded
 from .errors import ManifestInvalid, PlanInvalid
 
 SEQUENCE_SCHEMA = pa.schema(
@@ -34,6 +34,13 @@ PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(pa.fie
 
 MAX_ID_BYTES = 1024
 """Longest sequence id that is read."""
+
+MAX_PLAN_BYTES = 1 << 30
+"""Longest plan.parquet that is read: about 100 bytes for each of ten million sequences."""
+
+_MAX_ROW_BYTES = MAX_ID_BYTES + 64
+_PAGE_BYTES = 1 << 20
+"""What columns may have beside their rows: headers, dictionaries of a few values."""
 
 
 def aligned(n_tokens: int, alignment_tokens: int) -> int:
@@ -140,18 +147,22 @@ def read_plan(path: Path) -> pa.Table:
     """Read plan.parquet; what it says about its own size is believed only as far as the file's size allows.
 
     Raises:
-        ManifestInvalid: missing, not a plan, or with other columns.
-        OSError: it could not be read, which says nothing about its bytes.
+        ManifestInvalid: missing, no plan, or with other columns.
+        OSError: it cannot be read, which says nothing about its bytes.
     """
     try:
-        content = path.read_bytes()
+        content = read_bounded(path, MAX_PLAN_BYTES)
     except MISSING as error:
         raise ManifestInvalid(f"{path} is missing. Restore it.") from error
+    except ValueError as error:
+        raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {error}. Restore it.") from error
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         # Ids differ, so that a row takes a byte at least; other columns may be packed to next to nothing.
         if file.schema_arrow.names != PLAN_SCHEMA.names or file.metadata.num_rows > len(content):
             raise ValueError(f"columns {file.schema_arrow.names}, {file.metadata.num_rows} rows, {len(content)} bytes")
+        if (n_bytes := _unpacked_bytes(file.metadata)) > _MAX_ROW_BYTES * file.metadata.num_rows + _PAGE_BYTES:
+            raise ValueError(f"{n_bytes} bytes unpacked for {file.metadata.num_rows} rows")
         plan = file.read()
         longest = max((_longest_text(chunk.dictionary) for chunk in plan["sequence_id"].chunks), default=0)
         if longest > MAX_ID_BYTES:
@@ -164,6 +175,13 @@ def read_plan(path: Path) -> pa.Table:
     if not plan.schema.equals(PLAN_SCHEMA):
         raise ManifestInvalid(f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}.")
     return plan
+
+
+def _unpacked_bytes(metadata: pq.FileMetaData) -> int:
+    """Bytes of all pages before compression."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    return sum(max(column.total_uncompressed_size, column.total_compressed_size) for column in columns)
 
 
 def _longest_text(values: pa.Array) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from . import selection
-from .codecs.field import FieldCodec
+from .codecs.field import TOKENS, FieldCodec
 from .codecs.registry import StoreCodec
 from .commit import (
     MANIFEST_NAME,
@@ -25,6 +25,7 @@ from .commit import (
     part_path,
     read_commits,
 )
+from .documents import read_bounded
 from .errors import (
     ManifestInvalid,
     PartUncommitted,
@@ -209,7 +210,7 @@ class ActivationStore:
         Raises:
             UnknownField: no such field, or it has no layers.
             SliceInvalid: no such sequence or layer, or a step other than 1.
-            ShardCorrupt: a checksum is wrong.
+            ShardCorrupt: a checksum is wrong, or a token id is none of the target's.
             ShardMissing: a file vanished since the store was opened.
         """
         spec = self._field(field)
@@ -224,6 +225,7 @@ class ActivationStore:
             base = 0 if codec.is_identity else start % self.manifest.alignment_tokens
             codes = empty_codes(codec, start - base, stop, chosen)
             read_ranges(self._arrays, self._ranges(i, codec, start - base, stop, codes, chosen))
+            self._check_tokens([i], codes)
             return codes
         out = np.empty((stop - start, *token_shape(spec, chosen)), spec.storage_dtype)
         self._read(i, codec, start, stop, chosen, out)
@@ -284,7 +286,7 @@ class ActivationStore:
         Raises:
             UnknownField: no such field, or none of them has layers.
             SliceInvalid: no such sequence or layer, or an array of ``out`` is missing or does not fit.
-            ShardCorrupt: a checksum is wrong.
+            ShardCorrupt: a checksum is wrong, or a token id is none of the target's.
             ShardMissing: a file vanished since the store was opened.
         """
         rows = [self._sequence(int(i)) for i in sequences]
@@ -316,6 +318,7 @@ class ActivationStore:
         read_ranges(self._arrays, ranges, n_threads)
         run_in_threads(undone, n_threads)
         self._clear_padding(batch, lengths)
+        self._check_tokens(rows, batch)
         return batch
 
     def _clear_padding(self, batch: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
@@ -324,6 +327,25 @@ class ActivationStore:
         for name, buffer in batch.items():
             for b, n_tokens in enumerate(lengths):
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
+
+    def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+        """Refuse token ids that the target does not have: looking them up would end a process, or a whole CUDA device.
+
+        Args:
+            sequences: their indices.
+            arrays: name -> what was read; of the tokens [n_tokens] of one sequence, or [n_sequences, n_tokens].
+        """
+        tokens = arrays.get(TOKENS)
+        vocab_size = self.manifest.target.get("vocab_size", np.iinfo(np.int32).max)
+        if tokens is None or not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
+            return
+        for i, ids in zip(sequences, tokens.reshape(len(sequences), -1), strict=True):
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                raise ShardCorrupt(
+                    f"{self.path}: sequence {self.sequences['sequence_id'][i]} (source row "
+                    f"{self.sequences['source_row'][i]}) has token ids {ids.min()} to {ids.max()}, which lie outside "
+                    f"the vocabulary of {vocab_size}. Run `moa-data verify`, and extract again."
+                )
 
     def close(self) -> None:
         """Close all files; reading opens them again."""
@@ -344,7 +366,9 @@ class ActivationStore:
     ) -> None:
         """Fill ``out`` with the decoded tokens [start, stop) of a sequence."""
         if codec.is_identity:
-            read_ranges(self._arrays, self._ranges(i, codec, start, stop, {codec.arrays[0].name: out}, layers))
+            arrays = {codec.arrays[0].name: out}
+            read_ranges(self._arrays, self._ranges(i, codec, start, stop, arrays, layers))
+            self._check_tokens([i], arrays)
         elif stop > start:
             base = start - start % self.manifest.alignment_tokens
             codes = empty_codes(codec, base, stop, layers)
@@ -379,10 +403,12 @@ def read_manifest(store: Path) -> StoreManifest:
     """
     path = store / MANIFEST_NAME
     try:
-        text = path.read_bytes()
+        text = read_bounded(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         reason = "there is no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
         raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error
+    except ValueError as error:
+        raise ManifestInvalid(f"{path} is no manifest of an activation store: {error}. Restore it.") from error
     return StoreManifest.from_json(text, str(path))
 
 

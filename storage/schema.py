@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from .documents import mapping, parse_object, relative_name, whole_number, whole_numbers
-from .dtypes import storage_dtype
+from .dtypes import FLOAT_DTYPES, storage_dtype
 from .errors import ManifestInvalid, SchemaVersionError
 
 SCHEMA_VERSION = 1
@@ -53,6 +53,12 @@ CONVENTIONS: dict[str, str] = {
     "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
 }
 """What the numbers mean in schema version 1. Every manifest carries these; a reader refuses other values."""
+
+_TARGET_COUNTS = frozenset(
+    ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "vocab_size", "max_position_embeddings")
+)
+
+_EXTRACTION_COUNTS = frozenset(("batch_tokens", "max_length", "part_tokens", "target_layers"))
 
 MAX_TOKEN_VALUES = 1 << 26
 """Most values that one token of a field may have; the largest models have about a million."""
@@ -237,10 +243,25 @@ def _check_kinds(document: Mapping[str, Any]) -> None:
         whole_number(document[name], name, 1)
     for name in ("target", "identities", "extraction", "codec", "conventions"):
         mapping(document[name], name)
+    for name in _TARGET_COUNTS & document["target"].keys():
+        whole_number(document["target"][name], f"target.{name}", 1)
+    _check_extraction(document["extraction"])
+    for section in ("identities", "conventions"):
+        if not all(isinstance(value, str) for value in document[section].values()):
+            raise ValueError(f"{section} holds something else than text")
     if not isinstance(document["codec"].get("name"), str):
         raise ValueError("the codec has no name")
     if not isinstance(document["fields"], list):
         raise ValueError("fields is no list")
+
+
+def _check_extraction(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that a command would make something else of; stores of other programs may lack any of them."""
+    for name in _EXTRACTION_COUNTS & settings.keys():
+        whole_number(settings[name], f"extraction.{name}", low=int(name != "target_layers"))
+    for name in {"compute_dtype", "dtype"} & settings.keys():
+        if settings[name] not in sorted(FLOAT_DTYPES):
+            raise ValueError(f"extraction.{name} is {str(settings[name])[:60]!r}, expected a dtype of activations")
 
 
 def _read_field(document: Mapping[str, Any]) -> FieldSpec:

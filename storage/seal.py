@@ -24,8 +24,10 @@ from .commit import (
     read_target_commit,
     target_commit_path,
 )
+from .documents import read_bounded
 from .durable import file_crc32, write_atomic
 from .errors import ManifestInvalid, ShardCorrupt, StoreError
+from .plan import MAX_PLAN_BYTES
 from .shard import FileRecord
 
 SEALED_NAMES = (MANIFEST_NAME, PLAN_NAME)
@@ -89,19 +91,30 @@ def _compare_sealed(store: Path) -> list[tuple[Path, ManifestInvalid]]:
     damage = []
     for name, record in (records or {}).items():
         path = store / name
-        content = _content(path) or b""
-        if not is_sealed(content, record):
+        if not _holds(path, record):
             message = f"{path} is not the file that was written: its checksum differs from the one in {COMMITS_NAME}/."
             damage.append((path, ManifestInvalid(f"{message} {_RESTORE}")))
     return damage
 
 
-def _content(path: Path) -> bytes | None:
-    """Return a file's bytes, or None where there is no such file."""
+def _holds(path: Path, record: FileRecord) -> bool:
+    """Whether a file holds the recorded bytes; it is read only if its size is the recorded one."""
     try:
-        return path.read_bytes()
+        if path.stat().st_size != record.bytes:
+            return False
+        return is_sealed(read_bounded(path, MAX_PLAN_BYTES), record)
+    except (*MISSING, ValueError):  # gone, no regular file, or longer than any is
+        return False
+
+
+def _content(path: Path) -> bytes | None:
+    """Return a commit's bytes, or None where there is no such file; of what cannot be one, none."""
+    try:
+        return read_bounded(path)
     except MISSING:
         return None
+    except ValueError:
+        return b""
 
 
 def is_sealed(content: bytes, record: FileRecord) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from .checking import check_guard, exists
-from .codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
+from .codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
 from .commit import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -39,6 +39,7 @@ from .commit import (
     target_commit_json,
     target_commit_path,
 )
+from .documents import open_regular
 from .durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, walk, write_atomic
 from .errors import ManifestInvalid, StoreError, WriteInvalid
 from .links import refuse_links
@@ -342,7 +343,11 @@ class StoreWriter:
 def name_next_basis(store: Path, manifest: StoreManifest) -> None:
     """Let the basis that was learned for added fields take its name, once store.json is the one with these fields."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
-    if exists(path) and hashlib.sha256(read_basis(path)).hexdigest() == manifest.codec.get("basis_sha256"):
+    if not exists(path):
+        return
+    with open(open_regular(path), "rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got == manifest.codec.get("basis_sha256"):
         os.replace(path, path.with_name(BASIS_NAME))
         fsync_directory(path.parent)
 

@@ -263,7 +263,7 @@ def options_of_others(config: TrainConfig) -> list[str]:
 
 def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
     """Frozen target pieces from the store's bundle, and a drafter with its initial weights."""
-    frozen = FrozenTarget.load(store.target_path, config.target_layer_inference)
+    frozen = FrozenTarget.load(store.target_path, config.target_layer_inference, sizes=store.manifest.target)
     check_target_bundle(store.path, store.target_path)
     identity = {
         name.removeprefix("target."): str(value)

@@ -141,6 +141,11 @@ class LearnedCodec(FieldCodec, Protocol):
     def state(self) -> dict[str, np.ndarray]:
         """Return what was learned, name -> float16 or float32 array; it is stored in the store's ``codec/``."""
 
+    @property
+    def max_state_bytes(self) -> int:
+        """Most bytes that the arrays of :meth:`state` take, from the field's shape alone."""
+        ...
+
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over what :meth:`state` returned.
 

@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from ..checking import MISSING, exists
 from ..commit import CODEC_NAME
+from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
 from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
 from ..schema import FieldSpec, StoreManifest, tokens_field
@@ -29,7 +30,7 @@ TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
 NEXT_BASIS_NAME = "next-basis.safetensors"
 """The basis with further fields while they are added; it takes the other's name once store.json holds its hash."""
-MAX_BASIS_BYTES = 16 << 30
+_BASIS_HEADER_BYTES = 16 << 20
 
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
 
@@ -138,11 +139,23 @@ class StoreCodec:
         """
         try:
             arrays = safetensors.numpy.load(content)
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
             raise ValueError(f"not a safetensors file: {error}") from error
         for name, codec in self.learned.items():
             prefix = f"{name}:"
             codec.load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
+
+    def read_basis(self, path: Path) -> bytes:
+        """Return the content of a file of ``codec/``; nothing of one that is too long for these fields.
+
+        Raises:
+            FileNotFoundError: no such file.
+        """
+        n_bytes = _BASIS_HEADER_BYTES + sum(codec.max_state_bytes for codec in self.learned.values())
+        try:
+            return read_bounded(path, n_bytes)
+        except ValueError:
+            return b""
 
     def _has_tokens(self) -> bool:
         expected = tokens_field()
@@ -152,7 +165,7 @@ class StoreCodec:
     def _load(self, folder: Path, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
         try:
-            content = read_basis(path)
+            content = self.read_basis(path)
         except MISSING as error:
             raise ShardMissing(f"{path} is missing: nothing can be decoded without it. {_RESTORE}") from error
         got = hashlib.sha256(content).hexdigest()
@@ -161,7 +174,7 @@ class StoreCodec:
             # Fields were added, and a kill came before the new basis had its name, or it has got it right now.
             for candidate in (following, path):
                 with contextlib.suppress(*MISSING):
-                    content = read_basis(candidate)
+                    content = self.read_basis(candidate)
                 if (got := hashlib.sha256(content).hexdigest()) == expected_sha256:
                     break
         if got != expected_sha256:
@@ -170,15 +183,6 @@ class StoreCodec:
             self.load(content)
         except ValueError as error:
             raise ShardCorrupt(f"{path}: {error}") from error
-
-
-def read_basis(path: Path) -> bytes:
-    """Return the content of a basis; nothing of a file that is too long for one.
-
-    Raises:
-        FileNotFoundError: no such file.
-    """
-    return path.read_bytes() if path.stat().st_size <= MAX_BASIS_BYTES else b""
 
 
 def _check_name(name: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from array_api_compat import array_namespace, device
 
 from ..errors import WriteInvalid
 from ..schema import FieldSpec
-from .calibration import EARLY_POSITIONS, Basis, token_features
+from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, token_features
 from .field import TOKENS, Array, StoredArray
 from .packing import CODES_PER_BYTE
 from .rope import Rope
@@ -31,6 +32,7 @@ from .transform_group import GroupTransform
 from .transform_settings import TransformSettings
 
 KV_PARTS = ("key", "value")
+_MAX_VOCABULARY = 1 << 20
 
 
 class TransformCodec:
@@ -165,6 +167,21 @@ class TransformCodec:
                     state[f"{group}/{part}/analysis"] = basis.analysis.astype(np.float16)
         return state
 
+    @property
+    def max_state_bytes(self) -> int:
+        """Most bytes that the arrays of :meth:`state` take; see ``LearnedCodec``."""
+        n_parts = len(KV_PARTS) if self.is_kv else 1
+        layer_width = math.prod(self.spec.token_shape) // n_parts // self._n_layers
+        n_bytes = 8 * (self._n_layers + 1) * (self.spec.token_shape[-1] + 1)  # the rotation
+        n_bytes += 2 * MAX_FEATURES * _MAX_VOCABULARY if self.needs_tokens else 0
+        for layers in self.groups:
+            width = len(layers) * layer_width
+            n_components = min(width, MAX_COMPONENTS)
+            columns = 2 * n_components * 4 * len(fields(Columns))
+            n_bytes += n_parts * (4 * (EARLY_POSITIONS + 1) * width + 4 * n_components * width + columns)
+            n_bytes += n_parts * 2 * MAX_FEATURES * width if self.needs_tokens else 0
+        return n_bytes
+
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over what :meth:`state` returned.
 
@@ -173,11 +190,16 @@ class TransformCodec:
         """
         try:
             if self.is_kv and "rope/inv_freq" in state:
-                scaling = np.asarray(state["rope/scaling"])
+                scaling = np.asarray(state["rope/scaling"]).reshape(-1)
                 self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
+                self._check_rope(self.rope)
             features = np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
+            if features is not None and (features.ndim != 2 or not len(features)):
+                raise ValueError(f"tokens/features has shape {features.shape}")
             n_features = 0 if features is None else features.shape[1]
             fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
+            if not any(len(fit.columns.part) for fit in fits):
+                raise ValueError("it has no columns")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore the store's codec/ "
@@ -304,7 +326,12 @@ class TransformCodec:
         n_parts = len(KV_PARTS) if self.is_kv else 1
         width = math.prod(self.spec.token_shape) // n_parts // self._n_layers * len(layers)
         bases = tuple(_load_basis(state, f"{group}/{part}", width) for part in range(n_parts))
-        columns = Columns.from_table(np.asarray(state[f"{group}/columns"], np.float32))
+        table = np.asarray(state[f"{group}/columns"], np.float32)
+        if table.ndim != 2 or table.shape[1] != len(fields(Columns)) or not np.isfinite(table).all():
+            raise ValueError(f"{group}/columns is no table of {len(fields(Columns))} finite numbers each")
+        columns = Columns.from_table(table)
+        if not np.isin(columns.part, range(n_parts)).all():
+            raise ValueError(f"{group}/columns names parts that are not there")
         if not np.isin(columns.levels, list(CODES_PER_BYTE)).all() or (np.diff(columns.array) < 0).any():
             raise ValueError(f"{group}/columns has levels or arrays that this release does not write")
         for part, basis in enumerate(bases):
@@ -317,6 +344,14 @@ class TransformCodec:
             if any(matrix.shape != (n_features, width) for matrix in regressions):
                 raise ValueError(f"{group}/regression is not [{n_features}, {width}]")
         return GroupFit(bases, columns, regressions)
+
+    def _check_rope(self, rope: Rope) -> None:
+        n_layers, head_dim = self._n_layers, self.spec.token_shape[-1]
+        shapes = ((rope.inv_freq.shape[-1],), (n_layers, rope.inv_freq.shape[-1]))
+        if 2 * rope.inv_freq.shape[-1] > head_dim or rope.inv_freq.shape not in shapes:
+            raise ValueError(f"rope/inv_freq has shape {rope.inv_freq.shape}, keys of {head_dim} in {n_layers} layers")
+        if rope.scaling.shape not in ((), (n_layers,)):
+            raise ValueError(f"rope/scaling has shape {rope.scaling.shape}, there are {n_layers} layers")
 
     @property
     def _n_layers(self) -> int:

@@ -81,8 +81,8 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
         (b'{"kind": []}', "there is no drafter"),
         (b"[]", r"drafter\.json holds a list, expected names and values"),
         (b"null", "holds a NoneType"),
-        (b"{", r"drafter\.json is not JSON"),
-        (b"\xff", r"drafter\.json is not JSON"),
+        (b"{", r"cannot read .*drafter\.json"),
+        (b"\xff", r"cannot read .*drafter\.json"),
     ],
 )
 def test_a_description_that_is_none_is_named(tmp_path, content, message):
@@ -106,7 +106,7 @@ def test_strict_keys_and_shapes(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             load_drafter(tmp_path)
     (tmp_path / "drafter.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
         load_drafter(tmp_path)
     with pytest.raises(CheckpointError, match="holds no drafter"):
         load_drafter(tmp_path / "nowhere")

@@ -1,9 +1,11 @@
 """Hostile files: whatever stands in a store, readers raise the store's own errors and allocate no absurd sizes."""
 
 import copy
+import hashlib
 import json
 import os
 import resource
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,17 +17,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moa_data.pipeline.errors import PipelineError
+from moa_data.pipeline.records import recorded_config
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.codecs.rope import Rope
+from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.commit import PartCommit, read_part_commit
+from moa_data.storage.dtypes import from_float32
 from moa_data.storage.durable import crc32c
 from moa_data.storage.errors import CheckIncomplete, ManifestInvalid, ShardCorrupt, StoreError
 from moa_data.storage.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.reader import ActivationStore
+from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.seal import write_seal
 from moa_data.storage.shard import FileRecord
 from moa_data.storage.summary import summarize_store
 from moa_data.storage.verify import verify_store
+from moa_data.storage.writer import StoreWriter
 
 HEADROOM_BYTES = 3 << 29
 FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -82,6 +94,18 @@ def replaced(path: Path, content: bytes) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(good)
+
+
+RUN_RECORD = b'{"config": {"model": "m", "dataset": "d", "out": "o", "activations": ["kv"]}, "provenance": {}}'
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory, recipe_of) -> Path:
+    """A small store with checksums of store.json and plan.parquet, and a record of a run."""
+    store = recipe_of((70, 3)).write(tmp_path_factory.mktemp("sealed") / "store")
+    (store / "runs").mkdir(exist_ok=True)
+    (store / "runs/1.json").write_bytes(RUN_RECORD)
+    return store
 
 
 @pytest.fixture(scope="module")
@@ -274,3 +298,199 @@ def test_shard_indexes_and_chunks(unsealed: Path, data: Any) -> None:
         use(unsealed)
         with bounded_memory(), suppress(ShardCorrupt):
             read_everything(unsealed)
+
+
+def expect_refusal(store: Path) -> None:
+    """What is wrong is said at once and in the store's own words: verify lists it, whoever reads the file raises it."""
+    use(store)
+    with bounded_memory():
+        with suppress(StoreError):
+            assert verify_store(store).damages
+        with pytest.raises(StoreError):
+            read_everything(store)
+
+
+@contextmanager
+def in_the_place_of(path: Path, kind: str) -> Iterator[None]:
+    """Put what has no end in the place of a file."""
+    good = path.with_name(f".{path.name}.good")
+    path.rename(good)
+    try:
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            with open(path, "wb") as file:
+                file.truncate(1 << 40)
+        yield
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()
+        good.rename(path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "sparse"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "store.json",
+        "plan.parquet",
+        "commits/store.json",
+        "commits/part-00000.json",
+        "parts/part-00000.zarr/kv/zarr.json",
+        "parts/part-00000.zarr/kv/c/0/0/0/0/0",
+    ],
+)
+@pytest.mark.parametrize("has_seal", [True, False])
+def test_files_that_never_end_are_not_read(recipe_of, tmp_path: Path, name: str, kind: str, has_seal: bool) -> None:
+    store = recipe_of((70, 3)).write(tmp_path / "store")
+    if not has_seal:
+        if name == "commits/store.json":
+            pytest.skip("it is that file")
+        (store / "commits/store.json").unlink()
+    with in_the_place_of(store / name, kind):
+        expect_refusal(store)
+
+
+def test_a_sparse_shard_of_the_size_of_its_commit(recipe_of, tmp_path: Path) -> None:
+    """A shard, a plan and a manifest of a terabyte that their commits agree with are not read either."""
+    store = recipe_of((70, 3)).write(tmp_path / "store")
+    for name in ("store.json", "plan.parquet"):
+        seal = store / "commits/store.json"
+        records = json.loads(seal.read_text())
+        records["files"][name]["bytes"] = 1 << 40
+        content = (json.dumps(records, indent=1, sort_keys=True) + "\n").encode()
+        with replaced(seal, content), in_the_place_of(store / name, "sparse"):
+            expect_refusal(store)
+
+
+def test_an_error_of_the_system_is_no_damage(recipe_of, tmp_path: Path) -> None:
+    """Who has no file descriptor left has not seen a damaged plan."""
+    store = recipe_of((70, 3)).write(tmp_path / "store")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_plan(store / "plan.parquet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
+    """One long id packs to some kilobytes; the metadata says so before the page is unpacked."""
+    ids = pa.array(["x" * (1 << 26)], pa.string())
+    numbers = [pa.array(np.zeros(1), field.type) for field in list(PLAN_SCHEMA)[1:]]
+    pq.write_table(pa.table([ids, *numbers], schema=PLAN_SCHEMA), tmp_path / "plan.parquet", compression="zstd")
+    assert (tmp_path / "plan.parquet").stat().st_size < 1 << 20
+    with bounded_memory(), pytest.raises(ManifestInvalid, match="bytes unpacked for 1 rows"):
+        read_plan(tmp_path / "plan.parquet")
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, recipe_of) -> Path:
+    """A small store whose codec has learned a basis, with predictions from tokens."""
+    fields = (tokens_field(), response_mask_field(), kv_field(2, 1, 8), hidden_field("last", 16))
+    recipe = recipe_of((70, 130), fields)
+    codec, rng = StoreCodec("transform:2.0,tokens", fields), np.random.default_rng(0)
+    kv, last = codec.learned["kv"], codec.learned["hidden/last"]
+    assert isinstance(kv, TransformCodec)
+    kv.rope, kv.embeddings = Rope(np.ones(4), np.float32(1)), rng.normal(size=(100, 16)).astype(np.float32)
+    kv.calibrate([rng.normal(size=(300, 2, 1, 2, 8)).astype(np.float32)], [rng.integers(0, 100, 300)])
+    last.calibrate([rng.normal(size=(300, 16)).astype(np.float32)])
+    manifest = recipe.with_manifest(codec=codec.describe()).manifest
+    path = tmp_path_factory.mktemp("learned") / "store"
+    with StoreWriter.create_or_resume(path, manifest, recipe.plan, codec.files()) as writer:
+        for part in writer.pending_parts():
+            with writer.part(part) as out:
+                for row in out.sequences.to_pylist():
+                    tokens = recipe.values(fields[0], row)
+                    for spec in fields:
+                        shape = (row["n_tokens"], *spec.token_shape)
+                        values = from_float32(rng.normal(size=shape).astype(np.float32), "bfloat16")
+                        written = values if spec.dtype == "bfloat16" else recipe.values(spec, row)
+                        out.write(spec.name, row["first_token"], written, tokens)
+                out.commit()
+    return path
+
+
+def use_believing(store: Path, basis: bytes) -> None:
+    """Use a store with this basis, its hash in store.json and that of store.json in the seal."""
+    manifest = json.loads((store / "store.json").read_text())
+    manifest["codec"]["basis_sha256"] = hashlib.sha256(basis).hexdigest()
+    with (
+        replaced(store / "codec/basis.safetensors", basis),
+        replaced(store / "store.json", StoreManifest.from_json(json.dumps(manifest)).to_json().encode()),
+        replaced(store / "commits/store.json", (store / "commits/store.json").read_bytes()),
+    ):
+        write_seal(store)
+        use(store)
+
+
+@st.composite
+def changed_basis(draw: Callable[..., Any], content: bytes) -> bytes:
+    """A basis whose file is whole, with an array taken away, of another shape or dtype, or with other numbers."""
+    arrays = safetensors.numpy.load(content)
+    for _ in range(draw(st.integers(1, 2))):
+        name = draw(st.sampled_from(sorted(arrays)))
+        array = arrays[name].copy()
+        kind = draw(st.sampled_from(["remove", "cut", "flatten", "widen", "dtype", "fill", "number", "empty"]))
+        number = draw(st.sampled_from([np.nan, np.inf, -np.inf, -1.0, 0.0, 1.0, 3.0, 7e4, 1e30]))
+        if kind == "remove":
+            arrays.pop(name)
+            continue
+        if kind == "number" and array.size:
+            array.reshape(-1)[draw(st.integers(0, array.size - 1))] = number
+        arrays[name] = {
+            "cut": array[: len(array) // 2] if array.ndim else array,
+            "flatten": array.reshape(-1),
+            "widen": array[None],
+            "dtype": array.astype(draw(st.sampled_from([np.int8, np.float64, np.int64, np.float16]))),
+            "fill": np.full_like(array, number),
+            "number": array,
+            "empty": np.zeros((0, *array.shape[1:]), array.dtype),
+        }[kind]
+    return bytes(safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def check_basis(store: Path, data: Any) -> None:
+    good = (store / "codec/basis.safetensors").read_bytes()
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numbers that are not finite
+        use_believing(store, data.draw(changed_basis(good) | changed_bytes(good)))
+
+
+@QUICK
+@given(data=st.data())
+def test_basis(learned: Path, data: Any) -> None:
+    check_basis(learned, data)
+
+
+@pytest.mark.slow
+@LONG
+@given(data=st.data())
+def test_many_bases(learned: Path, data: Any) -> None:
+    check_basis(learned, data)
+
+
+def check_seal_and_runs(store: Path, data: Any) -> None:
+    path = store / data.draw(st.sampled_from(["commits/store.json", "runs/1.json"]))
+    good = (store / "commits/store.json").read_bytes() if path.name == "store.json" else RUN_RECORD
+    with replaced(path, data.draw(changed_document(good) | changed_bytes(good))):
+        use(store)
+        with bounded_memory(), suppress(PipelineError):
+            recorded_config(store)
+
+
+@QUICK
+@given(data=st.data())
+def test_seal_and_runs(sealed: Path, data: Any) -> None:
+    check_seal_and_runs(sealed, data)
+
+
+@pytest.mark.slow
+@LONG
+@given(data=st.data())
+def test_many_seals_and_runs(sealed: Path, data: Any) -> None:
+    check_seal_and_runs(sealed, data)

@@ -1,0 +1,423 @@
+"""Hostile model folders, stores and drafters on the command line: none of their code runs, one line names the file."""
+
+import ast
+import gzip
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from moa_data.cli import main
+from moa_data.demo.config import DemoConfig
+from moa_data.demo.target import build_target, train_tokenizer
+from moa_data.moa.checkpoint import save_drafter
+from moa_data.moa.config import DrafterConfig
+from moa_data.moa.model import MoADrafter
+from moa_data.moa.target import Target
+from moa_data.storage.commit import target_commit_json, target_commit_path
+from moa_data.storage.schema import StoreManifest
+from moa_data.storage.seal import write_seal
+from moa_data.storage.shard import FileRecord
+
+ROOT = Path(__file__).resolve().parent.parent
+CHATS = [
+    [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
+    for n in range(12)
+]
+TRAIN = ("--max-steps", "1", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
+CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
+AUTO_MAP = {
+    "AutoConfig": "evil.Evil",
+    "AutoModel": "evil.Evil",
+    "AutoModelForCausalLM": "evil.Evil",
+    "AutoTokenizer": ["evil.Evil", "evil.Evil"],
+}
+HEADROOM_BYTES = 3 << 29
+
+Arguments = tuple[str | Path, ...]
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input="y\n" * 100)
+
+
+def one_line(exit_code: int, stderr: str, *texts: str) -> None:
+    assert exit_code == 2, stderr
+    assert "Traceback" not in stderr
+    lines = [line for line in stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, stderr
+    for text in texts:
+        assert text in lines[0]
+
+
+def refused(result: Any, *texts: str) -> None:
+    one_line(result.exit_code, result.stderr + repr(result.exception) * (result.exit_code == 1), *texts)
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/, chats.jsonl, store/ and drafter/."""
+    folder = tmp_path_factory.mktemp("hostile_folders")
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
+    tokenizer = train_tokenizer([message["content"] for chat in CHATS for message in chat], config.vocab_size)
+    build_target(config, tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    arguments = ("--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store")
+    assert run("extract", *arguments, "--part-tokens", "256", "--device", "cpu").exit_code == 0
+    target = Target.load(str(folder / "model"), torch.float32, "cpu")
+    save_drafter(MoADrafter(DrafterConfig.from_target(target.config, target.identity)), folder / "drafter")
+    return folder
+
+
+def copied(room: Path, name: str, to: Path) -> Path:
+    return Path(shutil.copytree(room / name, to / name))
+
+
+def change_json(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def commit_target(store: Path) -> None:
+    """Make commits/target.json agree with the files, as who can write to the folder does."""
+    files = {}
+    for path in sorted((store / "target").rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            files[path.relative_to(store / "target").as_posix()] = FileRecord(len(content), zlib.crc32(content))
+    target_commit_path(store).write_bytes(target_commit_json(files))
+
+
+def change_manifest(store: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = store / "store.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(StoreManifest.from_json(json.dumps(document)).to_json())
+    write_seal(store)
+
+
+def put_code(folder: Path, native: bool) -> None:
+    """Give a model folder Python code, and names that lead to it."""
+    (folder / "evil.py").write_text(CODE)
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(CODE)
+    change_json(folder / "config.json", auto_map=AUTO_MAP, **({} if native else {"model_type": "evil"}))
+    change_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
+
+
+def with_model(room: Path, model: Path, out: Path) -> Iterator[tuple[str, Arguments]]:
+    """Every command that takes --model."""
+    extract = ("--model", model, "--dataset", room / "chats.jsonl", "--out", out / "new", "--device", "cpu")
+    decode = ("--model", model, "--prompts", room / "chats.jsonl", "--device", "cpu")
+    store = copied(room, "store", out)
+    yield "extract", extract
+    yield "plan", extract
+    yield "add", (store, "--model", model, "--activations", "hidden:layer:0")
+    yield "audit", (store, "--model", model)
+    yield "generate", ("--model", model, "--drafter", room / "drafter", "--prompt", "Hi", "--device", "cpu")
+    yield "eval", (*decode, "--drafter", room / "drafter")
+    yield "compare", (room / "drafter", *decode)
+    yield "disconnect", (*decode, "--drafter", room / "drafter")
+    yield "import", (out, "--format", "eagle", "--model", model, "--out", out / "imported")
+    yield "export-drafter", (room / "drafter", "--format", "moa", "--model", model, "--out", out / "exported")
+    (store / "commits" / "part-00000.json").write_text("{")
+    yield "repair", (store, "--model", model)
+
+
+def with_store(store: Path, model: Path, drafter: Path, out: Path) -> Iterator[tuple[str, Arguments]]:
+    """Every command that loads a store's target/."""
+    yield "train", (store, "--out", out / "run", *TRAIN)
+    yield "inspect", (store, "--sample", "0")
+    yield "recode", (store, "--codec", "transform:2.0", "--out", out / "recoded")
+    yield "audit", (store, "--model", model)
+    yield "export-drafter", (drafter, "--format", "moa", "--model", store, "--out", out / "exported")
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["own model type", "native model type"])
+def test_no_command_runs_code_of_a_model_folder(room: Path, tmp_path: Path, native: bool) -> None:
+    model = copied(room, "model", tmp_path)
+    put_code(model, native)
+    for command, arguments in with_model(room, model, tmp_path):
+        refused(run(command, *arguments), "config.json: auto_map names Python code", "take auto_map out")
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["own model type", "native model type"])
+def test_no_command_runs_code_of_a_store(room: Path, tmp_path: Path, native: bool) -> None:
+    store = copied(room, "store", tmp_path)
+    put_code(store / "target", native)
+    commit_target(store)
+    for command, arguments in with_store(store, room / "model", room / "drafter", tmp_path):
+        refused(run(command, *arguments), "config.json: auto_map names Python code")
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "processor_config.json"])
+def test_auto_map_is_refused_in_every_configuration(room: Path, tmp_path: Path, name: str) -> None:
+    model = copied(room, "model", tmp_path)
+    (model / name).write_text(json.dumps({"auto_map": AUTO_MAP}))
+    refused(
+        run("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu"), f"{name}: auto_map"
+    )
+
+
+def test_code_beside_drafters_and_chats_is_no_input(room: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "evil.py").write_text(CODE)
+    (drafter / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": AUTO_MAP}))
+    save_file({"layer_self_attention.a": torch.zeros(2)}, drafter / "model.safetensors")
+    generate = ("generate", "--model", room / "model", "--prompt", "Hi", "--device", "cpu")
+    refused(run(*generate, "--drafter", drafter), "config.json is not the target's config")
+    chats = tmp_path / "chats"
+    chats.mkdir()
+    (chats / "chats.py").write_text(CODE)
+    plan = ("--model", room / "model", "--dataset", chats, "--out", tmp_path / "out")
+    refused(run("plan", *plan), "holds no .jsonl")
+    assert not list(tmp_path.rglob("ran"))
+
+
+def yes_to(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The real command line, with `yes |` in front of it."""
+    command = " ".join(f"'{argument}'" for argument in (sys.executable, "-m", "moa_data", *arguments))
+    return subprocess.run(["bash", "-c", f"yes | {command}"], capture_output=True, text=True, timeout=300)
+
+
+def test_yes_to_the_real_command_line(room: Path, tmp_path: Path) -> None:
+    store = copied(room, "store", tmp_path)
+    put_code(store / "target", native=False)
+    commit_target(store)
+    done = yes_to("inspect", store, "--sample", "0")
+    one_line(done.returncode, done.stderr, "auto_map")
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.slow
+def test_yes_to_every_command(room: Path, tmp_path: Path) -> None:
+    model, store = copied(room, "model", tmp_path), copied(room, "store", tmp_path)
+    put_code(model, native=False)
+    put_code(store / "target", native=False)
+    commit_target(store)
+    (tmp_path / "with_model").mkdir()
+    for command, arguments in chain(
+        with_model(room, model, tmp_path / "with_model"),
+        with_store(store, room / "model", room / "drafter", tmp_path),
+    ):
+        done = yes_to(command, *arguments)
+        one_line(done.returncode, done.stderr, "auto_map")
+    export = yes_to("export", store, "--format", "eagle", "--out", tmp_path / "export")  # reads nothing of target/
+    assert export.returncode == 0, export.stderr
+    assert not list(tmp_path.rglob("ran"))
+
+
+def calls_that_load() -> Iterator[tuple[Path, ast.Call]]:
+    for path in ROOT.rglob("*.py"):
+        if "tests" in path.parts or any(part.startswith(".") for part in path.relative_to(ROOT).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = ast.unparse(node.func.value)
+                if node.func.attr in ("from_pretrained", "from_config", "load_dataset") and owner != "nn.Embedding":
+                    yield path, node
+
+
+def test_every_call_that_loads_refuses_foreign_code() -> None:
+    calls = list(calls_that_load())
+    assert len(calls) > 5
+    for path, call in calls:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert given.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+        if ast.unparse(call.func).endswith("ForCausalLM.from_pretrained"):
+            assert given.get("use_safetensors") == "True", f"{path}:{call.lineno}"
+
+
+def test_pickled_weights_and_adapters_are_no_weights(room: Path, tmp_path: Path) -> None:
+    model = copied(room, "model", tmp_path)
+    generate = ("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu")
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
+    refused(run(*generate), "adapter_config.json: an adapter would be put on top of the weights")
+    (model / "adapter_config.json").unlink()
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").rename(model / "other.safetensors")
+    refused(run(*generate), "no file named model.safetensors")
+    for place in ("pytorch_model.bin", "../model.safetensors"):
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": place}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        refused(run(*generate), f"the weights are said to lie in '{place}'")
+
+
+BUNDLE_CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"num_attention_heads": 0}, "num_attention_heads is '0', expected a whole number"),
+    ({"num_key_value_heads": 3}, "3 KV heads do not divide 2 heads"),
+    ({"head_dim": 6}, "is of another target than its store: it has head_dim 6 and not 8"),
+    ({"vocab_size": 1000}, "is of another target than its store: it has vocab_size 1000"),
+    ({"hidden_size": "16"}, "hidden_size is '16', expected a whole number"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is '1000000000', expected a whole number"),
+    ({"rms_norm_eps": "big"}, "config.json"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta is 0, expected a number above 0"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 0}}, "config.json"),
+    ({"rope_parameters": 7}, "config.json"),
+    ({"dtype": "load"}, "config.json"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BUNDLE_CHANGES)
+def test_a_bundle_of_other_sizes_is_one_line(room: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    store = copied(room, "store", tmp_path)
+    change_json(store / "target" / "config.json", **changes)
+    commit_target(store)
+    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), message)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype"])
+def test_a_bundle_of_other_tensors_is_one_line(room: Path, tmp_path: Path, name: str, change: str) -> None:
+    store = copied(room, "store", tmp_path)
+    file = store / "target" / "frozen.safetensors"
+    weights = load_file(file)
+    if change == "missing":
+        del weights[name]
+    else:
+        weights[name] = weights[name][:-1].contiguous() if change == "shape" else weights[name].to(torch.int32)
+    save_file(weights, file)
+    commit_target(store)
+    refused(
+        run("train", store, "--out", tmp_path / "run", *TRAIN), "frozen.safetensors does not fit its config.json", name
+    )
+
+
+def test_token_ids_beyond_the_vocabulary_are_named(room: Path, tmp_path: Path) -> None:
+    """A store whose tokens belong to a larger vocabulary than its target's, with checksums that hold."""
+    store = copied(room, "store", tmp_path)
+    small = 60
+    change_manifest(store, lambda document: document["target"].update(vocab_size=small))
+    change_json(store / "target" / "config.json", vocab_size=small)
+    file = store / "target" / "frozen.safetensors"
+    weights = load_file(file)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:small].contiguous()
+    save_file(weights, file)
+    commit_target(store)
+    message = "lie outside the vocabulary of 60"
+    refused(run("train", store, "--out", tmp_path / "run", *TRAIN), message, "sequence ", "source row ")
+    refused(run("inspect", store, "--sample", "0"), message)
+    refused(run("recode", store, "--codec", "int8", "--out", tmp_path / "recoded"), message)
+    refused(run("export", store, "--format", "eagle", "--out", tmp_path / "export"), message)
+    refused(run("audit", store, "--model", room / "model"), message)
+    refused(run("add", store, "--model", room / "model", "--activations", "hidden:layer:0"), message)
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Let the process grow by so much and no more: whoever reads a file of a terabyte gets a MemoryError."""
+    n_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes + HEADROOM_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_gzip_bomb_is_refused(room: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "eagle"
+    folder.mkdir()
+    (folder / "data_0.ckpt.gz").write_bytes(gzip.compress(bytes(16 << 20)) * 512)  # 8 GB in 8 MB
+    arguments = ("--format", "eagle", "--model", room / "model", "--out", tmp_path / "out")
+    with bounded_memory():
+        refused(run("import", folder, *arguments), "data_0.ckpt.gz", "it unpacks to more than")
+
+
+def save_zip(file: Path, record: Any, deflate: bool) -> None:
+    """What torch.save writes, with compressed records if so wanted."""
+    torch.save(record, file)
+    if deflate:
+        with zipfile.ZipFile(file) as archive:
+            contents = {info.filename: archive.read(info) for info in archive.infolist()}
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in contents.items():
+                archive.writestr(name, content)
+
+
+class Bomb:
+    """A pickle that asks for a terabyte when it is loaded, with names that weights_only lets pass."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (bytearray, (1 << 40,))
+
+
+@pytest.mark.parametrize(
+    ("record", "deflate", "message"),
+    [
+        ({"a": torch.zeros(1 << 20)}, True, "compressed records"),
+        ({"a": torch.zeros(1).expand(1 << 40)}, False, "a repeats its values"),
+        ({"a": Bomb()}, False, "bytearray"),
+        ({"a": torch.zeros(2).to_sparse()}, False, "sparse"),
+    ],
+)
+def test_small_files_that_ask_for_much_memory(
+    room: Path, tmp_path: Path, record: dict[str, Any], deflate: bool, message: str
+) -> None:
+    (tmp_path / "eagle").mkdir()
+    save_zip(tmp_path / "eagle" / "data_0.ckpt", record, deflate)
+    arguments = ("--format", "eagle", "--model", room / "model", "--out", tmp_path / "out")
+    refused(
+        run("import", tmp_path / "eagle", *arguments), "data_0.ckpt is damaged, or holds more than tensors", message
+    )
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text("{}")
+    shutil.copy(tmp_path / "eagle" / "data_0.ckpt", drafter / "pytorch_model.bin")
+    generate = ("generate", "--model", room / "model", "--prompt", "Hi", "--device", "cpu", "--drafter", drafter)
+    refused(run(*generate), "cannot read", "pytorch_model.bin", message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n_heads", 0), ("head_dim", 0), ("hidden_size", 2**40), ("hidden_size", "16"), ("norm_eps", None),
+        ("rope_parameters", []), ("rope_parameters", {}), ("layer_attention_heads", 10**12), ("n_layers", -1),
+        ("kv_width", True), ("self_attention_mlp_width", 2**25),
+    ],
+)  # fmt: skip
+def test_drafters_of_absurd_sizes(room: Path, tmp_path: Path, name: str, value: Any) -> None:
+    drafter = copied(room, "drafter", tmp_path)
+    change_json(drafter / "drafter.json", **{name: value})
+    refused(run("generate", "--model", room / "model", "--prompt", "Hi", "--device", "cpu", "--drafter", drafter))
+
+
+def test_weights_that_are_fewer_than_the_config_calls_for(room: Path, tmp_path: Path) -> None:
+    model = copied(room, "model", tmp_path)
+    change_json(model / "config.json", hidden_size=1 << 14, intermediate_size=1 << 16, num_hidden_layers=1000)
+    generate = ("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu")
+    with bounded_memory():
+        refused(run(*generate), "config.json calls for more than")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="FIFOs")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "sparse"])
+def test_files_of_a_model_folder_that_never_end(room: Path, tmp_path: Path, name: str, kind: str) -> None:
+    model = copied(room, "model", tmp_path)
+    (model / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(model / name)
+    else:
+        with open(model / name, "wb") as file:
+            file.truncate(1 << 40)
+    with bounded_memory():
+        refused(run("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu"), str(model))
