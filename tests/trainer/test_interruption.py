@@ -216,7 +216,7 @@ def test_the_command_line_at_random_moments(store_path, tmp_path, signum, code):
             if process.returncode == code:  # otherwise before the program's first line
                 [line] = said(stderr)
                 assert "ame command" in line
-                assert "--resume" in line or not go_on(out), line
+                assert "--resume" in line or go_on(out) == resumed, line
         assert_same_run(whole, out)
         n_runs += 1
 
