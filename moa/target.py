@@ -58,6 +58,8 @@ def load_target_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
+    with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
+        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers looks at some settings on first use only
     return tokenizer
 
 
