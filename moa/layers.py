@@ -76,7 +76,7 @@ class Rotary(nn.Module):
                 )
         else:
             raise DrafterError(f"rope type {rope_type!r} changes with the length of the input and is not supported.")
-        if not inv_freq.is_meta and not (bool(inv_freq.isfinite().all()) and math.isfinite(self.scaling)):
+        if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(f"the rotation {rope_parameters} turns by no finite angle. Restore its parameters.")
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
