@@ -122,6 +122,11 @@ class Stopped(StageFailure):
         super().__init__(line)
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line, in the first of the processes that torchrun starts: the others were stopped with it."""
+        if os.environ.get("RANK", "0") == "0":
+            super().show(file)
+
 
 class ReaderGone(StageFailure):
     """Whoever read standard output closed it, as ``head`` does: ends like a program that SIGPIPE stops, silently."""
