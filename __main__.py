@@ -3,11 +3,15 @@
 It imports next to nothing itself, so that a signal ends every moment of a command alike, the imports included.
 """
 
+import contextlib
 import os
+import resource
 import sys
 import threading
 
 from .signals import ignore_signals, interruption_code, raise_signals
+
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 def main() -> None:
@@ -25,6 +29,14 @@ def main() -> None:
         ignore_signals()
         sys.stderr.write(f"Error: interrupted {done}. Run the same command again.\n")
         sys.exit(interruption_code(interrupt))
+    except SystemExit as end:
+        ignore_signals()
+        if end.code == 2 and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            os._exit(2)  # libraries that ran out of memory crash when they are taken down, with another exit code
+        raise
+    except MemoryError:
+        sys.stderr.write("Error: out of memory, too little even to say where. Raise the limit (ulimit -v).\n")
+        sys.exit(2)
     finally:
         ignore_signals()
 
@@ -58,7 +70,11 @@ def _check_threads() -> None:
     try:
         child = os.fork()
         if child == 0:
-            os._exit(not _can_start(n_threads))
+            ignore_signals()  # they are the parent's
+            try:
+                os._exit(not _can_start(n_threads))
+            finally:
+                os._exit(1)
         failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except OSError:
         failed = 1
@@ -72,6 +88,11 @@ def _check_threads() -> None:
 
 
 def _can_start(n_threads: int) -> bool:
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        # One malloc arena: glibc reserves 64 MiB of address space for each further one, and does without where it must.
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     end = threading.Event()
     try:
         for _ in range(n_threads):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 import signal
 import sys
 import time
@@ -71,6 +72,8 @@ _STAGE_ERRORS = (
 )
 # What libraries say where memory or threads are short, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "failed to map segment", "bad_alloc", "out of memory")
+_reserve = bytearray(16 << 20)
+"""Address space that an error which ran out of it gives back, so that the error can be told."""
 _NO_THREADS = ("can't start new thread", "ThreadPoolBuildError", "Resource temporarily unavailable")
 _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
@@ -193,6 +196,7 @@ class StageGroup(click.Group):
 
 def failure_of(error: BaseException, command: str = "") -> StageFailure:
     """Return what a command ends with for an error that it raised."""
+    _reserve.clear()
     if (code := interruption_code(error)) is not None:
         hint = _GO_ON.get(command, "Run the same command again.")
         return Stopped(_one_line(error) if is_interruption(error) else f"interrupted. {hint}", code)
@@ -221,7 +225,11 @@ def user_message(error: BaseException) -> str | None:
         stage = sys.modules.get(f"{__package__}.{module}")
         if stage is not None and isinstance(error, getattr(stage, name)):
             return text
-    if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
+    # Where memory is limited, Python itself fails with SystemError where it can't make an exception.
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if isinstance(error, MemoryError | SystemError if is_limited else MemoryError) or any(
+        sign in text for sign in _NO_MEMORY
+    ):
         return (
             f"out of memory ({text.split('. ')[0] or type(error).__name__}). Free some, raise the limit (ulimit -v), "
             "or lower --batch-tokens (extract, add), --micro-batch-size (train) or --batch-size (eval)."

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 _RAISE_AGAIN_S = 0.05
-_TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _is_ending = False
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP arrived.
+class SignalReceived(KeyboardInterrupt):
+    """SIGINT, SIGTERM or SIGHUP arrived.
+
+    SIGINT has it too: a plain ``KeyboardInterrupt`` that passes through ``exec`` of a text, as named tuples and
+    dataclasses run theirs, makes Python end with that signal after everything was handled.
 
     Attributes:
         signum: number of the signal.
@@ -32,20 +35,20 @@ class Terminated(KeyboardInterrupt):
 
 
 def raise_signals() -> None:
-    """Let SIGTERM and SIGHUP raise :class:`Terminated`, as SIGINT raises ``KeyboardInterrupt``.
+    """Let the three signals raise :class:`SignalReceived`.
 
     A signal that is ignored when the process starts stays ignored: that is how ``nohup`` works.
     """
     sys.unraisablehook = _raise_again
-    for number in _TERMINATING:
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _terminate)
+    for number in _ENDING:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _raise)
 
 
 def ignore_signals() -> None:
     """Ignore the three signals: the outcome is decided, and one more could only put a traceback behind it."""
     if sys.unraisablehook is _raise_again:  # else the caller is a test, whose signals are not ours
-        for number in (signal.SIGINT, *_TERMINATING):
+        for number in _ENDING:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -77,12 +80,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
+def _raise(signum: int, frame: FrameType | None) -> None:
     # Schedulers send SIGTERM to a process and to its group: the second one must not break off the cleaning up.
     global _is_ending
-    if not _is_ending:
+    if signum == signal.SIGINT or not _is_ending:
         _is_ending = True
-        raise Terminated(signum)
+        raise SignalReceived(signum)
 
 
 def _raise_again(unraisable: "UnraisableHookArgs") -> None:

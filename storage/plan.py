@@ -148,7 +148,7 @@ def read_plan(path: Path) -> pa.Table:
 
     Raises:
         ManifestInvalid: missing, no plan, or with other columns.
-        OSError: it cannot be read, which says nothing about its bytes.
+        OSError: it cannot be read, which says nothing about its bytes; likewise MemoryError.
     """
     try:
         content = read_bounded(path, MAX_PLAN_BYTES)
@@ -163,12 +163,14 @@ def read_plan(path: Path) -> pa.Table:
             raise ValueError(f"columns {file.schema_arrow.names}, {file.metadata.num_rows} rows, {len(content)} bytes")
         if (n_bytes := _unpacked_bytes(file.metadata)) > _MAX_ROW_BYTES * file.metadata.num_rows + _PAGE_BYTES:
             raise ValueError(f"{n_bytes} bytes unpacked for {file.metadata.num_rows} rows")
-        plan = file.read()
+        plan = file.read(use_threads=False)  # a thread that can't be started would look like a damaged file
         longest = max((_longest_text(chunk.dictionary) for chunk in plan["sequence_id"].chunks), default=0)
         if longest > MAX_ID_BYTES:
             raise ValueError(f"a sequence id has {longest} bytes")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
+    except MemoryError:  # of pyarrow too, whose class is also an ArrowException: it says nothing about the bytes
+        raise
     except (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {reason}. Restore it.") from error

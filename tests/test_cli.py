@@ -19,7 +19,7 @@ from moa_data import __version__
 from moa_data.cli import main
 from moa_data.cli_support import ProgressLine, TokenStream, user_message
 from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view, train_view
-from moa_data.signals import Terminated
+from moa_data.signals import SignalReceived
 from moa_data.trainer.run import TrainReport
 
 COMMANDS = (
@@ -187,7 +187,7 @@ def test_faults_of_the_code_are_70_and_say_what_to_report(
 def test_a_signal_behind_another_error_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     def cleaning_up_fails(*args: Any, **kwargs: Any) -> None:
         try:
-            raise Terminated(signal.SIGTERM)
+            raise SignalReceived(signal.SIGTERM)
         finally:
             raise RuntimeError("generator didn't stop")
 
