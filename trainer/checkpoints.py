@@ -82,6 +82,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointInvalid: the file is damaged or something else.
+        OSError: it cannot be read, which says nothing about its bytes.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -98,7 +99,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             checkpoint = _from_json(state, waiting)
     except CheckpointInvalid:
         raise
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointInvalid(path, str(error)) from error
     except (ValueError, TypeError, KeyError, RuntimeError) as error:  # RecursionError is a RuntimeError
         raise CheckpointInvalid(path, f"no state of a training in its header ({type(error).__name__})") from error
