@@ -8,10 +8,9 @@ import sys
 import click
 
 from . import __version__, cli_generate, cli_store
-from .cli_support import ProgressLine, StageGroup, out, quiet_libraries
+from .cli_support import ProgressLine, StageGroup, out, quiet_libraries, tell
 from .configuration import config_options
 from .demo.config import DemoConfig
-from .escaping import printable
 from .evaluation.config import CompareConfig, DisconnectConfig, EvalConfig
 from .pipeline.config import ExtractConfig
 from .provenance import collect_provenance
@@ -145,10 +144,8 @@ def train(config: TrainConfig) -> None:
     report = run_train(config, provenance=collect_provenance(), progress_bar=sys.stderr.isatty())
     out.print(train_view(report))
     if report.n_pending_parts:
-        click.echo(
-            f"{report.n_pending_parts} parts of {printable(config.store)} are not extracted yet; the drafter saw the "
-            "others only.",
-            err=True,
+        tell(
+            f"{report.n_pending_parts} parts of {config.store} are not extracted yet; the drafter saw the others only."
         )
 
 
@@ -194,7 +191,7 @@ def compare(config: CompareConfig) -> None:
         report = run_compare(config, progress=progress, provenance=collect_provenance())
     out.print(comparison_markdown(report))
     for warning in report.warnings:
-        click.echo(printable(f"not trained alike: {warning}."), err=True)
+        tell(f"not trained alike: {warning}.")
 
 
 @main.command()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .cli_support import StageFailure, TokenStream, out
+from .cli_support import StageFailure, TokenStream, out, tell
 
 if TYPE_CHECKING:
     from .moa.auto_tree import AutoShape
@@ -117,7 +117,7 @@ def generate(
     generate_batch(loaded, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(1), sampling=sampling)
     if shape is None:
         choice = _choose(loaded, session, rows, sampling)
-        click.echo(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s", err=True)
+        tell(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s")
     drafted = _answer(loaded, rows, max_new_tokens, session, shape or choice.policy(), sampling, seed)
     reference = None
     if plain:

@@ -147,8 +147,7 @@ class Fault(StageFailure):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print traceback and line."""
-        with contextlib.suppress(OSError):
-            click.echo(printable("".join(traceback.format_exception(self.__cause__))), file=file, err=True)
+        tell("".join(traceback.format_exception(self.__cause__)))
         super().show(file)
 
 
@@ -248,6 +247,12 @@ def user_message(error: BaseException) -> str | None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def tell(text: str) -> None:
+    """Print a line for people on standard error; work goes on where it can't be written."""
+    with contextlib.suppress(OSError):
+        click.echo(printable(text), err=True)
 
 
 def _output_failure(error: OSError) -> StageFailure:
