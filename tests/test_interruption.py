@@ -170,7 +170,13 @@ def data_files(out: Path) -> dict[str, bytes]:
     """What a command wrote, without what records runs, paths and times: a store, a drafter, a target."""
     data = re.compile(r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet")
     files = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
-    of_runs = ("drafter/run.yaml", "drafter/report.json", "drafter/provenance.json", "drafter/store.json")
+    of_runs = (
+        "target/training.json",
+        "drafter/run.yaml",
+        "drafter/report.json",
+        "drafter/provenance.json",
+        "drafter/store.json",
+    )
     kept = {name: path for name, path in files.items() if data.fullmatch(name) and "/tensorboard/" not in name}
     return {
         name: path.read_bytes()
