@@ -34,6 +34,10 @@ _CODE_KEYS = {
     "transformers class: take auto_map out of the file",
     "gguf_file": "names another file to read. Take gguf_file out of the file",
     "tokenizer_object": "stands for an object of a program. Take tokenizer_object out of the file",
+} | {
+    key: "goes before the attention that moa-data asks for and records, and may name a kernel on the Hub, which is "
+    f"code. Take {key} out of the file"
+    for key in ("_attn_implementation", "_experts_implementation", "experts_implementation")
 }
 """Keys of ``*config.json`` that would have transformers run code or read elsewhere -> why they are refused."""
 

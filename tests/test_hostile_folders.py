@@ -175,6 +175,15 @@ def test_auto_map_is_refused_in_every_configuration(room: Path, tmp_path: Path, 
     )
 
 
+@pytest.mark.parametrize("key", ["_attn_implementation", "_experts_implementation", "experts_implementation"])
+def test_a_kernel_of_the_hub_is_refused(room: Path, tmp_path: Path, key: str) -> None:
+    """The attention of the file would win over the one that is asked for; one of the Hub is downloaded and run."""
+    model = Path(shutil.copytree(room / "model", tmp_path / "model"))
+    change_json(model / "config.json", **{key: "kernels-community/flash-attn"})
+    command = ("plan", "--model", model, "--dataset", room / "chats.jsonl", "--out", tmp_path / "s", "--device", "cpu")
+    refused(run(*command), f"config.json: {key} goes before", f"Take {key} out")
+
+
 def test_code_beside_drafters_and_chats_is_no_input(room: Path, tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     drafter.mkdir()
