@@ -25,7 +25,9 @@ _STATE, _DICT = "state.json", "dataset_dict.json"
 _NO_CHATS = {"dataset_info.json", _STATE, _DICT, "dataset_infos.json"}
 _MAP_CACHE = re.compile(r"cache-[^/]*\.arrow")
 _KEYWORD = re.compile(
-    r"(?<![^-._ 0-9])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation)(?![^-._ 0-9]).*",
+    r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
+    # Words end where letters do, or where a capital begins (testSet); people also write trainset and tests.
+    r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
 _SHARDED = re.compile(r"(.+)-\d{5}-of-\d{5}\b.*")

@@ -34,6 +34,10 @@ LAYOUTS = [
     (["train/a.jsonl", "test/a.jsonl"], "train", "test"),
     (["chats_train.jsonl", "chats_eval.jsonl"], "train", "eval"),
     (["data/cooking-00000-of-00001.jsonl", "data/travel-00000-of-00001.jsonl"], "cooking", "travel"),
+    (["trainset.jsonl", "testset.jsonl"], "trainset", "testset"),
+    (["trainSet.jsonl", "testSet.jsonl"], "trainSet", "testSet"),
+    (["split=train/a.jsonl", "split=test/a.jsonl"], "train", "test"),
+    (["chats_heldout.jsonl", "chats_train.jsonl"], "train", "heldout"),
     (["x-train_sft-00000-of-00002.jsonl", "x-train_gen-00000-of-00001.jsonl"], "train_sft", "train_gen"),
 ]
 
