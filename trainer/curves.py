@@ -1,5 +1,6 @@
 """The picture of a training run, from its metrics file."""
 
+import contextlib
 import csv
 import io
 from pathlib import Path
@@ -17,7 +18,8 @@ METRICS_FILE = "metrics.csv"
 def keep_earlier_metrics(run: Path) -> None:
     """Move metrics.csv of an earlier invocation aside; Lightning's logger would delete it."""
     if (run / METRICS_FILE).is_file():
-        index = len(list(run.glob("metrics-*.csv")))
+        earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
+        index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0  # not their number: one of them may be gone
         (run / METRICS_FILE).rename(run / f"metrics-{index:03d}.csv")
 
 
@@ -27,12 +29,16 @@ def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
     for file in [*sorted(run.glob("metrics-*.csv")), run / METRICS_FILE]:
         if not file.is_file():
             continue
-        with file.open(newline="") as stream:
+        with file.open(newline="", encoding="utf-8", errors="replace") as stream:
             whole = [line for line in stream if line.endswith("\n")]  # a kill can tear the last one
         for row in csv.DictReader(whole):
             for name, cell in row.items():
-                if name not in ("step", "epoch") and cell:
-                    series.setdefault(name, {})[int(float(row["step"]))] = float(cell)
+                if name in ("step", "epoch") or not cell:
+                    continue
+                # A picture is not worth a training: what is no figure is left out.
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                    step, value = int(float(row["step"])), float(cell)
+                    series.setdefault(name, {})[step] = value
     return {name: sorted(points.items()) for name, points in series.items()}
 
 

@@ -411,7 +411,11 @@ def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) ->
     """Refuse to go on with a run on another store, or on one that has grown."""
     if not config.resume or not (out / STORE_FILE).is_file():
         return
-    before, now = json.loads((out / STORE_FILE).read_text()), _store_facts(store)
+    now = _store_facts(store)
+    try:
+        before = dict(json.loads((out / STORE_FILE).read_text()))
+    except (ValueError, TypeError) as error:
+        raise TrainingError(f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it.") from error
     # What is newer than the run, such as the codec, was not recorded.
     changed = [
         f"{name} was {before[name]!r}, now {value!r}"

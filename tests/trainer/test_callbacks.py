@@ -12,7 +12,7 @@ from moa_data.storage.reader import ActivationStore
 from moa_data.trainer import callbacks, data
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.curves import read_metrics
+from moa_data.trainer.curves import keep_earlier_metrics, read_metrics
 from moa_data.trainer.module import DrafterModule
 
 from .test_run import run
@@ -83,3 +83,19 @@ def test_a_torn_line_of_figures_is_left_out(tmp_path):
     (tmp_path / "metrics-000.csv").write_bytes(b"step,train/loss\r\n0,2.5\r\n1,1.5\r\n,1")
     (tmp_path / "metrics.csv").write_bytes(b"step,train/loss\r\n2,1.25\r\n")
     assert read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (1, 1.5), (2, 1.25)]}
+
+
+def test_what_is_no_figure_is_left_out(tmp_path):
+    lines = [b"step,train/loss", b"0,2.5", b"1,\xff\xfe", b"x,1.5", b"\0\0\0", b"2,1,9", b"inf,3", b""]
+    (tmp_path / "metrics.csv").write_bytes(b"\r\n".join(lines))
+    assert read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (2, 1.0)]}
+
+
+def test_earlier_figures_are_never_replaced(tmp_path):
+    (tmp_path / "metrics-001.csv").write_text("earlier")  # the first one was taken away
+    (tmp_path / "metrics.csv").write_text("now")
+    keep_earlier_metrics(tmp_path)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        "metrics-001.csv": "earlier",
+        "metrics-002.csv": "now",
+    }

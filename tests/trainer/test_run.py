@@ -369,6 +369,13 @@ def test_resume_refuses_another_store(store_path, tmp_path):
         run(tmp_path / "coded", tmp_path / "run", max_steps=4, resume=True)
     moved = store_path.parent / "alias"
     moved.symlink_to(store_path)
+    record = tmp_path / "run" / "store.json"
+    content = record.read_text()
+    for damaged in ("{", "[1]", "null"):
+        record.write_text(damaged)
+        with pytest.raises(TrainingError, match=r"store\.json cannot be read, so nothing can be resumed"):
+            run(moved, tmp_path / "run", max_steps=4, resume=True)
+    record.write_text(content)
     assert run(moved, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
 
 
