@@ -239,8 +239,9 @@ class _Check:
         self.progress, self.values = progress, values
         self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
         self.done_bytes = 0.0
-        damaged = {damage.part for damage in report.damages}
-        sized = [part for part in commits if part not in damaged and self._has_sizes(part)]
+        self.damaged = {damage.part for damage in report.damages}
+        self.unsized: dict[int, OSError | MemoryError] = {}
+        sized = [part for part in commits if part not in self.damaged and self._has_sizes(part)]
         self.reader = ActivationStore(store, parts=sized) if sized and values else None
         self.rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in sized}
         for i, row in enumerate(self.reader.sequences.to_pylist() if self.reader else ()):
@@ -250,7 +251,8 @@ class _Check:
         """Whether all files of a part are there with their sizes; if not, or if it can't be told, ``run`` says why."""
         try:
             return not find_size_damage(part_path(self.store, part), self.commits[part].files)
-        except (OSError, MemoryError):
+        except (OSError, MemoryError) as error:
+            self.unsized[part] = error
             return False
 
     def run(self) -> None:
@@ -266,6 +268,9 @@ class _Check:
                 self.report.n_sequences += commit.n_sequences * (not found)
                 self.report.n_tokens += commit.n_tokens * (not found)
             elif found or part not in self.rows:
+                if not found and part not in self.damaged:  # its files are whole by now, but its values were not read
+                    error = self.unsized.get(part, OSError("its files changed meanwhile"))
+                    self.report.add([Unchecked(part, _below(self.store, part_path(self.store, part)), error)])
                 self._advance(commit.stored_bytes / 2, part)
             else:
                 self._check_values(part, commit.stored_bytes / 2)

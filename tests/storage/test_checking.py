@@ -162,6 +162,20 @@ def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe, tre
     assert tree(store) == before
 
 
+def test_a_refusal_that_passes_does_not_leave_values_unread(store: Path) -> None:
+    """The sizes of a part could not be had at first, its checksums could: it is not whole without its values."""
+    first = itertools.count()
+    with refusing(store, "ESTALE", lambda path: path.endswith(SHARD) and next(first) == 0):
+        report = verify_store(store)
+    assert next(first) > 1
+    assert not report.ok
+    assert not report.damages
+    assert [(item.part, item.path, item.message) for item in report.unchecked] == [
+        (1, "parts/part-00001.zarr", os.strerror(errno.ESTALE))
+    ]
+    assert verify_store(store).ok
+
+
 def test_what_a_refusal_advises(store: Path) -> None:
     for name, advice in (("EMFILE", r"`ulimit -n`"), ("EACCES", "right to read"), ("EIO", "Check the disk")):
         with (
