@@ -24,6 +24,9 @@ _ROLES = {
     "model": "assistant",
     "tool": "tool",
 }
+_SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+_UNREAD_KEYS = ("reasoning_content", "reasoning", "thinking", "refusal")
+"""What some datasets keep beside a message's content; few templates render it, and none of them says which."""
 
 
 class RejectReason(StrEnum):
@@ -39,6 +42,7 @@ class RejectReason(StrEnum):
     MALFORMED_TOOLS = "tools is no list of objects with a name"
     MALFORMED_TOOL_CALLS = "tool_calls is no list of calls with a name and an object of arguments"
     MALFORMED_SYSTEM = "the system column is no text"
+    CONTENT_NOT_READ = "the chat has content that is not read, such as reasoning beside an answer"
     TWO_SYSTEM_TEXTS = "the system column and the system message differ"
     NO_UNICODE = "a text holds half a surrogate pair, which no tokenizer takes"
     TOO_LONG = "the chat has more characters than any context holds"
@@ -120,6 +124,8 @@ def parse_prompt(row: Any) -> Chat | Rejection:
         return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if not isinstance(items, (list, tuple)) or not items:
         return Rejection(RejectReason.MALFORMED_MESSAGES, f"got {type(items).__name__} of length {_length(items)}")
+    if row.get("documents"):
+        return Rejection(RejectReason.CONTENT_NOT_READ, "documents")
     messages = []
     for index, item in enumerate(items):
         message = _parse_message(item, index)
@@ -129,7 +135,7 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     tools = _parse_tools(row.get("tools") or row.get("functions"))
     if isinstance(tools, Rejection):
         return tools
-    return _with_system(Chat(messages, tools or None), row.get("system"))
+    return _with_system(Chat(messages, tools or None), next(filter(None, map(row.get, _SYSTEM_COLUMNS)), None))
 
 
 def _with_system(chat: Chat, text: Any) -> Chat | Rejection:
@@ -156,6 +162,10 @@ def _parse_message(item: Any, index: int) -> Message | Rejection:
     role = _ROLES.get(str(name).strip().lower())
     if role is None:
         return Rejection(RejectReason.UNKNOWN_ROLE, f"message {index} has role {str(name)[:80]!r}")
+    if unread := [key for key in _UNREAD_KEYS if item.get(key)]:
+        return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has {unread[0]}")
+    if item.get("weight") == 0:  # an answer that is not to be trained on
+        return Rejection(RejectReason.CONTENT_NOT_READ, f"message {index} has weight 0")
     calls = _parse_calls(item, index)
     if isinstance(calls, Rejection):
         return calls

@@ -19,7 +19,7 @@ PARTIAL_SUFFIX = ".partial"
 """Suffix of files and folders that are being written; whatever carries it after a crash is rubbish."""
 
 _TAKEN_AS_THEY_ARE = (bytes, np.ndarray)
-_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GO_ON = (
     "Parts committed so far are safe. Free some space and run the same command again: it goes on with the first part "
     "that is missing."

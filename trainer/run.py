@@ -232,9 +232,11 @@ def _write_report(file: Path, report: TrainReport) -> None:
     if not report.n_tokens and file.is_file():
         if not report.metrics:
             return
-        facts = json.loads(file.read_text(), parse_constant=lambda _: None)  # older ones may hold NaN
-        facts |= {"n_steps": report.n_steps, "best_expected_acceptance_length": report.best_expected_acceptance_length}
-        facts["metrics"] |= report.metrics
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged one is replaced
+            earlier = json.loads(file.read_text(), parse_constant=lambda _: None)  # older ones may hold NaN
+            metrics = earlier["metrics"] | report.metrics
+            kept = ("n_steps", "best_expected_acceptance_length")
+            facts = earlier | {name: facts[name] for name in kept} | {"metrics": metrics}
     write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 

@@ -300,3 +300,20 @@ def test_prompts_take_tools_and_refuse_a_template_that_ignores_them(
     assert qwen25.decode(prompt) == text_of(qwen25, row).removesuffix("It is 22 degrees.<|im_end|>\n")
     with pytest.raises(TemplateError, match=r"leaves out the tools.*: tool get_weather"):
         prompt_tokens(tokenizer_for(LLAMA3_TEMPLATE), chat.messages[:1], chat.tools)
+
+
+@pytest.mark.parametrize("unread", [{"thinking": "Hm."}, {"reasoning_content": "Hm."}, {"weight": 0}])
+def test_content_that_is_not_read_is_counted(unread: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "refusal": None, "weight": 1}]
+    assert isinstance(parse_chat({"messages": messages, "documents": []}), Chat)
+    for row in ({"messages": [messages[0], messages[1] | unread]}, {"messages": messages, "documents": ["a text"]}):
+        found = parse_chat(row)
+        assert isinstance(found, Rejection)
+        assert found.reason is RejectReason.CONTENT_NOT_READ
+
+
+def test_a_system_prompt_column_is_a_system_message() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    chat = parse_chat({"messages": messages, "system": None, "system_prompt": "Be brief."})
+    assert isinstance(chat, Chat)
+    assert chat.messages[0] == {"role": "system", "content": "Be brief."}
