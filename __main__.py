@@ -9,7 +9,7 @@ import resource
 import sys
 import threading
 
-from .signals import ignore_signals, interruption_code, raise_signals
+from .signals import ignore_signals, interruption_code, is_first_process, raise_signals
 
 _M_ARENA_MAX = -8  # of malloc.h
 
@@ -27,7 +27,8 @@ def main() -> None:
         command_line()
     except KeyboardInterrupt as interrupt:
         ignore_signals()
-        sys.stderr.write(f"Error: interrupted {done}. Run the same command again.\n")
+        if is_first_process():
+            sys.stderr.write(f"Error: interrupted {done}. Run the same command again.\n")
         sys.exit(interruption_code(interrupt))
     except SystemExit as end:
         ignore_signals()

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from . import __version__
 from .escaping import printable
-from .signals import ignore_signals, interruption_code, is_interruption
+from .signals import ignore_signals, interruption_code, is_first_process, is_interruption
 
 
 class StandardOutput(Console):
@@ -126,8 +126,8 @@ class Stopped(StageFailure):
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line, in the first of the processes that torchrun starts: the others were stopped with it."""
-        if os.environ.get("RANK", "0") == "0":
+        """Print the line once: of several processes all were stopped."""
+        if is_first_process():
             super().show(file)
 
 

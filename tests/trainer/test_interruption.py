@@ -233,6 +233,7 @@ def test_two_processes_stop_alike(store_path, tmp_path, launcher):
     begun = time.monotonic()
     assert subprocess.run([*prefix, *command(store_path, whole, *more)], capture_output=True).returncode == 0
     seconds, rng = time.monotonic() - begun, random.Random(1)
+    n_spoke = 0
     ways = [(signum, to_group) for to_group in (False, True) for signum in STOPS] * 2
     for signum, to_group in ways:
         if (parts / "report.json").is_file():
@@ -244,14 +245,20 @@ def test_two_processes_stop_alike(store_path, tmp_path, launcher):
                 (os.killpg if to_group else os.kill)(process.pid, signum)
             _, stderr = process.communicate(timeout=300)
         if process.returncode:
-            if launcher == "lightning":
+            # A signal before the program's first line is Python's; torchrun's own imports take seconds.
+            begun_at_all = process.returncode != -signum if launcher == "lightning" else bool(said(stderr))
+            if launcher == "lightning" and begun_at_all:
                 assert process.returncode == STOPS[signum], stderr
-            [line] = said(stderr)
-            assert line.startswith("Error: stopped "), stderr
+            if begun_at_all:
+                [line] = said(stderr)
+                assert "ame command" in line, stderr
+                n_spoke += 1
+            assert "Traceback" not in stderr or launcher == "torchrun"  # torchrun shows its own
         deadline = time.monotonic() + 30
         while processes_of(parts) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not processes_of(parts)
+    assert n_spoke
     done = subprocess.run([*prefix, *command(store_path, parts, *more), *go_on(parts)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_same_run(whole, parts)
