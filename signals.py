@@ -54,7 +54,7 @@ def ignore_signals() -> None:
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of the processes that torchrun or Lightning has started, which speaks for all of them."""
+    """Whether this is the first of the processes that torchrun or Lightning has started; it speaks for all."""
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
 
 
