@@ -134,7 +134,7 @@ def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
     """The line for a run that was stopped at once: what it left decides."""
     try:
         step = read_checkpoint(out / CHECKPOINTS / LAST)["global_step"]
-    except CheckpointInvalid:
+    except (CheckpointInvalid, OSError):
         return "stopped before the first checkpoint; run the same command again."
     if isinstance(interrupt, StoppedAtOnce):
         return f"stopped without saving; go on from the checkpoint of step {step} with the same command and --resume."
