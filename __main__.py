@@ -9,7 +9,7 @@ import resource
 import sys
 import threading
 
-from .signals import ignore_signals, interruption_code, is_first_process, raise_signals
+from .commands.signals import ignore_signals, interruption_code, is_first_process, raise_signals
 
 _M_ARENA_MAX = -8  # of malloc.h
 

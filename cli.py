@@ -7,13 +7,15 @@ import sys
 
 import click
 
-from . import __version__, cli_generate, cli_store
-from .cli_support import ProgressLine, StageGroup, out, quiet_libraries, tell
-from .configuration import config_options
+from . import __version__
+from .commands import generate as cli_generate
+from .commands import store as cli_store
+from .commands.console import ProgressLine, StageGroup, out, quiet_libraries, tell
+from .commands.options import config_options
+from .commands.provenance import collect_provenance
 from .demo.config import DemoConfig
 from .evaluation.config import CompareConfig, DisconnectConfig, EvalConfig
 from .pipeline.config import ExtractConfig
-from .provenance import collect_provenance
 from .trainer.config import PRESETS, TrainConfig
 
 EPILOG = """\b
@@ -138,7 +140,7 @@ def train(config: TrainConfig) -> None:
       moa-data train store --out runs/moa --resume
       moa-data train store --out runs/moa --config run.yaml --learning-rate 1e-4
     """
-    from .cli_views import train_view
+    from .commands.views import train_view
     from .trainer.run import train as run_train
 
     report = run_train(config, provenance=collect_provenance(), progress_bar=sys.stderr.isatty())

@@ -26,15 +26,15 @@ import torch
 import yaml
 from train_step import add_size_options, chosen_sizes
 
+from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
 from moa_data.evaluation.run import disconnect, evaluate
 from moa_data.evaluation.statistics import ratio_with_interval, relative_with_interval
-from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.config import DrafterConfig
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.model import MoADrafter
-from moa_data.provenance import collect_provenance
-from moa_data.storage.reader import ActivationStore
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import needed_fields
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.errors import TrainingError
@@ -120,14 +120,14 @@ def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) ->
     own = {name: value for name, value in VARIANTS[variant][1].items() if name in ("layer_attention", "layer_groups")}
     if not own:
         return given
-    full = DrafterConfig.from_target(frozen.config, **given)
+    full = MoASizes.from_target(frozen.config, **given)
     missing = n_weights(full) - n_weights(dataclasses.replace(full, **own))
     wider = round(missing / (2 * 3 * full.hidden_size))  # two MLPs of three matrices
     names = ("self_attention_mlp_width", "cross_attention_mlp_width")
     return given | {name: getattr(full, name) + wider for name in names}
 
 
-def n_weights(config: DrafterConfig) -> int:
+def n_weights(config: MoASizes) -> int:
     """Weights of a drafter of these sizes."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in MoADrafter(config).parameters())

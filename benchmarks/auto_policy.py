@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.drafters import load_drafters
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
-from moa_data.moa.auto_tree import measure_costs
-from moa_data.moa.decode import OpenSession, draft_session, generate_batch
-from moa_data.moa.drafting import DraftSession
-from moa_data.moa.sampling import accept_argmax
-from moa_data.moa.shape_costs import WIDEST, AcceptanceLog, DecodingCosts, candidates, n_nodes_of
-from moa_data.moa.shape_policy import AdaptivePolicy, FixedShape, ShapePolicy
-from moa_data.moa.target import Target
-from moa_data.moa.tree import DraftTree, Shape, TreeShape
-from moa_data.provenance import collect_provenance
+from moa_data.moa.decoding.auto_tree import measure_costs
+from moa_data.moa.decoding.loop import OpenSession, draft_session, generate_batch
+from moa_data.moa.decoding.sampling import accept_argmax
+from moa_data.moa.decoding.session import DraftSession
+from moa_data.moa.decoding.shape_costs import WIDEST, AcceptanceLog, DecodingCosts, candidates, n_nodes_of
+from moa_data.moa.decoding.shape_policy import AdaptivePolicy, FixedShape, ShapePolicy
+from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
+from moa_data.moa.target.live import Target
 
 N_CALIBRATION_TOKENS = 48
 """Of each calibration prompt, as `choose_shape` has it."""

@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from moa_data.provenance import collect_provenance
+from moa_data.commands.provenance import collect_provenance
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
-from moa_data.storage.plan import plan_parts
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.parts.plan import plan_parts
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, kv_field, response_mask_field, tokens_field
-from moa_data.storage.verify import verify_store
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.write.store import StoreWriter
 
 REPEATS = 5
 

@@ -20,15 +20,15 @@ import numcodecs.blosc
 import numpy as np
 import torch
 
+from moa_data.commands.provenance import collect_provenance
 from moa_data.pipeline.recode import codec_for
-from moa_data.provenance import collect_provenance
-from moa_data.storage.codecs.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
-from moa_data.storage.codecs.field import TOKENS, FieldCodec
+from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
+from moa_data.storage.chunks.field import TOKENS, FieldCodec
 from moa_data.storage.codecs.quantised import SCHEMES
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.layout import array_layout
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.parts.layout import array_layout
+from moa_data.storage.read.store import ActivationStore
 
 FIELDS = ("kv", "hidden/last")
 CODECS = (*SCHEMES, "transform:3", "transform:1", "transform:1,tokens")

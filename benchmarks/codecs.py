@@ -25,21 +25,21 @@ import numpy as np
 import torch
 from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training
 
+from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.prompts import load_prompts
-from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.decode import draft_session, generate_batch
-from moa_data.moa.kv_layout import unpack_kv
-from moa_data.moa.target import Target
-from moa_data.moa.tree import TreeShape
+from moa_data.moa.decoding.loop import draft_session, generate_batch
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.nn.kv import unpack_kv
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.target.live import Target
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.prompts import prompt_tokens
 from moa_data.pipeline.recode import recode
-from moa_data.provenance import collect_provenance
+from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.summary import summarize_store
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.run import train
 

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from moa_data.moa.auto_tree import measure_costs
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.decode import OnRound, draft_session, generate_batch
-from moa_data.moa.drafter import Drafter
-from moa_data.moa.registry import DRAFTERS, drafter_class
-from moa_data.moa.target import Target
-from moa_data.moa.tree import TreeShape
-from moa_data.provenance import collect_provenance
+from moa_data.commands.provenance import collect_provenance
+from moa_data.moa.decoding.auto_tree import measure_costs
+from moa_data.moa.decoding.loop import OnRound, draft_session, generate_batch
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.target.live import Target
 from moa_data.trainer.config import PRESETS, TrainConfig
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.provenance import collect_provenance
-from moa_data.storage.reader import ActivationStore
+from moa_data.commands.provenance import collect_provenance
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule, ValidationBatches

@@ -17,13 +17,13 @@ from pathlib import Path
 import pyarrow.compute as pc
 import torch
 
-from moa_data.moa.kv_layout import new_cache
-from moa_data.moa.target import Target
+from moa_data.commands.provenance import collect_provenance
+from moa_data.moa.nn.kv import new_cache
+from moa_data.moa.target.live import Target
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import Timings, batches
 from moa_data.pipeline.plan import ExtractPlan, build_plan
-from moa_data.provenance import collect_provenance
 
 
 def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:

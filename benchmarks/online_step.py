@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, write_result
 
-from moa_data.moa.kv_layout import cache_kv, new_cache
-from moa_data.moa.target import Target
-from moa_data.storage.reader import ActivationStore
+from moa_data.moa.nn.kv import cache_kv, new_cache
+from moa_data.moa.target.live import Target
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.allocator import keep_freed_memory
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.config import PRESETS, TrainConfig

@@ -20,7 +20,7 @@ import numpy as np
 import read_data
 from read_formats import FORMATS, Format, Out, Read
 
-from moa_data.provenance import collect_provenance
+from moa_data.commands.provenance import collect_provenance
 
 CEILING = FORMATS[0].name
 CASES = ("random all", "random layer", "random hidden", "epoch all", "cold all")

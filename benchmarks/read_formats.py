@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from read_data import Data, write_store
 
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.read.store import ActivationStore
 
 Out = dict[str, np.ndarray]
 Read = Callable[[np.ndarray, str, Out], None]

@@ -9,9 +9,9 @@ Its drafts, from the same weights, can then be compared with those of `--method 
 import argparse
 from pathlib import Path
 
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.independent import IndependentDrafter, save_as_llama
-from moa_data.moa.target import load_target_config, load_target_tokenizer
+from moa_data.moa.drafters.independent import IndependentDrafter, save_as_llama
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.target.live import load_target_config, load_target_tokenizer
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moa_data.provenance import collect_provenance
+from moa_data.commands.provenance import collect_provenance
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.run import train
 

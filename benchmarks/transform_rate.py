@@ -20,18 +20,18 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from moa_data.moa.bundle import FROZEN_FILE, rope_parameters
-from moa_data.moa.layers import Rotary
-from moa_data.moa.target import load_target_config
-from moa_data.provenance import collect_provenance
-from moa_data.storage.codecs.calibration import logit_metric
-from moa_data.storage.codecs.chunk import encode_chunk
-from moa_data.storage.codecs.rope import Rope
-from moa_data.storage.codecs.transform import TransformCodec
-from moa_data.storage.codecs.transform_settings import TransformSettings
+from moa_data.commands.provenance import collect_provenance
+from moa_data.moa.nn.layers import Rotary
+from moa_data.moa.target.bundle import FROZEN_FILE, rope_parameters
+from moa_data.moa.target.live import load_target_config
+from moa_data.storage.chunks.chunk import encode_chunk
+from moa_data.storage.codecs.transform.calibration import logit_metric
+from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.codecs.transform.rope import Rope
+from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.layout import array_layout
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.parts.layout import array_layout
+from moa_data.storage.read.store import ActivationStore
 
 INDEX_ENTRY_BYTES = 16
 BITS = {"all": (0.24, 0.53, 0.9, 1.85), "layer": (0.73, 1.4, 2.0, 3.35)}

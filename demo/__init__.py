@@ -1,6 +1,4 @@
-"""The embedded default: a whole run, from a generated corpus to a measured drafter, without network or accelerator."""
+"""The embedded default: a whole run, from a generated corpus to a measured drafter, without network or accelerator.
 
-from .config import DemoConfig
-from .errors import DemoError
-
-__all__ = ["DemoConfig", "DemoError"]
+It calls the other stages as a user would; nothing of them is written here a second time.
+"""

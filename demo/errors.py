@@ -1,9 +1,7 @@
 """Errors of the demo."""
 
+from ..errors import MoaDataError
 
-class DemoError(Exception):
+
+class DemoError(MoaDataError):
     """The demo cannot go on: the text says what was found, what was expected and what to do."""
-
-
-class DemoInterrupted(DemoError):
-    """The demo was stopped by Ctrl-C; finished phases are kept."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ..storage.summary import StoreSummary
+from ..storage.care.summary import StoreSummary
 from .target import TargetReport
 
 DPI = 130

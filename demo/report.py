@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..escaping import printable
-from ..storage.summary import StoreSummary, summarize_store
+from ..storage.care.summary import StoreSummary, summarize_store
+from ..text import printable
 from . import figures
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, read_jsonl

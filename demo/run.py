@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import Interrupted
 from ..pipeline.config import ExtractConfig
-from ..pipeline.errors import ExtractionInterrupted
-from ..storage.commit import COMMITS_NAME
+from ..storage.names import COMMITS_NAME
 from ..trainer.config import PRESETS, TrainConfig
-from ..trainer.errors import TrainingInterrupted
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, TRAIN_FILE, corpus_stats, generate_corpus, read_jsonl, write_jsonl
-from .errors import DemoError, DemoInterrupted
+from .errors import DemoError
 from .state import PHASES, REPORT_FILE, DemoState
 
 Progress = Callable[[int, int, str], None]
@@ -239,10 +238,8 @@ def run_demo(
         started = time.perf_counter()
         try:
             facts = work()
-        except (KeyboardInterrupt, ExtractionInterrupted, TrainingInterrupted) as error:
-            raise DemoInterrupted(
-                f"interrupted in the {phase} phase; run the same command again, {run.kept()}"
-            ) from error
+        except (KeyboardInterrupt, Interrupted) as error:
+            raise Interrupted(f"interrupted in the {phase} phase; run the same command again, {run.kept()}") from error
         run.state.finish(phase, time.perf_counter() - started, facts)
     measured, size = run.state.facts("eval"), run.state.facts("report")
     return DemoReport(

@@ -1,1 +1,4 @@
-"""Measures decoding with a drafter beside plain decoding of the same prompts."""
+"""Measurements of decoding: drafters beside plain decoding of the same prompts, and drafters that go on alone.
+
+Decoding itself lives in ``moa.decoding``; here are prompts, timing, statistics and reports.
+"""

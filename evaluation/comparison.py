@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..moa.registry import DRAFTERS
+from ..moa.drafters.registry import DRAFTERS
 from .markdown import length_text, markdown_report, ratio_text
 from .report import EvaluationReport, MethodSummary
 

@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..moa.sampling import SamplingConfig
-    from ..moa.tree import Shape
+    from ..moa.decoding.sampling import SamplingConfig
+    from ..moa.decoding.tree import Shape
 
 DRAFTING = ("chain", "tree", "auto")
 METHODS = ("plain", *DRAFTING, "prompt-lookup", "assisted", "transformers")
@@ -76,8 +76,8 @@ class EvalConfig:
         ]
         if self.dtype not in DTYPES:
             found.append(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        from ..moa.decoding.sampling import check_seed
         from ..moa.errors import DrafterError
-        from ..moa.sampling import check_seed
 
         for make in (self.sampling, self.tree_shape, partial(check_seed, self.seed)):
             try:
@@ -108,7 +108,7 @@ class EvalConfig:
         Raises:
             DrafterError: a value without a meaning.
         """
-        from ..moa.sampling import SamplingConfig
+        from ..moa.decoding.sampling import SamplingConfig
 
         return SamplingConfig(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 
@@ -118,7 +118,7 @@ class EvalConfig:
         Raises:
             DrafterError: no shape, or one that makes no sense or none with this sampling.
         """
-        from ..moa.tree import parse_shape
+        from ..moa.decoding.tree import parse_shape
 
         shape = parse_shape(self.tree)
         self.sampling().check_shape(shape)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..moa.decode import generate_batch
-from ..moa.drafting import DrafterSession
-from ..moa.target import Target
-from ..moa.target_cache import TargetCache
-from ..moa.tree import TreeShape
+from ..moa.decoding.loop import generate_batch
+from ..moa.decoding.session import DrafterSession
+from ..moa.decoding.tree import TreeShape
+from ..moa.target.cache import TargetCache
+from ..moa.target.live import Target
 from .drafters import LoadedDrafter
 from .errors import EvaluationError
 from .measure import Progress, opening_tokens

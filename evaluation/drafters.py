@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import yaml
 
-from ..moa.bundle import FrozenTarget
-from ..moa.checkpoint import check_drafter_matches, load_drafter
-from ..moa.drafter import Drafter
-from ..moa.target import Target
+from ..moa.drafters.base import Drafter
+from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
+from ..moa.target.bundle import FrozenTarget
+from ..moa.target.live import Target
 from .errors import EvaluationError
 
 _RUN_FILE, _REPORT_FILE, _STORE_FILE = "run.yaml", "report.json", "store.json"

@@ -1,12 +1,10 @@
 """Errors of the evaluation stage; every message says what was wrong and what to do next."""
 
+from ..errors import MoaDataError
 
-class EvaluationError(Exception):
+
+class EvaluationError(MoaDataError):
     """Something the user can mend kept the evaluation from running."""
-
-
-class EvalConfigError(EvaluationError, ValueError):
-    """A field of the evaluation's configuration has a value that cannot be used."""
 
 
 class PromptsError(EvaluationError, ValueError):

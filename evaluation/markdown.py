@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..escaping import printable
+from ..text import printable
 from .report import EvaluationReport, MethodSummary
 
 _MAX_DIVERGENCES = 10

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..moa.decode import Generation
-from ..moa.sampling import GREEDY, SamplingConfig, penalised
-from ..moa.target import Target
+from ..moa.decoding.loop import Generation
+from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
+from ..moa.target.live import Target
 from ..pipeline.chats import Message
 from ..pipeline.errors import PromptUnusable, TemplateError
 from ..pipeline.prompts import check_prompt, prompt_tokens

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from ..moa.auto_tree import AutoShape, choose_shape
-from ..moa.decode import Generation, OpenSession, draft_session, generate_batch
-from ..moa.prompt_lookup import prompt_lookup_session
-from ..moa.shape_policy import ShapePolicy
-from ..moa.target import Target
-from ..moa.tree import Shape, TreeShape
+from ..moa.decoding.auto_tree import AutoShape, choose_shape
+from ..moa.decoding.loop import Generation, OpenSession, draft_session, generate_batch
+from ..moa.decoding.prompt_lookup import prompt_lookup_session
+from ..moa.decoding.shape_policy import ShapePolicy
+from ..moa.decoding.tree import Shape, TreeShape
+from ..moa.target.live import Target
 from .config import DRAFTING, EvalConfig
 from .drafters import DrafterFacts, load_drafters
 from .peers import TransformersGenerate, load_assistant

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..moa.clock import DeviceClock, Mark
-from ..moa.decode import DecodeStats, Generation
-from ..moa.sampling import SamplingConfig
-from ..moa.target import Target
+from ..moa.decoding.clock import DeviceClock, Mark
+from ..moa.decoding.loop import DecodeStats, Generation
+from ..moa.decoding.sampling import SamplingConfig
+from ..moa.target.live import Target
 from .errors import EvaluationError
 
 

@@ -15,9 +15,9 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..escaping import printable
 from ..pipeline.chats import Message, Rejection, UnreadableRow, parse_prompt
 from ..pipeline.dataset import parse_json
+from ..text import printable
 from .errors import PromptsError
 
 CHATS, SPEC_BENCH = "chats", "spec-bench"

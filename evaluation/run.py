@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..moa.target import Target
+from ..errors import OptionInvalid
+from ..moa.target.live import Target
 from ..pipeline.prompts import check_template
 from .comparison import KIND as COMPARISON
 from .comparison import ComparisonReport, build_comparison, comparison_markdown
@@ -16,7 +17,6 @@ from .disconnection import measure_disconnections
 from .disconnection_report import KIND as DISCONNECTION
 from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
 from .drafters import load_drafters
-from .errors import EvalConfigError
 from .figures import comparison_figure, disconnection_figure, write_figures
 from .markdown import markdown_report, write_report
 from .measure import Progress, measure, opening_tokens
@@ -65,7 +65,7 @@ def run_methods(
         target.compile(config.compile)
     calibration_prompts = opening_tokens(target, prompts.prompts[: max(1, config.warmup)])
     if "auto" in config.method and not calibration_prompts:
-        raise EvalConfigError(
+        raise OptionInvalid(
             f"method auto calibrates on the first {max(1, config.warmup)} prompts, and none of them leaves the target "
             "a position to generate into; raise --warmup, or give shorter prompts."
         )
@@ -171,7 +171,7 @@ def disconnect(
 
 def _check(config: EvalConfig | CompareConfig | DisconnectConfig) -> None:
     if problems := config.problems():
-        raise EvalConfigError("; ".join(problems) + ".")
+        raise OptionInvalid("; ".join(problems) + ".")
 
 
 def _prompt_facts(path: str, prompts: PromptFile) -> dict[str, Any]:

@@ -1,1 +1,4 @@
-"""Drafters, their masks and losses, the key/value layout, and decoding with a target."""
+"""Drafters, the pieces of the target that they need, decoding with both, and checkpoint formats.
+
+Nothing here knows a store: tensors in, tensors out.
+"""

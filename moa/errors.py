@@ -1,7 +1,9 @@
 """Errors of the drafter and decoding code. The command line turns each into one line and exit code 2."""
 
+from ..errors import MoaDataError
 
-class DrafterError(Exception):
+
+class DrafterError(MoaDataError):
     """A drafter, a target or a decoding request that cannot be used as given."""
 
 

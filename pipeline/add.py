@@ -12,24 +12,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..moa.bundle import held_layers
-from ..moa.target import Target
-from ..storage.addition import StoreAddition, load_next_basis, save_next_basis
-from ..storage.card import CardOrigin, public_name, write_card
-from ..storage.codecs.field import TOKENS
+from ..errors import Interrupted
+from ..moa.target.bundle import held_layers
+from ..moa.target.live import Target
+from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
-from ..storage.commit import PLAN_NAME, commit_path, read_part_commit
 from ..storage.dtypes import to_float32
-from ..storage.plan import read_plan
-from ..storage.reader import ActivationStore
-from ..storage.writer import StoreWriter
+from ..storage.names import PLAN_NAME, commit_path
+from ..storage.parts.commit import read_part_commit
+from ..storage.parts.plan import read_plan
+from ..storage.read.store import ActivationStore
+from ..storage.write.addition import StoreAddition, load_next_basis, save_next_basis
+from ..storage.write.store import StoreWriter
 from .add_plan import AddPlan, plan_addition
 from .audit import stored_tolerance
 from .calibrate import calibrate
 from .capture import capture
+from .card import CardOrigin, public_name, write_card
 from .chats import Progress
 from .config import ActivationSpec, AddConfig, ExtractConfig
-from .errors import AdditionRefused, ExtractionInterrupted, RepairRefused
+from .errors import AdditionRefused, RepairRefused
 from .forwards import Forwards, Timings, batches, run_parts, save_bundle
 from .plan import format_bytes, format_hours
 from .records import recorded_config
@@ -104,7 +106,7 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
 
     Raises:
         AdditionRefused: nothing can be added to this store, or the target gives other values than the store holds.
-        ExtractionInterrupted: after Ctrl-C.
+        Interrupted: after Ctrl-C.
         PipelineError: the configuration or the target's values cannot be used, or the disk is too small.
         StoreError: the store cannot be used, or was made with another target.
         TargetError: the target cannot be loaded.
@@ -119,7 +121,7 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
                 report = _Addition(plan, writer, reader, timings, progress).run()
         except KeyboardInterrupt as error:
             added = ", ".join(plan.fields) or "the target's layers"
-            raise ExtractionInterrupted(
+            raise Interrupted(
                 f"Interrupted; the part in flight was discarded. Until all of {added} is there, {plan.store} is as it "
                 "was. Run the same command again to go on."
             ) from error

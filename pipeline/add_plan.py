@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 
-from ..moa.bundle import target_sizes
-from ..moa.target import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
-from ..storage.addition import extended_codec, lacking_fields
+from ..errors import OptionInvalid
+from ..moa.target.bundle import target_sizes
+from ..moa.target.live import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
-from ..storage.commit import PLAN_NAME
 from ..storage.errors import ManifestInvalid, SchemaVersionError, StoreMismatch, StoreNotFound
-from ..storage.plan import read_plan
-from ..storage.reader import ActivationStore, read_manifest
+from ..storage.names import PLAN_NAME
+from ..storage.parts.plan import read_plan
+from ..storage.parts.seal import find_seal_damage
+from ..storage.read.store import ActivationStore, read_manifest
 from ..storage.schema import StoreManifest
-from ..storage.seal import find_seal_damage
+from ..storage.write.addition import extended_codec, lacking_fields
 from .config import ActivationSpec, AddConfig, parse_activations, parse_fields
-from .errors import AdditionRefused, ConfigError, NotEnoughDisk
+from .errors import AdditionRefused, NotEnoughDisk
 from .identity import check_weights, target_identities
 from .plan import (
     FORWARD_EFFICIENCY,
@@ -148,7 +149,7 @@ def plan_addition(config: AddConfig) -> AddPlan:
 
     Raises:
         AdditionRefused: `extract` did not make the store.
-        ConfigError: unknown activations, or nothing to add.
+        OptionInvalid: unknown activations, or nothing to add.
         StoreMismatch: the store was made with another target, or on another kind of device.
         StoreError: the store cannot be read.
         TargetError: the model folder has no config, weights or tokenizer.
@@ -251,7 +252,7 @@ def _check_settings(path: Path, stored: StoreManifest) -> None:
         raise AdditionRefused(f"{path} does not say its activations. Extract to a new store with all fields.")
     try:
         parse_fields(spec.name for spec in stored.fields)
-    except ConfigError as error:
+    except OptionInvalid as error:
         raise AdditionRefused(f"{path}: {error} Extract to a new store.") from error
 
 

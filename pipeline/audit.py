@@ -13,16 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..moa.bundle import FrozenTarget, hash_target
-from ..moa.target import Target, resolve_model_folder
+from ..errors import OptionInvalid
+from ..moa.target.bundle import FrozenTarget, hash_target
+from ..moa.target.live import Target, resolve_model_folder
 from ..storage.documents import parse_object, read_bounded
 from ..storage.dtypes import to_float32
-from ..storage.reader import ActivationStore
+from ..storage.read.store import ActivationStore
 from .capture import Capture, capture
 from .chats import Progress
 from .config import ActivationSpec
 from .dataset import ChatSource
-from .errors import ConfigError, DatasetError, TargetDiffers
+from .errors import DatasetError, TargetDiffers
 from .prompts import TokenizedChat
 from .records import known_split
 from .rendering import TEMPLATE_TIME, asked_the_time
@@ -139,14 +140,14 @@ def audit(
         One row for each sequence and field.
 
     Raises:
-        ConfigError: fewer than one sequence is asked for.
+        OptionInvalid: fewer than one sequence is asked for.
         DatasetError: no part of the store is committed.
         TargetDiffers: the store was made from another target.
         StoreError: the store cannot be read.
         TargetError: the target cannot be loaded.
     """
     if samples < 1:
-        raise ConfigError(f"samples is {samples}, expected at least 1. Mend --samples.")
+        raise OptionInvalid(f"samples is {samples}, expected at least 1. Mend --samples.")
     with ActivationStore(store) as stored:
         if not len(stored):
             raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")

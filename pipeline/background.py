@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from ..storage.part_writer import PartWriter
+from ..storage.write.part import PartWriter
 from .capture import HostCapture
 
 Task = Callable[[], None]

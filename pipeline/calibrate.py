@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..storage.codecs.calibration import logit_metric
-from ..storage.codecs.field import TOKENS
+from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
-from ..storage.codecs.rope import Rope
-from ..storage.codecs.transform import TransformCodec
+from ..storage.codecs.transform.calibration import logit_metric
+from ..storage.codecs.transform.codec import TransformCodec
+from ..storage.codecs.transform.rope import Rope
 from ..storage.errors import ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing
-from ..storage.reader import read_manifest
+from ..storage.read.store import read_manifest
 
 SAMPLE_TOKENS = 30_000
 """Tokens that a codec learns from; in float32 they take 8 GB at the sizes of Llama-3-8B."""

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..moa.kv_layout import cache_layers, new_cache, pack_kv
-from ..moa.target import layer_outputs
-from ..storage.codecs.field import FieldCodec
+from ..moa.nn.kv import cache_layers, new_cache, pack_kv
+from ..moa.target.live import layer_outputs
+from ..storage.chunks.field import FieldCodec
 from ..storage.codecs.registry import StoreCodec
 from .config import ActivationSpec
 from .errors import NonFiniteActivation

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from ..errors import OptionInvalid
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 STORAGE_DTYPES = ("bfloat16", "float16", "float32")
@@ -79,11 +79,11 @@ class ExtractConfig:
         """Refuse unusable values.
 
         Raises:
-            ConfigError: with all problems in one line.
+            OptionInvalid: with all problems in one line.
         """
         found = self.problems()
         if found:
-            raise ConfigError("Unusable configuration: " + "; ".join(found) + ".")
+            raise OptionInvalid("Unusable configuration: " + "; ".join(found) + ".")
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class AddConfig:
         """Refuse unusable values.
 
         Raises:
-            ConfigError: naming the value.
+            OptionInvalid: naming the value.
         """
         if self.target_layers < 0:
-            raise ConfigError(f"target_layers is {self.target_layers}, expected 0 or more. Mend --target-layers.")
+            raise OptionInvalid(f"target_layers is {self.target_layers}, expected 0 or more. Mend --target-layers.")
         if not self.activations and not self.target_layers:
-            raise ConfigError("There is nothing to add. Give --activations, for example hidden:layer:3.")
+            raise OptionInvalid("There is nothing to add. Give --activations, for example hidden:layer:3.")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
         The specification, negative layers resolved.
 
     Raises:
-        ConfigError: unknown name, or a layer that the target does not have.
+        OptionInvalid: unknown name, or a layer that the target does not have.
     """
     kv = last = False
     layers: set[int] = set()
@@ -168,11 +168,11 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
         elif name.startswith("hidden:layer:"):
             layers.add(_layer_index(name, n_layers))
         else:
-            raise ConfigError(
+            raise OptionInvalid(
                 f"Unknown activation {name!r}: expected kv, hidden:last or hidden:layer:K. Mend --activations."
             )
     if target_layers > n_layers:
-        raise ConfigError(
+        raise OptionInvalid(
             f"target_layers is {target_layers}, but the target has {n_layers} decoder layers. Lower --target-layers."
         )
     if 0 < target_layers < n_layers:
@@ -184,13 +184,13 @@ def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     """Return the activations that are stored as these fields.
 
     Raises:
-        ConfigError: a field that no extraction gives.
+        OptionInvalid: a field that no extraction gives.
     """
     names = [name for name in fields if name not in TEXT_FIELDS]
     layers = [_FIELD_LAYER.fullmatch(name) for name in names]
     unknown = [n for n, layer in zip(names, layers, strict=True) if not layer and n not in ("kv", "hidden/last")]
     if unknown:
-        raise ConfigError(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
+        raise OptionInvalid(f"Field {unknown[0]!r} is none that `extract` writes: kv, hidden/last or hidden/layer_<k>.")
     return ActivationSpec("kv" in names, "hidden/last" in names, tuple(sorted(int(m[1]) for m in layers if m)))
 
 
@@ -199,11 +199,11 @@ def _layer_index(name: str, n_layers: int) -> int:
     try:
         layer = int(text)
     except ValueError:
-        raise ConfigError(
+        raise OptionInvalid(
             f"Activation {name!r}: {text!r} is no layer number. Write for example hidden:layer:6."
         ) from None
     if not -n_layers <= layer < n_layers:
-        raise ConfigError(
+        raise OptionInvalid(
             f"Activation {name!r}: the target has {n_layers} decoder layers, 0 to {n_layers - 1}. Choose one of them."
         )
     return layer % n_layers

@@ -1,12 +1,10 @@
 """Errors of the extraction stage; every message says what was wrong and what to do next."""
 
+from ..errors import MoaDataError
 
-class PipelineError(Exception):
+
+class PipelineError(MoaDataError):
     """Something the user can mend kept the extraction from running."""
-
-
-class ConfigError(PipelineError, ValueError):
-    """A field of the extraction's configuration has a value that cannot be used."""
 
 
 class DatasetError(PipelineError, ValueError):
@@ -39,10 +37,6 @@ class TargetDiffers(PipelineError, ValueError):
 
 class NotEnoughDisk(PipelineError, OSError):
     """The disk cannot hold what the plan would write."""
-
-
-class ExtractionInterrupted(PipelineError):
-    """Ctrl-C: the part in flight was discarded, everything committed stays."""
 
 
 class AdditionRefused(PipelineError, ValueError):

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..moa.target import Target
-from ..storage.card import CardOrigin, public_name, write_card
-from ..storage.codecs.field import TOKENS
-from ..storage.commit import commit_path, read_part_commit
-from ..storage.repair import RepairPlan, drop_from
-from ..storage.writer import StoreWriter
+from ..errors import Interrupted
+from ..moa.target.live import Target
+from ..storage.care.repair import RepairPlan, drop_from
+from ..storage.chunks.field import TOKENS
+from ..storage.names import commit_path
+from ..storage.parts.commit import read_part_commit
+from ..storage.write.store import StoreWriter
 from .add import AddReport, add
 from .add_plan import addition_of
 from .calibrate import calibrate, learned_before
 from .capture import capture
+from .card import CardOrigin, public_name, write_card
 from .chats import Progress
 from .config import ExtractConfig
-from .errors import ExtractionInterrupted
 from .forwards import Forwards, Timings, run_parts, save_bundle
 from .plan import ExtractPlan, build_plan, format_bytes, format_hours
 
@@ -111,7 +112,7 @@ def extract(
         What was done.
 
     Raises:
-        PipelineError: the input cannot be used, or ExtractionInterrupted after Ctrl-C.
+        PipelineError: the input cannot be used, or Interrupted after Ctrl-C.
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
     """
@@ -120,7 +121,7 @@ def extract(
     try:
         plan = build_plan(config, progress, with_weights=True)
     except KeyboardInterrupt as error:
-        raise ExtractionInterrupted(
+        raise Interrupted(
             "Interrupted while planning; nothing was written. Run the same command again to start."
         ) from error
     plan.check_disk()
@@ -129,7 +130,7 @@ def extract(
     try:
         plan, target = _learn_codec(plan, progress)
     except KeyboardInterrupt as error:
-        raise ExtractionInterrupted(
+        raise Interrupted(
             "Interrupted while the codec learned; nothing was written. Run the same command again to start."
         ) from error
     out = Path(config.out).expanduser()
@@ -142,7 +143,7 @@ def extract(
                 _extract_pending(plan, store, target, timings, progress)
         except KeyboardInterrupt as error:
             n_done = store.n_parts - len(store.pending_parts())
-            raise ExtractionInterrupted(
+            raise Interrupted(
                 f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
                 f"{store.path}. Run the same command again to go on."
             ) from error

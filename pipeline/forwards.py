@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..moa.bundle import save_target_bundle
-from ..moa.target import Target, load_target_config, load_target_model
+from ..moa.target.bundle import save_target_bundle
+from ..moa.target.live import Target, load_target_config, load_target_model
 from ..storage.codecs.registry import StoreCodec
-from ..storage.writer import StoreWriter
+from ..storage.write.store import StoreWriter
 from .background import BackgroundWriter, PartSink, PartTasks
 from .capture import capture
 from .config import ActivationSpec

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from ..moa.bundle import hash_target
 from ..moa.errors import TargetError
+from ..moa.target.bundle import hash_target
 from .dataset import ChatSource
 from .rendering import template_text
 

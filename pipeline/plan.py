@@ -15,17 +15,18 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..moa.bundle import target_sizes
-from ..moa.target import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
-from ..storage.codecs.calibration import MAX_FEATURES
+from ..errors import OptionInvalid
+from ..moa.target.bundle import target_sizes
+from ..moa.target.live import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
+from ..storage.codecs.transform.calibration import MAX_FEATURES
 from ..storage.errors import CodecUnknown
-from ..storage.plan import plan_parts
+from ..storage.parts.plan import plan_parts
 from ..storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from .chats import Progress
 from .config import ActivationSpec, ExtractConfig, parse_activations
 from .dataset import ChatSource
-from .errors import ConfigError, NotEnoughDisk
+from .errors import NotEnoughDisk
 from .identity import check_weights, collect_identities
 from .prompts import check_template
 from .rendering import TEMPLATE_TIME, asked_the_time
@@ -257,7 +258,7 @@ def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
     try:
         return StoreCodec(name, fields)
     except CodecUnknown as error:
-        raise ConfigError(f"{error} Mend --codec.") from error
+        raise OptionInvalid(f"{error} Mend --codec.") from error
 
 
 def _extraction(

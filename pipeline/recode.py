@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from ..moa.bundle import FrozenTarget
-from ..storage.codecs.field import TOKENS
+from ..errors import Interrupted, OptionInvalid
+from ..moa.target.bundle import FrozenTarget
+from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
-from ..storage.commit import commit_path, read_part_commit
 from ..storage.dtypes import to_float32
 from ..storage.errors import CodecUnknown
-from ..storage.reader import ActivationStore
-from ..storage.writer import StoreWriter
+from ..storage.names import commit_path
+from ..storage.parts.commit import read_part_commit
+from ..storage.read.store import ActivationStore
+from ..storage.write.store import StoreWriter
 from .calibrate import calibrate, learned_before
 from .chats import Progress
-from .errors import ConfigError, ExtractionInterrupted
 from .plan import format_bytes, format_hours
 
 
@@ -85,20 +86,20 @@ def recode(
         What was done.
 
     Raises:
-        ConfigError: unknown codec, the source is not lossless, or source and output are one folder.
-        ExtractionInterrupted: after Ctrl-C.
+        OptionInvalid: unknown codec, the source is not lossless, or source and output are one folder.
+        Interrupted: after Ctrl-C.
         StoreError: a store cannot be used.
     """
     start = time.perf_counter()
     target_store = Path(out).expanduser()
     with ActivationStore(store, require_complete=True) as source:
         if not source.codec.is_lossless:
-            raise ConfigError(
+            raise OptionInvalid(
                 f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
                 "codec has lost another cannot bring back. Extract again, or give the lossless store."
             )
         if isinstance(source.path, Path) and target_store.exists() and target_store.samefile(source.path):
-            raise ConfigError(f"--out {target_store} is the store itself. Choose another folder.")
+            raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
         new = codec_for(source, codec, target_store, progress)
         manifest = dataclasses.replace(source.manifest, codec=new.describe())
         with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
@@ -108,7 +109,7 @@ def recode(
                 _write_parts(source, writer, progress)
             except KeyboardInterrupt as error:
                 n_done = writer.n_parts - len(writer.pending_parts())
-                raise ExtractionInterrupted(
+                raise Interrupted(
                     f"Interrupted; {n_done} of {writer.n_parts} parts are committed in {writer.path}. Run the same "
                     "command again to go on."
                 ) from error
@@ -143,12 +144,12 @@ def codec_for(
         progress: told before it learns.
 
     Raises:
-        ConfigError: no codec of that name, or not for these fields.
+        OptionInvalid: no codec of that name, or not for these fields.
     """
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
-        raise ConfigError(f"{error} Mend --codec.") from error
+        raise OptionInvalid(f"{error} Mend --codec.") from error
     if not codec.learned:
         return codec
     if out is not None and (before := learned_before(codec, out)) is not None:

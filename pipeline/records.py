@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.checking import exists
-from ..storage.commit import RUNS_NAME
 from ..storage.documents import parse_object, read_bounded
+from ..storage.names import RUNS_NAME
 from .config import ExtractConfig
 from .errors import RepairRefused
 from .splits import DEFAULT_SPLIT

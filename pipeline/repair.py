@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..storage.commit import CODEC_NAME
+from ..storage.care.repair import RepairPlan
 from ..storage.errors import StoreMismatch
-from ..storage.repair import RepairPlan
+from ..storage.names import CODEC_NAME
 from .chats import Progress
 from .errors import RepairRefused
 from .extract import ExtractReport, extract

@@ -1,1 +1,4 @@
-"""The activation store: schema, codecs, shards, plan, writer, reader and checks. Needs neither torch nor a target."""
+"""The activation store: Zarr v3 arrays with a plan, commits and checksums.
+
+It knows no model and no command: NumPy in, NumPy out, and nothing of this package but ``errors`` and ``text``.
+"""

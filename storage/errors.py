@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import MoaDataError
 
-class StoreError(Exception):
+
+class StoreError(MoaDataError):
     """Base of everything that goes wrong with an activation store."""
 
 

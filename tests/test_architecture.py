@@ -1,32 +1,53 @@
-"""Imports flow one way: each folder imports only what the table allows, and the light folders stay light."""
+"""Imports run one way, between rooms and inside them; the light rooms stay light; only commands print."""
 
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+OTHERS = {"tests", "benchmarks", "build"}
 
-# Folder or root module -> the parts of this package that it may import.
+LEAVES = {"errors", "text"}
+CODECS = {"storage", "storage.chunks", "storage.codecs", "storage.codecs.transform"}
+STORAGE = CODECS | {"storage.parts", "storage.read", "storage.write"}
+MOA = {"moa", "moa.nn", "moa.target", "moa.drafters"}
+# Room (a folder, or a module of the root) -> the rooms that it may import besides itself.
 ALLOWED: dict[str, set[str]] = {
-    "storage": set(),
-    "moa": set(),
-    "pipeline": {"storage", "moa"},
-    "trainer": {"storage", "moa"},
-    "evaluation": {"pipeline", "moa", "escaping"},
-    "interop": {"storage", "moa"},
-    "demo": {"storage", "moa", "pipeline", "trainer", "evaluation", "escaping"},
-    "configuration": set(),
-    "provenance": set(),
-    "signals": set(),
-    "escaping": set(),
-    "cli_views": {"escaping"},
-    "cli_support": {"signals", "escaping", "__version__"},
+    "errors": set(),
+    "text": set(),
+    "storage": LEAVES,
+    "storage.chunks": LEAVES | {"storage"},
+    "storage.codecs.transform": LEAVES | {"storage", "storage.chunks"},
+    "storage.codecs": LEAVES | {"storage", "storage.chunks", "storage.codecs.transform"},
+    "storage.parts": LEAVES | CODECS,
+    "storage.read": LEAVES | CODECS | {"storage.parts"},
+    "storage.write": LEAVES | CODECS | {"storage.parts", "storage.read"},
+    "storage.care": LEAVES | STORAGE,
+    "moa": LEAVES,
+    "moa.files": LEAVES | {"moa"},
+    "moa.nn": LEAVES | {"moa", "moa.files"},
+    "moa.target": LEAVES | {"moa", "moa.files", "moa.nn"},
+    "moa.drafters": LEAVES | {"moa", "moa.files", "moa.nn", "moa.target"},
+    "moa.decoding": LEAVES | MOA,
+    "moa.formats": LEAVES | MOA | {"moa.files"},
+    "pipeline": LEAVES | STORAGE | {"storage.care", "moa", "moa.nn", "moa.target"},
+    "pipeline.exchange": LEAVES | STORAGE | MOA | {"moa.files", "pipeline"},
+    "trainer": LEAVES | STORAGE | MOA | {"moa.files", "moa.formats"},
+    "evaluation": LEAVES | MOA | {"moa.decoding", "moa.formats", "pipeline"},
+    "demo": LEAVES | STORAGE | MOA | {"storage.care", "pipeline", "trainer", "evaluation"},
 }
-# Folders that name what they may import from outside the standard library.
+ABOVE = {"commands", "cli", "__main__", "__init__"}
+"""What stands on top may import everything below; nothing imports it."""
+
+# Rooms that name what they may import from outside the standard library.
 OUTSIDE: dict[str, set[str]] = {
+    "errors": set(),
+    "text": set(),
     "storage": {
         "numpy",
         "zarr",
@@ -39,68 +60,111 @@ OUTSIDE: dict[str, set[str]] = {
         "fsspec",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"},
-    "interop": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml"},
+    "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml"},
 }
 
 
-def package_files(part: str) -> list[Path]:
-    module = ROOT / f"{part}.py"
-    return [module] if module.exists() else sorted((ROOT / part).rglob("*.py"))
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name inside the package -> file, for all code that is installed."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        relative = path.relative_to(ROOT)
+        if relative.parts[0] in OTHERS or any(part.startswith(".") for part in relative.parts):
+            continue
+        found[".".join(relative.with_suffix("").parts)] = path
+    return found
 
 
-def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, absolute module) for each import of a file, at any depth; relative ones are resolved."""
-    package = ["moa_data", *path.relative_to(ROOT).parent.parts]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if path.stem == "cli_views":  # shows the reports of all stages: it names their types, and imports nothing to run
-        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
-    for node in ast.walk(tree):
+def room_of(module: str) -> str:
+    """The room that a module stands in: its folder, or itself at the root."""
+    return module.rpartition(".")[0] or module
+
+
+@cache
+def imports(module: str) -> tuple[tuple[int, str], ...]:
+    """(line, what is imported) of a module, at any depth and under TYPE_CHECKING; relative names are made absolute."""
+    package = ["moa_data", *module.split(".")[:-1]]
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             parts = [*base, *([node.module] if node.module else [])]
-            if parts == ["moa_data"]:
-                yield from ((node.lineno, f"moa_data.{alias.name}") for alias in node.names)
-            else:
-                yield node.lineno, ".".join(parts)
+            for alias in node.names:
+                name = ".".join([*parts[1:], alias.name])
+                if parts[0] != "moa_data":
+                    found.append((node.lineno, ".".join(parts)))
+                elif name in modules():  # a module is imported, not a name of one
+                    found.append((node.lineno, f"moa_data.{name}"))
+                else:
+                    found.append((node.lineno, ".".join(parts)))
+    return tuple(found)
 
 
-def test_every_part_is_in_the_table() -> None:
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__", "cli", "cli_generate", "cli_store"}
-    assert folders | modules <= set(ALLOWED)
+def own_imports(module: str) -> Iterator[tuple[int, str]]:
+    """(line, module of this package) of a module's imports; a package counts as its ``__init__``."""
+    for line, name in imports(module):
+        if name.split(".")[0] == "moa_data":
+            target = name.removeprefix("moa_data").lstrip(".")
+            yield line, target if target in modules() else f"{target}.__init__".lstrip(".")
 
 
-@pytest.mark.parametrize("part", sorted(ALLOWED))
-def test_imports_flow_one_way(part: str) -> None:
+def in_room(room: str) -> list[str]:
+    return [module for module in modules() if module == room or module.startswith(f"{room}.")]
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {room_of(module) for module in modules()}
+    assert rooms - ABOVE == set(ALLOWED)
+    assert {room for room in rooms if "." in room} <= {room_of(m) for m in modules() if m.endswith(".__init__")}
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_imports_between_rooms_run_one_way(room: str) -> None:
+    offences = [
+        f"{modules()[module].relative_to(ROOT)}:{line} imports {target}"
+        for module in modules()
+        if room_of(module) == room
+        for line, target in own_imports(module)
+        if room_of(target) not in ALLOWED[room] | {room} and target != "__init__"
+    ]
+    assert not offences, f"{room} may import {sorted(ALLOWED[room]) or 'nothing of this package'}: {offences}"
+
+
+def test_no_circles_between_files() -> None:
+    graph = {module: {target for _, target in own_imports(module)} - {module} for module in modules()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"imports run in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    for module, path in modules().items():
+        if module.endswith(".__init__"):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            assert len(text.splitlines()) >= 2, f"{path.relative_to(ROOT)}: what lives here, and what may not?"
+
+
+@pytest.mark.parametrize("room", sorted(OUTSIDE))
+def test_outside_imports_are_the_declared_ones(room: str) -> None:
     offences = []
-    for path in package_files(part):
-        for line, module in imported_modules(path):
-            if not module.startswith("moa_data"):
-                continue
-            target = [*module.split("."), ""][1]
-            if target not in ALLOWED[part] | {part}:
-                offences.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert not offences, f"{part} may import {sorted(ALLOWED[part]) or 'nothing in this package'}: {offences}"
+    for module in in_room(room):
+        for line, name in imports(module):
+            top = name.split(".")[0]
+            if top != "moa_data" and top not in sys.stdlib_module_names and top not in OUTSIDE[room]:
+                offences.append(f"{modules()[module].relative_to(ROOT)}:{line} imports {name}")
+    assert not offences, f"{room} may import {sorted(OUTSIDE[room])}: {offences}"
 
 
-@pytest.mark.parametrize("part", sorted(OUTSIDE))
-def test_outside_imports_are_the_declared_ones(part: str) -> None:
+def test_only_commands_print_and_exit() -> None:
     offences = []
-    for path in package_files(part):
-        for line, module in imported_modules(path):
-            top = module.split(".")[0]
-            if top != "moa_data" and top not in sys.stdlib_module_names and top not in OUTSIDE[part]:
-                offences.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert not offences, f"{part} may import {sorted(OUTSIDE[part])}: {offences}"
-
-
-def test_only_the_command_line_prints_and_exits() -> None:
-    offences = []
-    for part in ALLOWED.keys() - {"cli_support"}:
-        for path in package_files(part):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "click.echo"}:
-                    offences.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
-    assert not offences, f"only cli.py prints and exits: {offences}"
+    for module, path in modules().items():
+        if module.split(".")[0] in ABOVE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "sys.exit", "exit", "click.echo"}:
+                offences.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
+    assert not offences, f"only commands print and exit: {offences}"

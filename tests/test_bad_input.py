@@ -18,10 +18,10 @@ from click.testing import CliRunner
 from transformers import LlamaForCausalLM
 
 from moa_data.cli import main
-from moa_data.moa.checkpoint import save_drafter
-from moa_data.moa.config import DrafterConfig
-from moa_data.moa.model import MoADrafter
-from moa_data.moa.target import Target
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.target.live import Target
 from moa_data.pipeline.chats import RejectReason
 
 TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
@@ -222,7 +222,7 @@ def test_latin_1_on_the_real_standard_input(locale: str) -> None:
 
 def test_control_tokens_in_prompts(room: Path, tmp_path: Path) -> None:
     target = Target.load(str(room / "model"), torch.float32, "cpu")
-    save_drafter(MoADrafter(DrafterConfig.from_target(target.config, target.identity)), tmp_path / "own")
+    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), tmp_path / "own")
     token = target.tokenizer.all_special_tokens[0]
     model = ("--model", room / "model", "--device", "cpu", "--drafter", tmp_path / "own")
     refused(run("generate", *model, "--prompt", f"Hi {token}"), f"message 0 contains '{token}'", "Mend the text")
@@ -269,7 +269,7 @@ def test_decoding_options_are_checked_before_the_target_is_loaded(option: str, v
 def test_prompts_and_drafters_that_do_not_fit_the_target(room: Path, tmp_path: Path) -> None:
     target = Target.load(str(room / "model"), torch.float32, "cpu")
     for name, identity in (("own", target.identity), ("strange", {"weights_sha256": "0" * 64})):
-        save_drafter(MoADrafter(DrafterConfig.from_target(target.config, identity)), tmp_path / name)
+        save_drafter(MoADrafter(MoASizes.from_target(target.config, identity)), tmp_path / name)
     generate = ("generate", "--model", room / "model", "--device", "cpu", "--max-new-tokens", "4", "--prompt")
     refused(run(*generate, "Hi", "--drafter", tmp_path / "strange"), "trained for a target with weights 0000")
     long = "word " * target.max_positions

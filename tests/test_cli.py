@@ -17,9 +17,10 @@ from click.testing import CliRunner
 
 from moa_data import __version__
 from moa_data.cli import main
-from moa_data.cli_support import ProgressLine, TokenStream, user_message
-from moa_data.cli_views import bars, decoding_view, format_bytes, sample_view, train_view
-from moa_data.signals import SignalReceived
+from moa_data.commands.console import ProgressLine, TokenStream, user_message
+from moa_data.commands.signals import SignalReceived
+from moa_data.commands.views import bars, decoding_view, format_bytes, sample_view, train_view
+from moa_data.errors import Interrupted
 from moa_data.trainer.run import TrainReport
 
 COMMANDS = (
@@ -151,9 +152,8 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stage_that_was_interrupted_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moa_data.trainer.errors import TrainingInterrupted
 
-    replaced(monkeypatch, "moa_data.trainer.run", "train", raising(TrainingInterrupted("stopped at step 3; --resume")))
+    replaced(monkeypatch, "moa_data.trainer.run", "train", raising(Interrupted("stopped at step 3; --resume")))
     result = run("train", "store", "--out", "run")
     assert result.exit_code == 130
     assert "stopped at step 3; --resume" in result.stderr

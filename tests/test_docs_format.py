@@ -49,7 +49,7 @@ def test_the_tree_is_the_one_of_the_schema():
 def test_every_manifest_key_and_plan_column_is_explained():
     from dataclasses import fields
 
-    from moa_data.storage.plan import PLAN_SCHEMA
+    from moa_data.storage.parts.plan import PLAN_SCHEMA
 
     for name in [item.name for item in fields(schema.StoreManifest)] + PLAN_SCHEMA.names:
         assert f"`{name}`" in DOCUMENT
@@ -108,7 +108,7 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(kit
 
 
 def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(kit: ModuleType, tmp_path: Path):
-    from moa_data.storage.addition import StoreAddition, extended_codec
+    from moa_data.storage.write.addition import StoreAddition, extended_codec
 
     recipe = kit.make_recipe(lengths=(70, 3, 200), part_tokens=300)
     store = recipe.write(tmp_path / "store")

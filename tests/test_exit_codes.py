@@ -81,7 +81,7 @@ def test_a_reader_that_goes_away_ends_the_command_silently(room: Path, command: 
 def test_what_a_library_prints_does_not_land_in_a_file_of_the_store(room: Path, tmp_path: Path) -> None:
     """With standard output closed, the next file to be opened would get its number."""
     code = (
-        "import os, sys\nfrom moa_data.__main__ import main\nimport moa_data.storage.shard as shard\n"
+        "import os, sys\nfrom moa_data.__main__ import main\nimport moa_data.storage.parts.shard as shard\n"
         "real = shard.write_all\n"
         "def write_all(fd, data):\n    assert fd > 2\n    os.write(1, b'noise')\n    return real(fd, data)\n"
         "shard.write_all = write_all\nmain()\n"

@@ -18,33 +18,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
-from moa_data.configuration import ConfigurationError
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import build_target, train_tokenizer
-from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.checkpoint import load_drafter, save_drafter
-from moa_data.moa.config import DrafterConfig
+from moa_data.errors import OptionInvalid
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.layouts import LAYOUTS, write_layout
-from moa_data.moa.model import MoADrafter
-from moa_data.moa.target import Target, load_target_tokenizer
+from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
+from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.target.live import Target, load_target_tokenizer
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import PipelineError
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.prompts import prompt_tokens
-from moa_data.storage.commit import target_commit_json, target_commit_path
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import StoreError
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.shard import FileRecord
-from moa_data.storage.verify import verify_store
+from moa_data.storage.names import target_commit_path
+from moa_data.storage.parts.commit import target_commit_json
+from moa_data.storage.parts.shard import FileRecord
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule
 from moa_data.trainer.errors import TrainingError
 from moa_data.trainer.run import build_module
 
 HEADROOM_BYTES = 3 << 29
-OWN_ERRORS = (StoreError, DrafterError, TrainingError, PipelineError, ConfigurationError)
+OWN_ERRORS = (StoreError, DrafterError, TrainingError, PipelineError, OptionInvalid)
 FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 QUICK = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=FIXTURE)
 LONG = settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=FIXTURE)
@@ -103,7 +104,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )  # fmt: skip
     target = Target.load(str(folder / "model"), torch.float32, "cpu")
-    drafter = MoADrafter(DrafterConfig.from_target(target.config, target.identity))
+    drafter = MoADrafter(MoASizes.from_target(target.config, target.identity))
     save_drafter(drafter, folder / "own")
     write_layout(drafter, LAYOUTS["moa"], folder / "foreign", target_config=target.config)
     config_file = folder / "foreign" / "config.json"

@@ -24,14 +24,15 @@ from safetensors.torch import load_file, save_file
 from moa_data.cli import main
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import build_target, train_tokenizer
-from moa_data.moa.checkpoint import save_drafter
-from moa_data.moa.config import DrafterConfig
-from moa_data.moa.model import MoADrafter
-from moa_data.moa.target import Target
-from moa_data.storage.commit import target_commit_json, target_commit_path
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.target.live import Target
+from moa_data.storage.names import target_commit_path
+from moa_data.storage.parts.commit import target_commit_json
+from moa_data.storage.parts.seal import write_seal
+from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.schema import StoreManifest
-from moa_data.storage.seal import write_seal
-from moa_data.storage.shard import FileRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 CHATS = [
@@ -80,7 +81,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ("--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store")
     assert run("extract", *arguments, "--part-tokens", "256", "--device", "cpu").exit_code == 0
     target = Target.load(str(folder / "model"), torch.float32, "cpu")
-    save_drafter(MoADrafter(DrafterConfig.from_target(target.config, target.identity)), folder / "drafter")
+    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), folder / "drafter")
     return folder
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..moa.objective import Draws, TrainingInputs
-from ..storage.codecs.field import TOKENS, FieldCodec
-from ..storage.selection import token_shape
+from ..moa.drafters.rounds import Draws
+from ..moa.drafters.training import TrainingInputs
+from ..storage.chunks.field import TOKENS, FieldCodec
+from ..storage.read.selection import token_shape
 
 LAYER_OUTPUTS = "layer_outputs"
 """Attribute of ``TrainingInputs`` that is made of several fields."""

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..moa.objective import TrainingInputs
-from ..moa.registry import drafter_class
-from ..storage.addition import addition_command
-from ..storage.codecs.field import StoredArray
-from ..storage.reader import ActivationStore
-from ..storage.selection import layer_indices, own_arrays, row_shape, token_shape
+from ..moa.drafters.registry import drafter_class
+from ..moa.drafters.training import TrainingInputs
+from ..storage.chunks.field import StoredArray
+from ..storage.read.selection import layer_indices, own_arrays, row_shape, token_shape
+from ..storage.read.store import ActivationStore
+from ..storage.write.addition import addition_command
 from .batch import LAYER_OUTPUTS, EncodedField
 from .buffers import BufferPool
 from .config import TrainConfig

@@ -16,9 +16,9 @@ from lightning.fabric.plugins import CheckpointIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..moa.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
-from ..moa.drafter import Drafter
-from ..moa.tensor_file import write_tensors
+from ..moa.drafters.base import Drafter
+from ..moa.files.tensor_file import write_tensors
+from ..moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
 from .errors import CheckpointInvalid
 

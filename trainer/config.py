@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import OptionInvalid
+
 OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
@@ -244,3 +246,33 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named starting points: ``paper`` is Mixture of Attentions as published, ``small`` is for targets of some million
 weights, whose short runs need Muon and a higher rate that decays over the whole run. The defaults suit 7B and more."""
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that a drafter can be exported in."""
+
+
+@dataclass(frozen=True)
+class DrafterExportConfig:
+    """Which drafter to write for which program, to where."""
+
+    drafter: str
+    """A run of `moa-data train`, or a folder with a drafter in any format that can be loaded."""
+    format: str
+    """moa, moa-vllm, eagle, vllm-eagle, sglang-eagle, moa-eagle or eagle3; docs/interop.md says who loads which."""
+    out: str
+    """Folder to write; it must not exist, or be empty."""
+    model: str | None = None
+    """The target (a folder, a hub id, or a store), of which moa and moa-eagle hold the config.json and eagle the
+    embeddings; default: the store that the run was trained from."""
+    dtype: str = "float32"
+    """Dtype of the weights: float32, bfloat16 or float16; engines cast them to their own."""
+
+    def check(self) -> None:
+        """Refuse values that cannot be used.
+
+        Raises:
+            OptionInvalid: naming all of them.
+        """
+        if self.dtype not in DTYPES:
+            raise OptionInvalid(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}. Mend the options.")

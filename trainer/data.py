@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..moa import masks
-from ..moa.objective import Draws
-from ..moa.registry import drafter_class
-from ..storage.reader import ActivationStore
+from ..moa.drafters.registry import drafter_class
+from ..moa.drafters.rounds import Draws
+from ..moa.nn import masks
+from ..storage.read.store import ActivationStore
 from .batch import Batch
 from .batch_reader import MICRO_BATCH_BYTES, BatchReader, needed_fields, sequence_bytes
 from .config import TrainConfig

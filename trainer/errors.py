@@ -1,10 +1,11 @@
 """Errors of training. The command line turns each into one line and an exit code."""
 
-import signal
 from pathlib import Path
 
+from ..errors import MoaDataError
 
-class TrainingError(Exception):
+
+class TrainingError(MoaDataError):
     """Training cannot start or go on as asked."""
 
 
@@ -31,17 +32,9 @@ class CheckpointInvalid(TrainingError):
         )
 
 
-class TrainingInterrupted(TrainingError):
-    """Training was stopped by a signal.
-
-    Attributes:
-        signum: of the signal.
-    """
-
-    def __init__(self, message: str, signum: int = signal.SIGINT) -> None:
-        super().__init__(message)
-        self.signum = int(signum)
-
-
 class NonFiniteGradient(TrainingError, FloatingPointError):
     """A gradient is NaN or infinite; the step was not taken."""
+
+
+class TargetUnknown(TrainingError, LookupError):
+    """The target of a drafter is needed and cannot be found."""

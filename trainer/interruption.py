@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from .errors import TrainingInterrupted
+from ..errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 1.0
@@ -104,7 +104,7 @@ class StopGuard(L.Callback):
         if signum:
             self.signum = signum
             trainer.save_checkpoint(self.checkpoint)
-            raise TrainingInterrupted(stopped_at(trainer.global_step), self.signum)
+            raise Interrupted(stopped_at(trainer.global_step), self.signum)
 
 
 def stopped_at(step: int) -> str:

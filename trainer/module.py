@@ -6,9 +6,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from ..moa.bundle import FrozenTarget
-from ..moa.drafter import Drafter
-from ..moa.objective import LossWeights, TrainingInputs
+from ..moa.drafters.base import Drafter
+from ..moa.drafters.training import LossWeights, TrainingInputs
+from ..moa.target.bundle import FrozenTarget
 from .batch import Batch
 from .config import TrainConfig
 from .errors import NonFiniteGradient

@@ -22,13 +22,14 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..moa.bundle import FrozenTarget
-from ..moa.drafter import Drafter
-from ..moa.registry import DRAFTERS, drafter_class
+from ..errors import Interrupted
+from ..moa.drafters.base import Drafter
+from ..moa.drafters.registry import DRAFTERS, drafter_class
+from ..moa.target.bundle import FrozenTarget
 from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
 from ..storage.locking import LockHeld, lock_file
-from ..storage.reader import ActivationStore
-from ..storage.seal import check_target_bundle
+from ..storage.parts.seal import check_target_bundle
+from ..storage.read.store import ActivationStore
 from . import callbacks
 from .allocator import keep_freed_memory
 from .batch_reader import BatchReader
@@ -45,7 +46,7 @@ from .checkpoints import (
 from .config import TrainConfig
 from .curves import keep_earlier_metrics, plot_curves
 from .data import StoreDataModule
-from .errors import CheckpointInvalid, RunExists, TrainingError, TrainingInterrupted
+from .errors import CheckpointInvalid, RunExists, TrainingError
 from .interruption import SignalsLeftAlone, StopGuard, StoppedAtOnce, stopped_at
 from .module import DrafterModule
 
@@ -127,7 +128,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
         signum = getattr(interrupt, "signum", signal.SIGINT)
         if not is_first:
             raise SystemExit(128 + signum) from interrupt  # one line, by the first process, is enough
-        raise TrainingInterrupted(_where_to_go_on(out, interrupt), signum) from interrupt
+        raise Interrupted(_where_to_go_on(out, interrupt), signum) from interrupt
 
 
 def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
@@ -196,13 +197,13 @@ def _fit(
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
         if guard.signum:
-            raise TrainingInterrupted(stopped_at(trainer.global_step), guard.signum)
-    except TrainingInterrupted as stop:
+            raise Interrupted(stopped_at(trainer.global_step), guard.signum)
+    except Interrupted as stop:
         if is_first:
             raise
         # Lightning kills all when a process that it started ends with another code than 0, the first one included.
         is_ours = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
-        raise SystemExit(0 if is_ours else 128 + stop.signum) from stop
+        raise SystemExit(0 if is_ours else 128 + (stop.signum or signal.SIGINT)) from stop
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     report = TrainReport(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..moa import masks
-from ..moa.bundle import FrozenTarget
-from ..moa.drafter import Drafter
-from ..moa.objective import at_queries
+from ..moa.drafters.base import Drafter
+from ..moa.drafters.rounds import at_queries
+from ..moa.nn import masks
+from ..moa.target.bundle import FrozenTarget
 from .batch import Batch
 
 _LOGITS_BYTES = 1 << 26

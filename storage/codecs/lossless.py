@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..chunks.field import Array, StoredArray
 from ..dtypes import to_float32
 from ..schema import FieldSpec
-from .field import Array, StoredArray
 
 # Stored bits per raw bit, on the safe side: in bfloat16 KV measures 0.66 to 0.70 and hidden states up to 0.70.
 _STORED_FRACTION = {"bfloat16": 0.70, "float16": 0.90, "float32": 0.90, "int32": 0.55, "uint8": 0.10}

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, device
 
+from ..chunks.field import BLOCK_AXIS, Array, StoredArray
 from ..errors import CodecUnknown, WriteInvalid
 from ..schema import LAYER_AXIS, TOKEN_AXIS, FieldSpec
-from .field import BLOCK_AXIS, Array, StoredArray
 
 BLOCK_TOKENS = 64
 """Tokens that share a scale per channel; equals the alignment of sequences."""

@@ -13,17 +13,17 @@ import safetensors
 import safetensors.numpy
 
 from ..checking import MISSING, exists
-from ..commit import CODEC_NAME
+from ..chunks.chunk import BYTE_CHAIN
+from ..chunks.field import TOKENS, FieldCodec, LearnedCodec, StoredArray
 from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
 from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
+from ..names import CODEC_NAME
 from ..schema import FieldSpec, StoreManifest, tokens_field
-from .chunk import BYTE_CHAIN
-from .field import TOKENS, FieldCodec, LearnedCodec, StoredArray
 from .lossless import LosslessCodec
 from .quantised import SCHEMES, QuantisedCodec
-from .transform import TransformCodec
-from .transform_settings import TRANSFORM_GRAMMAR, TransformSettings
+from .transform.codec import TransformCodec
+from .transform.settings import TRANSFORM_GRAMMAR, TransformSettings
 
 LOSSLESS = "lossless"
 TRANSFORM = "transform"

@@ -8,9 +8,10 @@ import pytest
 
 from moa_data.demo import run
 from moa_data.demo.config import DemoConfig
-from moa_data.demo.errors import DemoError, DemoInterrupted
+from moa_data.demo.errors import DemoError
 from moa_data.demo.run import run_demo
 from moa_data.demo.state import PHASES, DemoState
+from moa_data.errors import Interrupted
 
 TINY = DemoConfig(
     n_chats=80, n_store_chats=30, n_held_out=11, vocab_size=300, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1,
@@ -27,7 +28,7 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run._Run, "run_eval", interrupted)
-    with pytest.raises(DemoInterrupted, match=r"in the eval phase; run the same command again, .*extract, train\)$"):
+    with pytest.raises(Interrupted, match=r"in the eval phase; run the same command again, .*extract, train\)$"):
         run_demo(config)
     monkeypatch.setattr(run._Run, "run_eval", real_eval)
 

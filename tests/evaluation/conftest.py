@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from moa_data.moa.checkpoint import save_drafter
-from moa_data.moa.config import DrafterConfig
-from moa_data.moa.model import MoADrafter
-from moa_data.moa.target import Target
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.target.live import Target
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eot>", "<user>", "<assistant>")
 TEMPLATE = (
@@ -67,7 +67,7 @@ def target(target_folder: Path) -> Target:
 @pytest.fixture(scope="session")
 def drafter_folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafter")
-    drafter = MoADrafter(DrafterConfig.from_target(target.config, target=target.identity))
+    drafter = MoADrafter(MoASizes.from_target(target.config, target=target.identity))
     drafter.initialize(torch.Generator().manual_seed(0), std=0.1)
     save_drafter(drafter, folder)
     return folder

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from moa_data.errors import OptionInvalid
 from moa_data.evaluation.comparison import KIND, differences
 from moa_data.evaluation.config import CompareConfig
 from moa_data.evaluation.drafters import drafter_facts
-from moa_data.evaluation.errors import EvalConfigError, EvaluationError
+from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.run import compare
 from moa_data.evaluation.statistics import ratio_with_interval, relative_with_interval
-from moa_data.moa.checkpoint import load_drafter
+from moa_data.moa.formats.checkpoint import load_drafter
 
 STORE = {"n_sequences": 60, "codec": "lossless", "dataset.sha256": "ab" * 32}
 SETTINGS = {"store": "/somewhere", "batch_size": 8, "optimizer": "muon", "seed": 0}
@@ -139,7 +140,7 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
 
 
 def test_refusals(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(EvalConfigError, match="no run is given"):
+    with pytest.raises(OptionInvalid, match="no run is given"):
         compare(config(target_folder, chats_file, tmp_path / "out.json"))
     other = tmp_path / "other.json"
     other.write_text("{}")

@@ -7,28 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import DisconnectConfig
-from moa_data.evaluation.disconnection import (
-    TARGET,
-    Continuation,
-    CutRow,
-    cut_points,
-    measure_disconnections,
-)
+from moa_data.evaluation.disconnection import TARGET, Continuation, CutRow, cut_points, measure_disconnections
 from moa_data.evaluation.disconnection_report import KIND, summarize_writer
 from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
-from moa_data.evaluation.errors import EvalConfigError, EvaluationError
+from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.markdown import write_report
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.run import disconnect
 from moa_data.evaluation.scorer import load_scorer
-from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.drafter import Drafter
-from moa_data.moa.kv_layout import cache_kv, new_cache
-from moa_data.moa.model import MoADrafter
-from moa_data.moa.objective import Draws, Rounds
-from moa_data.moa.registry import DRAFTERS
-from moa_data.moa.target import Target
+from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.registry import DRAFTERS
+from moa_data.moa.drafters.rounds import Draws, Rounds
+from moa_data.moa.nn.kv import cache_kv, new_cache
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.target.live import Target
 
 from .conftest import MAX_POSITIONS, chat, write_lines
 
@@ -230,9 +225,9 @@ def test_a_scorer_whose_module_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_refusals(config: DisconnectConfig, tmp_path: Path) -> None:
-    with pytest.raises(EvalConfigError, match=r"n_tokens is 0.*cuts is 0.*expected module:function"):
+    with pytest.raises(OptionInvalid, match=r"n_tokens is 0.*cuts is 0.*expected module:function"):
         disconnect(changed(config, n_tokens=0, cuts=0, scorer="scores"))
-    with pytest.raises(EvalConfigError, match="no drafter is given"):
+    with pytest.raises(OptionInvalid, match="no drafter is given"):
         disconnect(changed(config, drafter=()))
     with pytest.raises(EvaluationError, match=r"no_such_module cannot be imported"):
         disconnect(changed(config, scorer="no_such_module:score"))

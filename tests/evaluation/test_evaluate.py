@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.errors import EvalConfigError, EvaluationError
+from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.report import KIND, check_output
 from moa_data.evaluation.run import evaluate
-from moa_data.moa.checkpoint import load_drafter, save_drafter
-from moa_data.moa.config import DrafterConfig
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import DrafterError, TargetError, TargetMismatch
-from moa_data.moa.model import MoADrafter
-from moa_data.moa.target import Target
+from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
+from moa_data.moa.target.live import Target
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
     ],
 )
 def test_bad_settings_are_refused_together(config: EvalConfig, values: dict, message: str) -> None:
-    with pytest.raises(EvalConfigError, match=message):
+    with pytest.raises(OptionInvalid, match=message):
         evaluate(changed(config, **values))
 
 
@@ -184,7 +185,7 @@ def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_pat
         evaluate(changed(config, device="nothing"))
     with pytest.raises(DrafterError, match="holds no drafter"):
         evaluate(changed(config, drafter=(str(tmp_path),)))
-    stranger = MoADrafter(DrafterConfig.from_target(target.config, target={"weights_sha256": "0" * 64}))
+    stranger = MoADrafter(MoASizes.from_target(target.config, target={"weights_sha256": "0" * 64}))
     stranger.initialize(torch.Generator().manual_seed(0))
     save_drafter(stranger, tmp_path / "stranger")
     with pytest.raises(TargetMismatch, match="trained for a target with weights 0000"):

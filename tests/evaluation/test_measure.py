@@ -15,9 +15,9 @@ from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow, first
 from moa_data.evaluation.methods import Generate
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.report import build_report, summarize
-from moa_data.moa.decode import DecodeStats, Generation, generate_batch, plain_generate
-from moa_data.moa.sampling import SamplingConfig, distribution
-from moa_data.moa.target import Target
+from moa_data.moa.decoding.loop import DecodeStats, Generation, generate_batch, plain_generate
+from moa_data.moa.decoding.sampling import SamplingConfig, distribution
+from moa_data.moa.target.live import Target
 
 from .conftest import MAX_POSITIONS
 

@@ -15,12 +15,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from moa_data.moa.bundle import FrozenTarget
-from moa_data.moa.config import DrafterConfig
-from moa_data.moa.decode import plain_generate
-from moa_data.moa.model import MoADrafter
-from moa_data.moa.objective import Draws, TrainingInputs
-from moa_data.moa.target import Target
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.rounds import Draws
+from moa_data.moa.drafters.training import TrainingInputs
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.target.live import Target
 
 SIZES = {
     "hidden_size": 48,
@@ -62,7 +63,7 @@ def build_model(family="llama", seed=0, **overrides):
 
 
 def build_drafter(model, n_target_layers=0, seed=1, **sizes):
-    config = DrafterConfig.from_target(model.config, target_layer_inference=n_target_layers, **sizes)
+    config = MoASizes.from_target(model.config, target_layer_inference=n_target_layers, **sizes)
     drafter = MoADrafter(config)
     drafter.initialize(torch.Generator().manual_seed(seed), std=0.15)
     return drafter.eval()

@@ -18,19 +18,20 @@ import torch
 import zarr
 from transformers import AutoModelForCausalLM
 
-from moa_data.moa.bundle import FrozenTarget
+from moa_data.errors import Interrupted, OptionInvalid
+from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.pipeline import add as add_module
 from moa_data.pipeline.add import add
 from moa_data.pipeline.add_plan import plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.errors import AdditionRefused, ConfigError, ExtractionInterrupted, NotEnoughDisk
+from moa_data.pipeline.errors import AdditionRefused, NotEnoughDisk
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.recode import recode
 from moa_data.pipeline.repair import repair
+from moa_data.storage.care.repair import plan_repair
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import StoreMismatch
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.repair import plan_repair
-from moa_data.storage.verify import verify_store
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.errors import MissingField
@@ -132,7 +133,7 @@ def test_extract_adds_what_a_store_lacks_and_goes_on_with_the_rest(config: Extra
 
 def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     begun(config)
-    with pytest.raises(ConfigError, match="nothing to add"):
+    with pytest.raises(OptionInvalid, match="nothing to add"):
         add(AddConfig(config.out, config.model))
     add(AddConfig(config.out, config.model, ("hidden:layer:1", "hidden:layer:0")))
     before = data_bytes(config.out)
@@ -179,9 +180,7 @@ def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractCon
         if n_calls == at_call:
             raise KeyboardInterrupt
 
-    with pytest.raises(
-        ExtractionInterrupted, match=r"Until all of hidden/layer_0, hidden/layer_1 is there, .* is as it was"
-    ):
+    with pytest.raises(Interrupted, match=r"Until all of hidden/layer_0, hidden/layer_1 is there, .* is as it was"):
         add(addition(config), progress=interrupt)
     assert not list(Path(config.out).rglob("*.partial"))
     with ActivationStore(config.out) as store:
@@ -199,7 +198,7 @@ KILL_SCRIPT = """
     import torch
     from moa_data.pipeline.add import add
     from moa_data.pipeline.config import AddConfig
-    from moa_data.storage import addition, part_writer, writer
+    from moa_data.storage.write import addition, part as part_writer, store as writer
 
     torch.set_num_threads(1)
     model, out, *names = sys.argv[1:]
@@ -275,7 +274,7 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
         if message.startswith("add 1/"):
             raise KeyboardInterrupt
 
-    with pytest.raises(ExtractionInterrupted):
+    with pytest.raises(Interrupted):
         add(addition(config, activations=("hidden:layer:2",), target_layers=0), progress=interrupt)
     add(addition(config))
     assert data_bytes(config.out) == fresh(config)
@@ -349,7 +348,7 @@ def test_another_target_and_another_device_are_refused(
         ({"target_layers": 9}, "target_layers is 9, but the target has 3"),
         ({"target_layers": -1}, "target_layers is -1"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(OptionInvalid, match=message):
             add(addition(config, **changes))
     for changes, key in (
         ({"dtype": "float32"}, r"extraction\.dtype"),

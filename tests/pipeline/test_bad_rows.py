@@ -18,7 +18,7 @@ from moa_data.pipeline.errors import DatasetError, TemplateError
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.pipeline.prompts import tokenize_chat
 from moa_data.pipeline.rendering import MAX_CHAT_CHARS
-from moa_data.storage.plan import plan_bytes
+from moa_data.storage.parts.plan import plan_bytes
 
 from .conftest import LLAMA3_TEMPLATE, random_chats, write_jsonl
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import OptionInvalid
 from moa_data.pipeline.capture import capture
 from moa_data.pipeline.config import ActivationSpec, parse_activations
-from moa_data.pipeline.errors import ConfigError, NonFiniteActivation
+from moa_data.pipeline.errors import NonFiniteActivation
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -120,11 +121,11 @@ def test_names_of_activations() -> None:
     assert spec == ActivationSpec(True, True, (0, 5, 7))
     assert spec.hidden_fields == ("hidden/last", "hidden/layer_0", "hidden/layer_5", "hidden/layer_7")
     assert parse_activations(("kv",), 8, 8).layers == ()
-    with pytest.raises(ConfigError, match="Unknown activation 'hidden': expected kv, hidden:last or hidden:layer:K"):
+    with pytest.raises(OptionInvalid, match="Unknown activation 'hidden': expected kv, hidden:last or hidden:layer:K"):
         parse_activations(("hidden",), 0, 8)
-    with pytest.raises(ConfigError, match="the target has 8 decoder layers, 0 to 7"):
+    with pytest.raises(OptionInvalid, match="the target has 8 decoder layers, 0 to 7"):
         parse_activations(("hidden:layer:8",), 0, 8)
-    with pytest.raises(ConfigError, match="'x' is no layer number"):
+    with pytest.raises(OptionInvalid, match="'x' is no layer number"):
         parse_activations(("hidden:layer:x",), 0, 8)
-    with pytest.raises(ConfigError, match="target_layers is 9, but the target has 8"):
+    with pytest.raises(OptionInvalid, match="target_layers is 9, but the target has 8"):
         parse_activations(("kv",), 9, 8)

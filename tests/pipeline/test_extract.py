@@ -17,18 +17,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moa_data.moa.bundle import FrozenTarget
+from moa_data.errors import Interrupted
+from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.pipeline import extract as extract_module
 from moa_data.pipeline import forwards as forwards_module
 from moa_data.pipeline.background import BackgroundWriter
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import ExtractionInterrupted, NonFiniteActivation
+from moa_data.pipeline.errors import NonFiniteActivation
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import batches
-from moa_data.storage import shard
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.verify import verify_store
+from moa_data.storage.parts import shard
+from moa_data.storage.read.store import ActivationStore
 
 from .conftest import LLAMA3_TEMPLATE, build_tokenizer
 
@@ -199,9 +200,7 @@ def interrupt_at(message: str, at_call: int) -> Callable[[int, int, str], None]:
 
 
 def test_ctrl_c_while_planning_leaves_nothing(config: ExtractConfig) -> None:
-    with pytest.raises(
-        ExtractionInterrupted, match=r"while planning; nothing was written\. Run the same command again"
-    ):
+    with pytest.raises(Interrupted, match=r"while planning; nothing was written\. Run the same command again"):
         extract(config, progress=interrupt_at("tokenise", 1))
     assert not Path(config.out).exists()
 
@@ -209,7 +208,7 @@ def test_ctrl_c_while_planning_leaves_nothing(config: ExtractConfig) -> None:
 @pytest.mark.parametrize("at_call", [1, 3, 6])
 def test_ctrl_c_in_a_part_discards_it_and_the_next_run_goes_on(config: ExtractConfig, at_call: int) -> None:
     extract(elsewhere(config))
-    with pytest.raises(ExtractionInterrupted, match=r"\d of \d parts are committed in .*Run the same command again"):
+    with pytest.raises(Interrupted, match=r"\d of \d parts are committed in .*Run the same command again"):
         extract(config, progress=interrupt_at("extract", at_call))
     assert not list(Path(config.out).rglob("*.partial"))
     parts = {path.name for path in (Path(config.out) / "parts").iterdir()}
@@ -229,7 +228,7 @@ def test_ctrl_c_while_loading_and_while_writing_the_bundle(
     for owner, name in ((extract_module.Target, "load"), (forwards_module, "save_target_bundle")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt)
-            with pytest.raises(ExtractionInterrupted, match=r"0 of \d parts are committed"):
+            with pytest.raises(Interrupted, match=r"0 of \d parts are committed"):
                 extract(config)
     extract(config)
     assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
@@ -278,7 +277,7 @@ KILL_SCRIPT = """
     import torch
     from moa_data.pipeline import extract as extract_module, forwards as forwards_module
     from moa_data.pipeline.config import ExtractConfig
-    from moa_data.storage import part_writer, writer
+    from moa_data.storage.write import part as part_writer, store as writer
 
     torch.set_num_threads(1)
     model, dataset, out = sys.argv[1:]

@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import OptionInvalid
 from moa_data.moa.errors import TargetError
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import (
-    ConfigError,
-    DatasetError,
-    NotEnoughDisk,
-    SequenceTooLong,
-    TemplateError,
-    TooManyRejected,
-)
+from moa_data.pipeline.errors import DatasetError, NotEnoughDisk, SequenceTooLong, TemplateError, TooManyRejected
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan, format_bytes
 
@@ -169,12 +163,12 @@ def test_a_tokenizer_of_another_model_is_refused(
 
 def test_all_problems_of_the_configuration_are_named_at_once(target_folder: Path, tmp_path: Path) -> None:
     config = make_config(target_folder, tmp_path, tmp_path, max_length=0, dtype="int4", batch_tokens=0)
-    with pytest.raises(ConfigError, match=r"max_length is 0.*batch_tokens is 0.*dtype is 'int4', expected one of"):
+    with pytest.raises(OptionInvalid, match=r"max_length is 0.*batch_tokens is 0.*dtype is 'int4', expected one of"):
         build_plan(config)
 
 
 def test_unknown_codec_and_device_are_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown codec 'zip'.*--codec"):
+    with pytest.raises(OptionInvalid, match=r"Unknown codec 'zip'.*--codec"):
         build_plan(make_config(target_folder, chats_file, tmp_path, codec="zip"))
     config = dataclasses.replace(make_config(target_folder, chats_file, tmp_path), device="nonsense")
     with pytest.raises(TargetError, match=r"device 'nonsense' cannot be used.*--device cpu"):

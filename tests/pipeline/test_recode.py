@@ -9,15 +9,15 @@ import pytest
 import safetensors.numpy
 import zarr
 
+from moa_data.errors import Interrupted, OptionInvalid
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.calibrate import sample_rows
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import ConfigError, ExtractionInterrupted
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.recode import recode
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.verify import verify_store
+from moa_data.storage.read.store import ActivationStore
 
 
 def config(target_folder: Path, chats_file: Path, out: Path, **changes: object) -> ExtractConfig:
@@ -83,7 +83,7 @@ def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypat
         if "part 2" in message:
             raise KeyboardInterrupt
 
-    with pytest.raises(ExtractionInterrupted, match=r"1 of \d parts are committed"):
+    with pytest.raises(Interrupted, match=r"1 of \d parts are committed"):
         recode(lossless, "int6", tmp_path / "stopped", progress=interrupt)
     assert n_calls > 1
     report = recode(lossless, "int6", tmp_path / "stopped")
@@ -93,12 +93,12 @@ def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypat
 
 
 def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="Unknown codec 'zip'"):
+    with pytest.raises(OptionInvalid, match="Unknown codec 'zip'"):
         recode(lossless, "zip", tmp_path / "out")
-    with pytest.raises(ConfigError, match="is the store itself"):
+    with pytest.raises(OptionInvalid, match="is the store itself"):
         recode(lossless, "int8", lossless)
     recode(lossless, "int8", tmp_path / "int8")
-    with pytest.raises(ConfigError, match="only a lossless store can be recoded"):
+    with pytest.raises(OptionInvalid, match="only a lossless store can be recoded"):
         recode(tmp_path / "int8", "int4", tmp_path / "int4")
     assert not (tmp_path / "out").exists()
 

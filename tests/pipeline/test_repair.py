@@ -12,9 +12,9 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import RepairRefused
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.repair import recorded_config, repair
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import RepairImpossible, StoreMismatch
-from moa_data.storage.repair import drop_damage, plan_repair
-from moa_data.storage.verify import verify_store
 
 from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer
 

@@ -12,16 +12,9 @@ import pytest
 
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
-from moa_data.storage.plan import plan_parts
-from moa_data.storage.schema import (
-    FieldSpec,
-    StoreManifest,
-    hidden_field,
-    kv_field,
-    response_mask_field,
-    tokens_field,
-)
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.parts.plan import plan_parts
+from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.write.store import StoreWriter
 
 FIELDS = (tokens_field(), response_mask_field(), kv_field(4, 2, 8), hidden_field("last", 16))
 LENGTHS = (70, 3, 200, 64, 1, 129, 90, 33, 150, 64, 65, 12)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from moa_data.storage.care.findings import VerifyReport
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.checking import exists
 from moa_data.storage.errors import CheckIncomplete, StoreError
-from moa_data.storage.findings import VerifyReport
-from moa_data.storage.repair import drop_damage, plan_repair
-from moa_data.storage.verify import verify_store
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.write.store import StoreWriter
 
 QUICK = ("EMFILE", "EACCES", "MemoryError")
 OTHERS = ("ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP")
@@ -233,9 +233,9 @@ kit = importlib.util.module_from_spec(spec)
 sys.modules["kit"] = kit
 spec.loader.exec_module(kit)
 from moa_data.storage.errors import CheckIncomplete, StoreError
-from moa_data.storage.findings import VerifyReport
-from moa_data.storage.repair import drop_damage, plan_repair
-from moa_data.storage.verify import verify_store
+from moa_data.storage.care.findings import VerifyReport
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.verify import verify_store
 
 recipe, store = kit.make_recipe((70, 3, 130, 64), part_tokens=256), Path("store")
 if os.geteuid() == 0:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from moa_data.storage import durable
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import StoreError, StoreNotFound, StoreReadOnly
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.repair import drop_damage, plan_repair
-from moa_data.storage.verify import verify_store
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.write.store import StoreWriter
 
 # Each store is killed up to three times at random instants, its writer being a fork of a process that has imported
 # everything; then it is finished, also in a fork, and must not differ from an uninterrupted one.
@@ -170,7 +170,7 @@ spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
 kit = importlib.util.module_from_spec(spec)
 sys.modules["kit"] = kit
 spec.loader.exec_module(kit)
-from moa_data.storage.repair import drop_damage, plan_repair
+from moa_data.storage.care.repair import drop_damage, plan_repair
 
 damaged, folder = Path(sys.argv[2]), Path(sys.argv[3])
 

@@ -23,21 +23,21 @@ from hypothesis import strategies as st
 
 from moa_data.pipeline.errors import PipelineError
 from moa_data.pipeline.records import recorded_config
+from moa_data.storage.care.summary import summarize_store
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.rope import Rope
-from moa_data.storage.codecs.transform import TransformCodec
-from moa_data.storage.commit import PartCommit, read_part_commit
+from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.dtypes import from_float32
 from moa_data.storage.durable import crc32c
 from moa_data.storage.errors import CheckIncomplete, ManifestInvalid, ShardCorrupt, StoreError
-from moa_data.storage.plan import PLAN_SCHEMA, read_plan
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.parts.commit import PartCommit, read_part_commit
+from moa_data.storage.parts.plan import PLAN_SCHEMA, read_plan
+from moa_data.storage.parts.seal import write_seal
+from moa_data.storage.parts.shard import FileRecord
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
-from moa_data.storage.seal import write_seal
-from moa_data.storage.shard import FileRecord
-from moa_data.storage.summary import summarize_store
-from moa_data.storage.verify import verify_store
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.write.store import StoreWriter
 
 HEADROOM_BYTES = 3 << 29
 FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -9,7 +9,7 @@ import pytest
 
 from moa_data.storage.errors import LinkRefused, LocksUnsupported, StoreLocked
 from moa_data.storage.locking import LockHeld, lock_file
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.write.store import StoreWriter
 
 
 def refuse_with(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:

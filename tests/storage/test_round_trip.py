@@ -11,10 +11,10 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.storage import layout
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.parts import layout
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.write.store import StoreWriter
 
 # Signalling and quiet NaN, infinities, both zeros, the smallest subnormals, the largest finite numbers.
 SPECIAL_BITS = [0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moa_data.moa.bundle import save_target_bundle, target_sizes
+from moa_data.moa.target.bundle import save_target_bundle, target_sizes
 from moa_data.pipeline.capture import capture
 from moa_data.pipeline.config import parse_activations
 from moa_data.pipeline.plan import field_specs
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.plan import plan_parts
+from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.schema import StoreManifest
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.write.store import StoreWriter
 
 N_LAYERS, VOCABULARY = 3, 61
 

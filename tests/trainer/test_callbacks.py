@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer import callbacks, data
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig

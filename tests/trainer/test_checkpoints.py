@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moa_data.moa import tensor_file
-from moa_data.moa.checkpoint import load_drafter
+from moa_data.moa.files import tensor_file
+from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.storage.errors import DiskFull
 from moa_data.trainer import checkpoints
 from moa_data.trainer.checkpoints import CheckpointFiles, read_checkpoint, remove_leftovers
@@ -80,8 +80,8 @@ KILLED_SAVES = """
 import builtins, os, signal, sys
 from pathlib import Path
 import torch
-from moa_data.moa import tensor_file
-from moa_data.moa.checkpoint import load_drafter
+from moa_data.moa.files import tensor_file
+from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.trainer.checkpoints import CheckpointFiles, export_drafter
 
 folder, drafter = Path(sys.argv[1]), load_drafter(sys.argv[2])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moa_data.pipeline.recode import recode
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.moa.objective import Draws
-from moa_data.storage.reader import ActivationStore
+from moa_data.moa.drafters.rounds import Draws
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer import data as data_module
 from moa_data.trainer.batch_reader import MICRO_BATCH_BYTES, BatchReader
 from moa_data.trainer.config import TrainConfig

@@ -7,16 +7,16 @@ import pytest
 import torch
 import yaml
 
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.decode import draft_session, generate_batch, plain_generate, speculative_generate
-from moa_data.moa.eagle import EagleDrafter
-from moa_data.moa.eagle3 import Eagle3Drafter
+from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.drafters.eagle import EagleDrafter
+from moa_data.moa.drafters.eagle3 import Eagle3Drafter
+from moa_data.moa.drafters.glide import GlideDrafter
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.glide import GlideDrafter
-from moa_data.moa.target import Target
-from moa_data.moa.tree import TreeShape
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.target.live import Target
 from moa_data.pipeline.recode import recode
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.config import TrainConfig

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.decode import draft_session, generate_batch, plain_generate
-from moa_data.moa.registry import DRAFTERS
-from moa_data.moa.target import Target
-from moa_data.moa.tree import TreeShape
-from moa_data.storage.reader import ActivationStore
+from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.drafters.registry import DRAFTERS
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.target.live import Target
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics

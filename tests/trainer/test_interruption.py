@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moa_data.moa.checkpoint import load_drafter
+from moa_data.errors import Interrupted
+from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.trainer import checkpoints, data, muon, run
 from moa_data.trainer.checkpoints import read_checkpoint
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
-from moa_data.trainer.errors import TrainingInterrupted
 from moa_data.trainer.module import DrafterModule
 
 from .test_run import BASE
@@ -95,7 +95,7 @@ def test_a_signal_in_each_phase(store_path, tmp_path, monkeypatch, strike):
     before = {signum: signal.getsignal(signum) for signum in STOPS}
     for index, (owner, name, n_th, signum, step) in enumerate(phases):
         strike(owner, name, n_th, signum)
-        with pytest.raises(TrainingInterrupted) as stop:
+        with pytest.raises(Interrupted) as stop:
             train(store_path, parts, resume=index > 0)
         monkeypatch.undo()
         assert str(stop.value) == f"stopped at step {step}; go on with the same command and --resume.", name
@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_ends_at_once(store_path, tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(DrafterModule, "training_step", stuck)
-    with pytest.raises(TrainingInterrupted, match="stopped without saving; go on from the checkpoint of step 4 with"):
+    with pytest.raises(Interrupted, match="stopped without saving; go on from the checkpoint of step 4 with"):
         train(store_path, tmp_path / "run")
     monkeypatch.undo()
     assert train(store_path, tmp_path / "run", resume=True).n_steps == 12
@@ -143,9 +143,7 @@ def test_ignored_signals_stay_ignored(store_path, tmp_path, strike):
 
 def test_before_the_first_checkpoint_the_line_says_so(store_path, tmp_path, strike):
     strike(run, "build_module", 1, signal.SIGINT)
-    with pytest.raises(
-        TrainingInterrupted, match=r"stopped before the first checkpoint; run the same command again\.$"
-    ):
+    with pytest.raises(Interrupted, match=r"stopped before the first checkpoint; run the same command again\.$"):
         train(store_path, tmp_path / "run")
 
 

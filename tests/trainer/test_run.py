@@ -16,14 +16,15 @@ import torch
 import transformers
 import yaml
 
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.moa.model import MoADrafter
+from moa_data.errors import Interrupted
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.pipeline.recode import recode
 from moa_data.trainer import callbacks
 from moa_data.trainer.checkpoints import read_checkpoint
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
-from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError, TrainingInterrupted
+from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError
 from moa_data.trainer.module import DrafterModule
 from moa_data.trainer.run import train
 
@@ -187,7 +188,7 @@ def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_p
     settings = {"max_steps": 10, "micro_batch_size": 4}
     at_once = run(store_path, tmp_path / "whole", **settings)
     signal_within_objective(monkeypatch, 7)
-    with pytest.raises(TrainingInterrupted, match="stopped at step 3; go on with the same command and --resume"):
+    with pytest.raises(Interrupted, match="stopped at step 3; go on with the same command and --resume"):
         run(store_path, tmp_path / "parts", **settings)
     monkeypatch.undo()
     resumed = run(store_path, tmp_path / "parts", resume=True, **settings)
@@ -236,7 +237,7 @@ def test_the_last_step_is_validated(store_path, tmp_path, monkeypatch):
     run(store_path, tmp_path / "parts", **settings, stop_after_steps=6)
     assert [step for step, _ in read_metrics(tmp_path / "parts")["val/kl"]] == [4], "a run to go on with has no end yet"
     interrupt_validation(monkeypatch, 1)
-    with pytest.raises(TrainingInterrupted, match="stopped at step 7"):
+    with pytest.raises(Interrupted, match="stopped at step 7"):
         run(store_path, tmp_path / "parts", **settings, resume=True)
     monkeypatch.undo()
     again = run(store_path, tmp_path / "parts", **settings, resume=True)
@@ -268,7 +269,7 @@ def test_a_validation_that_did_not_end_is_done_again(store_path, tmp_path, monke
     (tmp_path / "before.ckpt").replace(tmp_path / "parts" / "checkpoints" / "last.ckpt")
     for _ in range(2):
         interrupt_validation(monkeypatch, 1)
-        with pytest.raises(TrainingInterrupted, match="stopped at step 4"):
+        with pytest.raises(Interrupted, match="stopped at step 4"):
             run(store_path, tmp_path / "parts", **settings, resume=True)
         monkeypatch.undo()
     (tmp_path / "parts" / "metrics-000.csv").unlink()

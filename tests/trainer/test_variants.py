@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moa_data.moa.checkpoint import load_drafter
-from moa_data.storage.reader import ActivationStore
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.data import TrainingStream, draw, sum_loss_weights

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import zarr
 
+from moa_data.storage.care.summary import summarize_store
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.quantised import SCHEMES
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import from_float32, to_float32
 from moa_data.storage.errors import ManifestInvalid, PartIncomplete, StoreMismatch, WriteInvalid
-from moa_data.storage.reader import ActivationStore
-from moa_data.storage.summary import summarize_store
-from moa_data.storage.verify import verify_store
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.write.store import StoreWriter
 
 ERROR = {"int8": 0.01, "fp8": 0.04, "int6": 0.035, "int4": 0.16}
 

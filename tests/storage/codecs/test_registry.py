@@ -2,7 +2,7 @@
 
 import pytest
 
-from moa_data.storage.codecs.field import StoredArray
+from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.errors import CodecUnknown
 from moa_data.storage.schema import kv_field, tokens_field

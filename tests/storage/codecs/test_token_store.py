@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.rope import Rope
-from moa_data.storage.codecs.transform import TransformCodec
+from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.dtypes import from_float32, to_float32
 from moa_data.storage.errors import CodecUnknown, ShardCorrupt, WriteInvalid
-from moa_data.storage.reader import ActivationStore
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import kv_field
-from moa_data.storage.verify import verify_store
-from moa_data.storage.writer import StoreWriter
+from moa_data.storage.write.store import StoreWriter
 
 NAME = "transform:2,tokens@group2"
 EMBEDDINGS = np.random.default_rng(1).normal(size=(100, 16)).astype(np.float32)

@@ -1,0 +1,358 @@
+"""What every command shares: errors as one line with an exit code, progress on stderr, text that streams."""
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any
+
+import click
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+from tqdm import tqdm
+
+from .. import __version__
+from ..errors import Interrupted, MoaDataError
+from ..text import printable
+from .signals import ignore_signals, interruption_code, is_first_process
+
+
+class StandardOutput(Console):
+    """Standard output; whatever keeps it from being written ends the command with what happened.
+
+    It shows text as it is: control characters escaped, neither markup nor names of emoji read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escapes before rich drops some of the control characters."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Escapes also what came as a renderable."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print as ``Console.print`` does.
+
+        Raises:
+            ReaderGone: whoever read it closed it.
+            StageFailure: it can't be written otherwise.
+        """
+        try:
+            super().print(*args, **kwargs)
+        except OSError as error:
+            raise _output_failure(error) from error
+
+    def on_broken_pipe(self) -> None:
+        """Leave the exit code to :class:`ReaderGone`; rich would end with 1, which means something else here."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+out = StandardOutput()
+"""Standard output; errors and progress go to standard error."""
+
+# What libraries say where memory or threads are short, whatever the class of the error.
+_NO_MEMORY = ("can't allocate memory", "annot allocate memory", "failed to map segment", "bad_alloc", "out of memory")
+_reserve = bytearray(16 << 20)
+"""Address space that an error which ran out of it gives back, so that the error can be told."""
+_NO_THREADS = ("can't start new thread", "ThreadPoolBuildError", "Resource temporarily unavailable")
+_GO_ON = {
+    "extract": "Committed parts are kept; run the same command again to go on.",
+    "recode": "Committed parts are kept; run the same command again to go on.",
+    "add": "Parts that have the new fields keep them; run the same command again to go on.",
+    "export": "Complete files are kept; run the same command again to go on.",
+    "import": "Committed parts are kept; run the same command again to go on.",
+    "train": "Run the same command again, with --resume if it had saved a checkpoint.",
+    "repair": "What was repaired is kept; run the same command again to go on.",
+    "demo": "Run the same command again; finished phases are kept.",
+    **dict.fromkeys(("eval", "compare", "disconnect"), "No report was written; run the same command again."),
+    **dict.fromkeys(
+        ("plan", "inspect", "verify", "audit", "generate", "export-drafter"),
+        "Nothing was written; run the same command again.",
+    ),
+}
+
+
+class StageFailure(click.ClickException):
+    """Ends a command with one line on stderr: the input can't be used.
+
+    Args:
+        line: what was wrong and what to do.
+        exit_code: of the command; by default that of the class.
+    """
+
+    exit_code = 2
+
+    def __init__(self, line: str, exit_code: int | None = None) -> None:
+        super().__init__(line)
+        if exit_code is not None:
+            self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
+
+    def format_message(self) -> str:
+        """The line, which may quote names and rows of others."""
+        return printable(self.message)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line, unless standard error can't be written: the exit code still says what happened."""
+        with contextlib.suppress(OSError):
+            super().show(file)
+
+
+class Findings(StageFailure):
+    """The command did its work and found something wrong."""
+
+    exit_code = 1
+
+
+class Stopped(StageFailure):
+    """A signal stopped the command; the exit code is 128 + its number."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line once: of several processes all were stopped."""
+        if is_first_process():
+            super().show(file)
+
+
+class ReaderGone(StageFailure):
+    """Whoever read standard output closed it, as ``head`` does: ends like a program that SIGPIPE stops, silently."""
+
+    exit_code = 128 + signal.SIGPIPE
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print nothing."""
+
+
+class Fault(StageFailure):
+    """The program is wrong, not its input; the traceback is printed before the line."""
+
+    exit_code = 70
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print traceback and line."""
+        tell("".join(traceback.format_exception(self.__cause__)))
+        super().show(file)
+
+
+class StageGroup(click.Group):
+    """A click group whose commands end in one line on stderr and an exit code that has one meaning."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command and exit; takes what ``click.Command.main`` takes, but always exits."""
+        try:
+            result = super().main(*args, **(extra | {"standalone_mode": False}))
+            _flush_output()
+            code = result if isinstance(result, int) else 0
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = error.exit_code
+        except (click.ClickException, click.Abort, KeyboardInterrupt) as error:
+            failure = error if isinstance(error, StageFailure) else failure_of(error)
+            failure.show()
+            code = failure.exit_code
+        ignore_signals()
+        _give_up_broken_streams()
+        sys.exit(code)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the options before the command; of these ``--help`` and ``--version`` print."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except OSError as error:
+            raise _output_failure(error) from error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command and turn whatever it raises into a :class:`StageFailure`."""
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, StageFailure):
+            raise
+        # Also SystemExit, with which a library could end a command as if all had been done.
+        except BaseException as error:
+            ignore_signals()
+            failure = failure_of(error, ctx.invoked_subcommand or "")
+            if ctx.params.get("debug") and not isinstance(failure, Fault):
+                traceback.print_exception(error)
+            raise failure from error
+
+
+def failure_of(error: BaseException, command: str = "") -> StageFailure:
+    """Return what a command ends with for an error that it raised."""
+    _reserve.clear()
+    if (code := interruption_code(error)) is not None:
+        hint = _GO_ON.get(command, "Run the same command again.")
+        return Stopped(_one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}", code)
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "moa-data"
+        return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
+    if isinstance(error, click.ClickException):
+        return StageFailure(error.format_message())
+    if isinstance(error, BrokenPipeError):
+        return ReaderGone("")
+    if (line := user_message(error)) is not None:
+        return StageFailure(line, error.exit_code if isinstance(error, MoaDataError) else 2)
+    fault = Fault(
+        f"{type(error).__name__}: {_one_line(error)}. This is a fault of moa-data {__version__}, not of your input: "
+        "please report it with the lines above and the command. What was committed or saved before is kept."
+    )
+    fault.__cause__ = error
+    return fault
+
+
+def user_message(error: BaseException) -> str | None:
+    """The line for an error that the user can mend, or None for one that is a fault of the code."""
+    text = _one_line(error)
+    if isinstance(error, MoaDataError):
+        return text
+    # Where memory is limited, Python itself fails with SystemError where it can't make an exception.
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if isinstance(error, MemoryError | SystemError if is_limited else MemoryError) or any(
+        sign in text for sign in _NO_MEMORY
+    ):
+        return (
+            f"out of memory ({text.split('. ')[0] or type(error).__name__}). Free some, raise the limit (ulimit -v), "
+            "or lower --batch-tokens (extract, add), --micro-batch-size (train) or --batch-size (eval)."
+        )
+    if any(sign in text for sign in _NO_THREADS):
+        return (
+            f"no further thread can be started ({text.split('. ')[0]}). Raise the limit of processes (ulimit -u, or "
+            "the container's) or of memory (ulimit -v), or set OMP_NUM_THREADS=1."
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{text}. Raise the limit of open files (ulimit -n)."
+    if isinstance(error, NotADirectoryError | FileExistsError | PermissionError | IsADirectoryError) and error.filename:
+        return f"{error.filename}: {error.strerror}. Check the path, or choose another."
+    return text if isinstance(error, OSError) else None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def tell(text: str) -> None:
+    """Print a line for people on standard error; work goes on where it can't be written."""
+    with contextlib.suppress(OSError):
+        click.echo(printable(text), err=True)
+
+
+def _output_failure(error: OSError) -> StageFailure:
+    if isinstance(error, BrokenPipeError):
+        return ReaderGone("")
+    return StageFailure(f"standard output can't be written: {error.strerror}. What the command did is kept.")
+
+
+def _flush_output() -> None:
+    """Write out what is buffered; Python's own flush at the end could only change the exit code to 120."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise _output_failure(error) from error
+
+
+def _give_up_broken_streams() -> None:
+    """Point standard output and error, where they can't be written, to the null device for Python's last flush."""
+    for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, number)
+            os.close(null)
+
+
+class ProgressLine:
+    """A progress callback that draws one line on stderr; a new phase, that is another total, gets a new line.
+
+    Work goes on without it where standard error can't be written any more.
+    """
+
+    def __init__(self, unit: str, scaled: bool = False) -> None:
+        self.unit, self.scaled = unit, scaled
+        self.bar: tqdm[Any] | None = None
+
+    def __call__(self, done: int, total: int, message: str) -> None:
+        """Shows ``done`` of ``total`` units and a message."""
+        with contextlib.suppress(OSError):
+            self._draw(done, total, message)
+
+    def _draw(self, done: int, total: int, message: str) -> None:
+        if self.bar is None or self.bar.total != total or done < self.bar.n:
+            self.close()
+            interval = 0.2 if sys.stderr.isatty() else 10.0
+            self.bar = tqdm(
+                total=total, unit=self.unit, unit_scale=self.scaled, file=sys.stderr, mininterval=interval,
+                dynamic_ncols=True,
+            )  # fmt: skip
+        self.bar.set_description_str(printable(message), refresh=False)
+        self.bar.update(done - self.bar.n)
+
+    def close(self) -> None:
+        """Leaves the last state on its line."""
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.refresh()
+                bar.close()
+
+    def __enter__(self) -> "ProgressLine":
+        """Nothing is drawn before the first call."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Ends the line, also when the command fails."""
+        self.close()
+
+
+class TokenStream:
+    """Turns tokens that arrive in groups into text that can be printed at once.
+
+    Text that ends inside a multi-byte character is held back until the next token completes it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.tokens: list[int] = []
+        self.shown = ""
+        self.first_s: float | None = None
+
+    def feed(self, tokens: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
+        """Yields (new text, whether its token was drafted) for each token that completes some text."""
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+        for token, is_drafted in zip(tokens, drafted, strict=True):
+            self.tokens.append(token)
+            text = self.decode(self.tokens)
+            if text.endswith("\ufffd") or not text.startswith(self.shown):
+                continue
+            if text != self.shown:
+                yield text[len(self.shown) :], is_drafted
+                self.shown = text
+
+    def rest(self) -> str:
+        """Text that was still held back when the last token had come."""
+        text = self.decode(self.tokens) if self.tokens else ""
+        return text[len(self.shown) :] if text.startswith(self.shown) else ""
+
+
+def quiet_libraries() -> None:
+    """Keeps the libraries' own progress bars and advice off the terminal; the user's settings win."""
+    quiet = {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    }
+    # On a terminal the bars of a download or of loading many gigabytes are welcome; in a log file they are noise.
+    if not sys.stderr.isatty():
+        quiet["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,259 @@
+"""What the command line shows, as rich renderables built from the stages' reports. Prints nothing itself."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..text import printable
+
+if TYPE_CHECKING:
+    from ..moa.decoding.loop import Generation
+    from ..storage.care.findings import VerifyReport
+    from ..storage.care.summary import StoreSummary
+    from ..trainer.run import TrainReport
+
+BAR_CELLS = 40
+
+
+def format_bytes(n_bytes: float) -> str:
+    """A size in decimal units: 1500 -> '1.5 kB'."""
+    value = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 1000 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable: the last unit returns")
+
+
+def format_count(count: float) -> str:
+    """A count with thin separators: 1234567 -> '1,234,567'."""
+    return f"{count:,.0f}"
+
+
+def pairs_table(title: str, pairs: Mapping[str, Any]) -> Table:
+    """Two columns of names and values under a title."""
+    table = Table.grid(padding=(0, 2))
+    table.title, table.title_justify, table.title_style = title, "left", "bold cyan"
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs.items():
+        table.add_row(name, Text(printable(str(value))))
+    return table
+
+
+def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
+    """A horizontal bar for each label; the longest has BAR_CELLS cells."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    most = max(counts, default=0) or 1
+    for label, count in zip(labels, counts, strict=True):
+        cells = max(round(BAR_CELLS * count / most), 1 if count else 0)
+        table.add_row(label, Text("█" * cells, style="cyan"), format_count(count))
+    return table
+
+
+def summary_view(summary: "StoreSummary") -> RenderableType:
+    """A store at a glance: size and progress, fields, lengths, target, identities, conventions."""
+    facts: dict[str, Any] = {
+        "sequences": f"{format_count(summary.n_sequences)} of {format_count(summary.n_planned_sequences)} planned",
+        "tokens": f"{format_count(summary.n_tokens)} of {format_count(summary.n_planned_tokens)} planned"
+        f", {summary.n_response_tokens / max(summary.n_tokens, 1):.0%} in responses",
+        "parts": f"{summary.n_parts - summary.n_pending_parts} of {summary.n_parts} committed",
+        "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of {format_bytes(summary.raw_bytes)} raw, "
+        f"{summary.bytes_per_token:,.0f} bytes per token",
+        "codec": summary.codec,
+        "target bundle": "target/" if summary.has_target else "missing",
+    }
+    lengths = summary.lengths
+    first = next((index for index, count in enumerate(lengths.counts) if count), 0)
+    labels = [f"{low}-{high - 1}" for low, high in zip(lengths.edges, lengths.edges[1:], strict=False)]
+    blocks: list[RenderableType] = [
+        pairs_table(str(summary.path), facts),
+        fields_table(summary),
+        pairs_table("Their meaning", {item.name: item.description for item in summary.fields}),
+        Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], lengths.counts[first:])),
+        pairs_table("Target", summary.target),
+        pairs_table("Extraction", summary.extraction),
+        pairs_table("Identities", summary.identities),
+        pairs_table("Conventions", summary.conventions),
+    ]
+    if summary.n_pending_parts:
+        advice = f"{summary.n_pending_parts} parts are still to be extracted: run the same extract command again."
+        blocks.insert(1, Text(advice, style="yellow"))
+    if summary.unfinished:
+        found = ", ".join(f"{name} (in {n} of {summary.n_parts} parts)" for name, n in summary.unfinished.items())
+        advice = f"Being added, not to be read yet: {found}; run the same add command again."
+        blocks.insert(1, Text(advice, style="yellow"))
+    return Group(*[piece for block in blocks for piece in (block, Text())][:-1])
+
+
+def fields_table(summary: "StoreSummary") -> Table:
+    """The activations of a store and what each costs."""
+    table = Table(
+        title="Activations",
+        title_justify="left",
+        title_style="bold cyan",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("field", "dtype", "per token"):
+        table.add_column(name, no_wrap=True)
+    for name in ("raw", "stored", "ratio", "bits/value", "B/token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for item in summary.fields:
+        table.add_row(
+            item.name,
+            item.dtype,
+            " x ".join(map(str, item.token_shape)) or "1",
+            format_bytes(item.raw_bytes),
+            format_bytes(item.stored_bytes),
+            f"{item.ratio:.3f}",
+            f"{item.bits_per_value:.2f}",
+            f"{item.stored_bytes / max(summary.n_tokens, 1):,.1f}",
+        )
+        for array in item.arrays if len(item.arrays) > 1 else ():
+            bits = 8 * array.stored_bytes / max(item.n_values, 1)
+            table.add_row(
+                f"  {array.name}",
+                array.dtype,
+                "",
+                "",
+                format_bytes(array.stored_bytes),
+                "",
+                f"{bits:.2f}",
+                f"{array.stored_bytes / max(summary.n_tokens, 1):,.1f}",
+                style="dim",
+            )
+    return table
+
+
+def verify_view(report: "VerifyReport") -> RenderableType:
+    """What was checked, every damage with its part, what could not be checked, and what is still to be extracted."""
+    blocks: list[RenderableType] = []
+    for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
+        table = Table("part", box=SIMPLE_HEAD)
+        for name in ("file", title):
+            table.add_column(name, overflow="fold")
+        for finding in findings:
+            part = "-" if finding.part is None else str(finding.part)
+            table.add_row(part, Text(printable(finding.path)), Text(printable(finding.message)))
+        blocks += [table] if findings else []
+    checked = (
+        f"{report.n_parts} parts, {format_count(report.n_sequences)} sequences, "
+        f"{format_count(report.n_tokens)} tokens, {format_bytes(report.n_bytes)}"
+    )
+    verdict = Text("whole", style="bold green") if report.ok else Text("INCOMPLETE", style="bold yellow")
+    if report.damages:
+        verdict = Text("DAMAGED", style="bold red")
+    blocks.append(Text.assemble(verdict, f": {checked} checked"))
+    if report.n_pending_parts:
+        advice = f"{report.n_pending_parts} parts are still to be extracted: run the same extract command again."
+        blocks.append(Text(advice, style="yellow"))
+    return Group(*blocks)
+
+
+def sample_view(
+    row: Mapping[str, Any], tokens: Sequence[int], mask: Sequence[int], decode: Callable[[list[int]], str]
+) -> RenderableType:
+    """One sequence with its trained response in colour.
+
+    Args:
+        row: The sequence's row in the plan.
+        tokens: Token ids, [n_tokens].
+        mask: 1 on response tokens, [n_tokens].
+        decode: Token ids to text, special tokens included.
+
+    Returns:
+        The facts, a legend and the text. Responses also stand in ⟦ ⟧, for terminals without colour.
+    """
+    text = Text()
+    start = 0
+    while start < len(tokens):
+        stop = start
+        while stop < len(tokens) and bool(mask[stop]) == bool(mask[start]):
+            stop += 1
+        span = printable(decode(list(tokens[start:stop])))
+        if mask[start]:
+            text.append("⟦", style="dim").append(span, style="bold green").append("⟧", style="dim")
+        else:
+            text.append(span, style="dim")
+        start = stop
+    share = sum(map(bool, mask)) / max(len(tokens), 1)
+    legend = Text.assemble("\n", ("context", "dim"), "  ", ("⟦response, trained on⟧", "bold green"), f"  {share:.0%}\n")
+    return Group(pairs_table("Sequence", row), legend, text)
+
+
+def train_view(report: "TrainReport") -> RenderableType:
+    """What a training run gave, and where it is."""
+    speed = "" if report.tokens_per_s is None else f" ({report.tokens_per_s:,.0f}/s)"
+    share, best = report.data_wait_share, report.best_expected_acceptance_length
+    facts = {
+        "run": report.out,
+        "steps": format_count(report.n_steps),
+        "parameters": format_count(report.n_parameters),
+        "tokens": format_count(report.n_tokens) + speed,
+        "waiting for data": "-" if share is None else f"{share:.1%}",
+        **{name: f"{value:.4g}" for name, value in sorted(report.metrics.items())},
+        "best expected acceptance length": "-" if best is None else f"{best:.3f}",
+    }
+    return pairs_table("Trained", facts)
+
+
+def decoding_view(
+    drafted: "Sequence[Generation]", plain: "Sequence[Generation] | None", shape: str, sampled: bool = False
+) -> RenderableType:
+    """Speculative decoding beside plain decoding of the same prompts.
+
+    Args:
+        drafted: The generations with a drafter.
+        plain: The generations without, or None.
+        shape: Of the drafts.
+        sampled: Whether tokens were sampled: then the two differ by chance.
+    """
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("", "tokens", "target calls", "tokens/call", "tokens/s", "draft ms", "verify ms"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
+        stats = [generation.stats for generation in generations]
+        n_calls = sum(one.n_target_calls for one in stats)
+        table.add_row(
+            name,
+            format_count(sum(one.n_tokens for one in stats)),
+            format_count(n_calls),
+            f"{sum(sum(one.committed_per_call) for one in stats) / max(1, n_calls):.2f}",
+            f"{_tokens_per_s(generations):.1f}",
+            f"{1e3 * sum(one.draft_s for one in stats) / max(1, n_calls):.1f}",
+            f"{1e3 * sum(one.verify_s for one in stats) / max(1, n_calls):.1f}",
+        )
+    lines: list[RenderableType] = [table]
+    if plain:
+        ratio = _tokens_per_s(drafted) / _tokens_per_s(plain)
+        equal = [one.tokens for one in plain] == [one.tokens for one in drafted]
+        same = "the same tokens" if equal else "OTHER tokens than plain decoding"
+        if sampled and not equal:
+            same = "other random draws of the same distribution"
+        lines.append(Text(f"{ratio:.2f} times the speed of plain decoding, {same}."))
+    lines.append(
+        Text(
+            "Target calls after the prefill. Tokens/call is the acceptance length, bonus token included; ms per call.",
+            style="dim",
+        )
+    )
+    return Group(*lines)
+
+
+def _tokens_per_s(generations: "Sequence[Generation]") -> float:
+    return sum(one.stats.n_tokens for one in generations) / sum(decode_s(one) for one in generations)
+
+
+def decode_s(generation: "Generation") -> float:
+    """Seconds of prefill, drafts and target calls; printing the text is left out."""
+    stats = generation.stats
+    return max(stats.prefill_s + stats.draft_s + stats.verify_s, 1e-9)

@@ -1,0 +1,223 @@
+"""Which tokens the target accepts of a draft tree: greedy, or sampled so that the output has the target's distribution.
+
+Shapes: N nodes, V vocabulary.
+
+Sampling follows Leviathan et al. (2023, Algorithm 1) where drafts were drawn from a known distribution q: a draft x is
+accepted with probability min(1, p(x) / q(x)), else the next token comes from max(0, p - q), normalised. Drafts that
+were picked (the most likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with
+probability p(x), else p(x) becomes 0 and the next child is tried on the normalised rest. Either way the next token
+has the distribution p, whatever the drafter proposes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import DrafterError
+from .tree import NO_DRAFT, DraftTree, Shape, TreeShape
+
+_N_LIKELY = 1024
+"""Tokens among which those that top-p keeps are looked for; only where they have too little mass are all sorted."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen from the target's logits.
+
+    Applied in the order of transformers: repetition penalty, temperature, top-k, top-p.
+
+    Attributes:
+        temperature: 0 for greedy decoding.
+        top_p: keep the most likely tokens up to this cumulative probability, at least one.
+        top_k: keep this many tokens; 0 keeps all.
+        repetition_penalty: logits of tokens that occurred, in the prompt too, are divided by it (multiplied where
+            negative).
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values without a meaning."""
+        if not 0 <= self.temperature < float("inf"):
+            raise DrafterError(f"temperature must be a number from 0 up, got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise DrafterError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
+        if self.top_k < 0:
+            raise DrafterError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise DrafterError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}.")
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the plain argmax of the logits."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
+    def check_shape(self, shape: Shape) -> None:
+        """Refuse chains that stop by their probability where drafts are drawn.
+
+        How many are drawn would depend on the other rows of a batch, and with it the answer that a seed gives.
+
+        Raises:
+            DrafterError: such a chain, and a temperature above 0.
+        """
+        if self.temperature > 0 and isinstance(shape, TreeShape) and shape.stop_below:
+            raise DrafterError(
+                f"chains such as {shape} stop by their probability in greedy decoding only; give a chain's length "
+                f"such as {shape.depth}, or a temperature of 0."
+            )
+
+
+GREEDY = SamplingConfig()
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take, nor those of a few prompts more.
+
+    Raises:
+        DrafterError: it does not fit into 64 bits with a sign.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {seed}.")
+
+
+def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig) -> Tensor:
+    """Distribution of the next token; with temperature 0 all mass is on the most likely one.
+
+    Args:
+        logits: [V].
+        previous: prompt and all tokens so far.
+        config: what to apply.
+
+    Returns:
+        [V] float64 on CPU, sums to 1.
+    """
+    scores = penalised(logits, previous, config.repetition_penalty)
+    if config.temperature == 0:
+        return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
+    scores = scores / config.temperature
+    if 0 < config.top_k < scores.shape[0]:
+        scores = scores.masked_fill(scores < scores.topk(config.top_k).values[-1], -torch.inf)
+    probability = scores.softmax(0)
+    return probability if config.top_p == 1 else _likeliest(probability, config.top_p)
+
+
+def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
+    """Logits after the repetition penalty.
+
+    Args:
+        logits: [V].
+        previous: prompt and all tokens so far.
+        penalty: 1 changes nothing.
+
+    Returns:
+        [V] float64 on CPU.
+    """
+    scores = logits.detach().cpu().double()
+    if penalty == 1 or not previous:
+        return scores
+    seen = torch.tensor(sorted(set(previous)))
+    found = scores[seen]
+    return scores.index_put((seen,), torch.where(found < 0, found * penalty, found / penalty))
+
+
+def _likeliest(probability: Tensor, top_p: float) -> Tensor:
+    """A distribution [V] that keeps only the likeliest tokens up to a mass, at least one."""
+    ordered, order = probability.topk(min(_N_LIKELY, len(probability)))
+    mass = ordered.cumsum(0)
+    if mass[-1] < top_p:
+        ordered, order = probability.sort(descending=True)
+        mass = ordered.cumsum(0)
+    is_kept = mass - ordered < top_p
+    kept = ordered[is_kept]
+    return torch.zeros_like(probability).index_put_((order[is_kept],), kept / kept.sum())
+
+
+def draw(probability: Tensor, generator: torch.Generator | None) -> int:
+    """One token from a distribution [V], which need not be normalised."""
+    return int(torch.multinomial(probability, 1, generator=generator))
+
+
+def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
+    """Greedy verification: follow the target's argmax from the root as far as there are such nodes.
+
+    Args:
+        tokens: of N nodes.
+        parents: node indices, -1 for the root.
+        predicted: N + 1 argmax tokens: after the root, then after each node.
+
+    Returns:
+        The accepted nodes from the root down, and the target's next token after the last of them.
+    """
+    children: dict[tuple[int, int], int] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        children.setdefault((parent, token), node)
+    accepted: list[int] = []
+    at = -1
+    while (node := children.get((at, predicted[at + 1]), -1)) >= 0:
+        accepted.append(node)
+        at = node
+    return accepted, predicted[at + 1]
+
+
+def accept_sampled(
+    tree: DraftTree,
+    row: int,
+    logits: Tensor,
+    previous: Sequence[int],
+    config: SamplingConfig,
+    generator: torch.Generator | None,
+) -> tuple[list[int], int]:
+    """Sampled verification of one row; also greedy decoding with a repetition penalty.
+
+    Args:
+        tree: the drafts.
+        row: of the tree.
+        logits: [N + 1, V], the target's after the root and after each node.
+        previous: prompt and committed tokens, the root included.
+        config: what the target's distribution is.
+        generator: of the draws.
+
+    Returns:
+        As :func:`accept_argmax`.
+    """
+    tokens, parents = (rows[row] for rows in tree.on_host)
+    accepted: list[int] = []
+    path = list(previous)
+    while True:
+        at = accepted[-1] if accepted else -1
+        probability = distribution(logits[at + 1], path, config)
+        node = None
+        for child in (index for index, parent in enumerate(parents) if parent == at):
+            if tokens[child] == NO_DRAFT:  # takes no random number: a row alone has none of these
+                continue
+            proposal = None if tree.probabilities is None else tree.probabilities[row, child].cpu().double()
+            if _accepts(probability, tokens[child], proposal, generator):
+                node = child
+                break
+            probability = _rest(probability, tokens[child], proposal)
+        if node is None:
+            return accepted, draw(probability, generator)
+        accepted.append(node)
+        path.append(tokens[node])
+
+
+def _accepts(probability: Tensor, token: int, proposal: Tensor | None, generator: torch.Generator | None) -> bool:
+    ratio = float(probability[token]) / (1.0 if proposal is None else float(proposal[token]))
+    return float(torch.rand((), generator=generator, dtype=torch.float64)) < ratio
+
+
+def _rest(probability: Tensor, token: int, proposal: Tensor | None) -> Tensor:
+    """Distribution of the next token, given that the draft was rejected."""
+    if proposal is None:
+        rest = probability.clone()
+        rest[token] = 0
+    else:
+        rest = (probability - proposal).clamp(min=0)
+    total = rest.sum()
+    # Nothing is left only where rounding rejected a certain token.
+    return rest / total if total > 0 else probability

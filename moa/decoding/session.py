@@ -1,0 +1,222 @@
+"""Who proposes drafts: the growing of chains and trees, one for all drafters.
+
+Shapes: B rows, N nodes, V vocabulary, E target width, b nodes of one level.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..drafters.base import Drafter
+from ..errors import DrafterError
+from ..target.bundle import FrozenTarget
+from ..target.cache import TargetCache
+from .sampling import SamplingConfig, distribution, draw
+from .tree import DraftTree, Shape, StaticTree, TreeShape, pick_best
+
+
+class DraftSession(Protocol):
+    """Proposes drafts for the rows of one generation and keeps its own caches in step with what is committed."""
+
+    @property
+    def max_depth(self) -> int | None:
+        """Most levels of drafts that it can propose; None for any number."""
+        ...
+
+    def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Take note of a target call, the prefill included.
+
+        Args:
+            hidden: [B, n, E], the target's hidden states after its final norm.
+            kept: per row which of the n tokens were committed, in order.
+        """
+        ...
+
+    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+        """Propose the next tokens of each row.
+
+        Args:
+            committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
+            shape: of the drafts.
+        """
+        ...
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        ...
+
+
+class DrafterSession:
+    """Drafts with a trained drafter.
+
+    Args:
+        drafter: trained for the target.
+        frozen: target pieces of the drafter's dtype, with its N layers.
+        cache: of the target's KV; its calls from now on keep what layers the drafter wants.
+        sampling: given and not greedy: chains are drawn from the drafter's distribution under it.
+        generators: one per row, of the draws.
+
+    Raises:
+        DrafterError: drafter and target pieces differ in dtype.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        frozen: FrozenTarget,
+        cache: TargetCache,
+        sampling: SamplingConfig | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
+        if drafter.dtype != frozen.lm_head_weight.dtype:
+            raise DrafterError(
+                f"the drafter is {drafter.dtype}, its target pieces are {frozen.lm_head_weight.dtype}; load both in "
+                "one dtype."
+            )
+        self.drafter, self.frozen, self.cache = drafter, frozen, cache
+        cache.watched_layers = drafter.observed_layers
+        self.state = drafter.new_state(len(cache.lengths))
+        self._device = frozen.lm_head_weight.device
+        self._sampling = sampling if sampling is not None and sampling.temperature > 0 else None
+        self._generators = list(generators)
+
+    @property
+    def max_depth(self) -> int | None:
+        """The drafter's own bound."""
+        depth: int | None = self.drafter.config.max_depth
+        return depth
+
+    @torch.inference_mode()
+    def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Hand what the drafter wants of a target call to it; see :meth:`DraftSession.observe`."""
+        states = self.cache.take_layer_outputs() if self.drafter.observed_layers else hidden
+        self.drafter.observe(self.state, states, kept)
+
+    @torch.inference_mode()
+    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+        """A chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660).
+
+        Args:
+            committed: as for :meth:`DraftSession.propose`.
+            shape: of the drafts.
+
+        Raises:
+            DrafterError: the shape has more levels than the drafter can make, or chains are drawn and it stops them.
+        """
+        self.drafter.config.check_depth(shape.depth)
+        features = self.drafter.root_features(self.state, self.frozen, committed, self.cache)
+        if isinstance(shape, StaticTree):
+            return self._static_tree(features, shape)
+        if shape.is_chain:
+            return self._chain(features, committed, shape)
+        return self._tree(features, shape)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.state.select_rows(rows)
+        self._generators = [self._generators[row] for row in rows] if self._generators else []
+
+    def _chain(self, features: Tensor, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
+        if self._sampling is not None:
+            self._sampling.check_shape(shape)
+        depth = min(shape.depth, shape.n_nodes)
+        tokens: list[Tensor] = []
+        probabilities: list[Tensor] = []
+        paths = [list(row) for row in committed]
+        probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
+        for level in range(1, depth + 1):
+            if level > 1:
+                seen = torch.ones(len(paths), 1, level, dtype=torch.bool, device=self._device)
+                features = self.drafter.level_features(
+                    self.state, self.frozen, tokens[-1], features, seen, level - 1, self.cache
+                )
+            logits = self.drafter.draft_logits(self.frozen, features[:, 0])  # [B, V]
+            if self._sampling is None:
+                tokens.append(logits.argmax(dim=-1, keepdim=True))
+                if shape.stop_below and level < depth:
+                    probability = probability * logits.float().softmax(dim=-1).amax(dim=-1)
+                    if probability.mean() < shape.stop_below:
+                        break
+                continue
+            drawn = [distribution(row, path, self._sampling) for row, path in zip(logits, paths, strict=True)]
+            picked = [draw(p, generator) for p, generator in zip(drawn, self._generators, strict=True)]
+            for path, token in zip(paths, picked, strict=True):
+                path.append(token)
+            tokens.append(torch.tensor(picked, device=self._device)[:, None])
+            probabilities.append(torch.stack(drawn))
+        return DraftTree.chain(torch.cat(tokens, dim=1), torch.stack(probabilities, dim=1) if probabilities else None)
+
+    def _tree(self, features: Tensor, shape: TreeShape) -> DraftTree:
+        n_rows, b = features.shape[0], min(shape.breadth, self.frozen.lm_head_weight.shape[0])
+        root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
+        # Candidates of all levels, and of the last one the b nodes that are extended: their place among the candidates,
+        # cumulative score, and which fed tokens they see.
+        tokens, parents, scores = [], [], []
+        beam_at, beam_score = root - 1, features.new_zeros(n_rows, 1)
+        beam_seen = torch.ones(n_rows, 1, 1, dtype=torch.bool, device=self._device)
+        n_candidates = 0
+        for level in range(1, shape.depth + 1):
+            # A log-probability that rounds above 0 would let a child outrank its parent.
+            log_p = (
+                self.drafter.draft_logits(self.frozen, features).float().log_softmax(dim=-1).clamp(max=0)
+            )  # [B, b, V]
+            best = log_p.topk(b, dim=-1)
+            score = (beam_score[..., None] + best.values).flatten(1)  # [B, b * b]
+            tokens.append(best.indices.flatten(1))
+            parents.append(beam_at.repeat_interleave(b, dim=1))
+            scores.append(score)
+            if level == shape.depth:
+                break
+            kept = score.topk(b, dim=1)  # of this level alone
+            beam_score = kept.values
+            beam_at = n_candidates + kept.indices
+            n_candidates += score.shape[1]
+            fed = tokens[-1].gather(1, kept.indices)  # [B, b]
+            came_from = (kept.indices // b)[..., None]  # [B, b, 1], places in the last beam
+            own = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
+            above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
+            beam_seen = torch.cat((above, own), dim=2)
+            parents_of_fed = features.gather(1, came_from.expand(-1, -1, features.shape[2]))
+            features = self.drafter.level_features(
+                self.state, self.frozen, fed, parents_of_fed, beam_seen, level, self.cache
+            )
+        return pick_best(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(scores, dim=1), shape.n_nodes)
+
+    def _static_tree(self, features: Tensor, shape: StaticTree) -> DraftTree:
+        depths, with_children = shape.depths, set(shape.parents)
+        n_ranks = min(1 + max(shape.ranks), self.frozen.lm_head_weight.shape[0])
+        tokens: list[Tensor] = []
+        fed = [-1]  # nodes of the last level that have children, the root at first
+        fed_before: list[int] = [-1]
+        for level in range(1, shape.depth + 1):
+            likeliest = self.drafter.draft_logits(self.frozen, features).topk(n_ranks, dim=-1).indices  # [B, b, ranks]
+            nodes = [node for node, depth in enumerate(depths) if depth == level]
+            places = [fed.index(shape.parents[node]) for node in nodes]
+            # A vocabulary smaller than a rank gives its last token again, which is verified like any other draft.
+            ranks = [min(shape.ranks[node], n_ranks - 1) for node in nodes]
+            tokens.append(likeliest[:, places, ranks])  # [B, nodes of the level]
+            if level == shape.depth:
+                break
+            growing = [index for index, node in enumerate(nodes) if node in with_children]
+            parents = [places[index] for index in growing]
+            fed = [nodes[index] for index in growing]
+            fed_before += fed
+            features = self.drafter.level_features(
+                self.state, self.frozen, tokens[-1][:, growing], features[:, parents],
+                self._seen(shape, fed, fed_before), level, self.cache,
+            )  # fmt: skip
+        n_rows = features.shape[0]
+        parents_of_all = torch.tensor(shape.parents, device=self._device).expand(n_rows, -1)
+        return DraftTree(torch.cat(tokens, dim=1), parents_of_all)
+
+    def _seen(self, shape: StaticTree, nodes: list[int], fed: list[int]) -> Tensor:
+        """Which fed tokens each of some nodes sees, itself included: [B, b, n] bool."""
+        seen = torch.zeros(len(nodes), len(fed), dtype=torch.bool)
+        for row, node in enumerate(nodes):
+            while node >= 0:
+                seen[row, fed.index(node)] = True
+                node = shape.parents[node]
+            seen[row, 0] = True
+        return seen.to(self._device).expand(len(self.cache.lengths), -1, -1)

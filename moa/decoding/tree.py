@@ -1,0 +1,270 @@
+"""Draft trees: their shape, fixed or grown, which candidates are kept, and who is whose ancestor.
+
+Shapes: B rows, N nodes (without the root), C candidates.
+
+Nodes stand in level order. Parents are node indices, -1 for the root. The root is the last committed token; it is no
+node, but :func:`ancestors` puts it in front, because the target verifies it together with the nodes.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import DrafterError
+
+_MAX_CANDIDATES = 1 << 16
+NO_DRAFT = -1
+"""Token of a node that fills up the drafts of a row with fewer than its neighbours; never accepted."""
+RANK_ACCEPTANCE = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
+"""How often the first, second, ... choice of a trained drafter is the target's token; for the form of static trees."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How many drafts a round proposes.
+
+    Attributes:
+        depth: levels of drafts below the root (the official depth less one).
+        breadth: nodes that are extended at each level, and children that each of them gets. 1 makes a chain.
+        n_nodes: most nodes that are verified, the best by cumulative log-probability.
+        stop_below: a chain ends behind a draft that the drafter itself finds less likely than this to be accepted (the
+            product of its probabilities so far, in a batch its mean over the rows); 0 for chains of full depth.
+    """
+
+    depth: int
+    breadth: int = 1
+    n_nodes: int = 1 << 30
+    stop_below: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 1, and a bound that no chain can keep."""
+        for name in ("depth", "breadth", "n_nodes"):
+            if getattr(self, name) < 1:
+                raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.stop_below < 1:
+            raise DrafterError(f"a chain can stop below a probability from 0 to 1, got {self.stop_below}.")
+        if self.stop_below and not self.is_chain:
+            raise DrafterError("only chains stop below a probability; the best nodes of a tree are picked by theirs.")
+        if not self.is_chain and self.n_nodes < self.depth:
+            raise DrafterError(
+                f"{self.n_nodes} nodes cannot make a draft tree {self.depth} levels deep; give at least {self.depth}."
+            )
+        if self.n_candidates > _MAX_CANDIDATES:
+            raise DrafterError(
+                f"a draft tree of depth {self.depth} and breadth {self.breadth} has {self.n_candidates:,} candidates a "
+                f"round, at most {_MAX_CANDIDATES:,} make sense; give a smaller depth or breadth."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "TreeShape":
+        """``5`` is a chain of five drafts, ``6x8x62`` a tree of six levels, breadth 8 and at most 62 nodes.
+
+        ``10@0.2`` is a chain of at most ten drafts that stops below a probability of 0.2.
+
+        Raises:
+            DrafterError: none of these, or a size below 1.
+        """
+        length, _, probability = text.lower().partition("@")
+        try:
+            sizes = [int(part) for part in length.split("x")]
+            stop_below = float(probability) if "@" in text else 0.0
+        except ValueError:
+            sizes, stop_below = [], 0.0
+        if len(sizes) == 1:
+            return cls(sizes[0], stop_below=stop_below)
+        if len(sizes) == 3:
+            return cls(sizes[0], sizes[1], sizes[2], stop_below)
+        raise DrafterError(
+            f"{text!r} is no shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as 10@0.2, "
+            "DEPTHxBREADTHxNODES such as 6x8x62, or static:NODES such as static:16."
+        )
+
+    def __str__(self) -> str:
+        """What :meth:`parse` reads."""
+        if not self.is_chain:
+            return f"{self.depth}x{self.breadth}x{self.n_nodes}"
+        return f"{self.depth}@{self.stop_below:g}" if self.stop_below else str(self.depth)
+
+    @property
+    def is_chain(self) -> bool:
+        """One draft per level."""
+        return self.breadth == 1
+
+    @property
+    def n_candidates(self) -> int:
+        """Nodes that a full tree of this shape has before the best are picked."""
+        return self.breadth + (self.depth - 1) * self.breadth**2
+
+    def cut(self, depth: int) -> "TreeShape":
+        """The same shape with at most that depth, which must be at least 1."""
+        return TreeShape(min(self.depth, depth), self.breadth, self.n_nodes, self.stop_below)
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree whose form does not depend on what the drafter says, as of Medusa and EAGLE-1.
+
+    Attributes:
+        parents: of each node, in level order; -1 for the root.
+        ranks: which child of its parent a node is, the likeliest first.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def likeliest(
+        cls, n_nodes: int, max_depth: int = 6, rank_acceptance: Sequence[float] = RANK_ACCEPTANCE
+    ) -> "StaticTree":
+        """The tree of n nodes that is accepted longest if each draft were accepted with its rank's probability.
+
+        Best first: a node's probability is the product along its path, so that the n likeliest nodes form a tree.
+
+        Args:
+            n_nodes: at least 1.
+            max_depth: most levels.
+            rank_acceptance: probability that the drafter's first, second, ... choice is the target's token.
+
+        Raises:
+            DrafterError: n_nodes or max_depth below 1.
+        """
+        if n_nodes < 1 or max_depth < 1:
+            raise DrafterError(f"a static tree needs at least 1 node and 1 level, got {n_nodes} and {max_depth}.")
+        open_paths: list[tuple[float, tuple[int, ...]]] = [(-rank_acceptance[0], (0,))]
+        paths: list[tuple[int, ...]] = []
+        while open_paths and len(paths) < n_nodes:
+            weight, path = heapq.heappop(open_paths)
+            paths.append(path)
+            rank = path[-1] + 1
+            if rank < len(rank_acceptance):
+                sibling = weight * rank_acceptance[rank] / rank_acceptance[path[-1]]
+                heapq.heappush(open_paths, (sibling, (*path[:-1], rank)))
+            if len(path) < max_depth:
+                heapq.heappush(open_paths, (weight * rank_acceptance[0], (*path, 0)))
+        paths.sort(key=lambda path: (len(path), path))
+        places = {path: place for place, path in enumerate(paths)}
+        return cls(tuple(places.get(path[:-1], -1) for path in paths), tuple(path[-1] for path in paths))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Level of each node, 1 for the children of the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return max(self.depths)
+
+    def cut(self, depth: int) -> "StaticTree":
+        """The same tree without the levels below a depth of at least 1."""
+        n_kept = sum(level <= depth for level in self.depths)
+        return StaticTree(self.parents[:n_kept], self.ranks[:n_kept])
+
+    def __str__(self) -> str:
+        """What :func:`parse_shape` reads, for trees that it made."""
+        return f"static:{len(self.parents)}"
+
+
+Shape = TreeShape | StaticTree
+"""Of the drafts of a round."""
+
+
+def parse_shape(text: str) -> Shape:
+    """``5``, ``10@0.2``, ``6x8x62`` (see :meth:`TreeShape.parse`), or ``static:16`` for a static tree of 16 nodes.
+
+    Raises:
+        DrafterError: none of these, or sizes that make no sense.
+    """
+    kind, _, size = text.partition(":")
+    if kind == "static" and size.isdecimal():
+        return StaticTree.likeliest(int(size))
+    return TreeShape.parse(text)
+
+
+@dataclass
+class DraftTree:
+    """Drafts of one round; all rows have the same number of nodes."""
+
+    tokens: Tensor
+    """[B, N] int64; ``NO_DRAFT`` where a row has fewer drafts than its neighbours."""
+    parents: Tensor
+    """[B, N] int64; smaller than the node's own index, -1 for the root."""
+    scores: Tensor | None = None
+    """[B, N], cumulative log-probability of the drafter."""
+    probabilities: Tensor | None = None
+    """[B, N, V], the distribution each node was drawn from; None where drafts were picked, not drawn."""
+
+    @property
+    def n_nodes(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def on_host(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents of each row, brought over from the device once and together."""
+        tokens, parents = torch.stack((self.tokens, self.parents)).tolist()
+        return tokens, parents
+
+    @classmethod
+    def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
+        """No drafts: verification is then a plain decoding step."""
+        nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
+        return cls(nothing, nothing)
+
+    @classmethod
+    def chain(cls, tokens: Tensor, probabilities: Tensor | None = None) -> "DraftTree":
+        """A chain of tokens [B, N]."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+        return cls(tokens, parents, None, probabilities)
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Which tokens each token of a tree sees: itself and everything on its way to the root.
+
+    Args:
+        parents: [B, N] int64.
+
+    Returns:
+        [B, 1 + N, 1 + N] bool, the root first.
+    """
+    n_rows, n_nodes = parents.shape
+    own = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
+    up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)  # [B, 1 + N]; the root is its own parent
+    seen, reach = own, 1
+    while reach <= n_nodes:
+        # Pointer doubling: what a token sees within 2r steps is what it and its r-th ancestor see within r.
+        seen = seen | seen.gather(1, up[..., None].expand_as(seen))
+        up = up.gather(1, up)
+        reach *= 2
+    return seen
+
+
+def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
+    """Keep the candidates with the best cumulative scores (EAGLE-2, section 4.2; official inference lines 392-406).
+
+    A child never scores above its parent, and ties go to the one that comes first, so a parent is never dropped while
+    its child stays.
+
+    Args:
+        tokens: [B, C] int64, level order.
+        parents: [B, C] int64, candidate indices, -1 for the root.
+        scores: [B, C], cumulative log-probabilities.
+        n_nodes: how many to keep.
+
+    Returns:
+        The tree, in level order.
+    """
+    if n_nodes >= tokens.shape[1]:
+        return DraftTree(tokens, parents, scores)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :n_nodes].sort(dim=1).values  # [B, N]
+    new_index = torch.full_like(parents, -1).scatter(1, best, torch.arange(n_nodes, device=best.device).expand_as(best))
+    old_parents = parents.gather(1, best)
+    kept_parents = torch.where(old_parents < 0, -1, new_index.gather(1, old_parents.clamp(min=0)))
+    return DraftTree(tokens.gather(1, best), kept_parents, scores.gather(1, best))

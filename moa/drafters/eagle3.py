@@ -1,0 +1,348 @@
+"""EAGLE-3 drafter (Li et al., NeurIPS 2025, arXiv 2503.01840): fused layers of the target, and training-time test.
+
+Shapes: B batch, T tokens, S slots (T - 1), Q queries, E target width, K fused layers, V vocabulary, V_d draft
+vocabulary, J steps, H query heads, H_kv key/value heads, d head dim.
+
+    outputs of K target layers -> linear K * E -> E -> feature of token t
+    [norm(embedding of token t+1) ; norm(feature of t)] -> attention -> + feature of t -> + MLP -> feature of token t+1
+    feature -> norm -> own LM head over the draft vocabulary
+
+Slots, positions and decoding are those of EAGLE (:mod:`.eagle`): slot t is made from the feature of t and the token at
+t+1. The output of the layer is fed back as it is, without a norm, in place of a fused feature. Nothing holds it close
+to anything of the target's: the distribution of the next token is all that is taught.
+
+Training-time test: step 1 is teacher forcing. In step j + 1 each position is a draft round of its own that is j tokens
+further: it sees the slots of step 1 up to where its round began, and those that it made itself since. For a round that
+begins at slot 4 (official ``traineagle3/cnets.py``, ``LlamaAttention.forward`` and ``Model.forward``)::
+
+    step   fed slot   made from the feature of    sees slots of step 1    own slots
+       1          4   the target                  0 1 2 3 4
+       2          5   step 1                      0 1 2 3 4               5
+       3          6   step 2                      0 1 2 3 4               5 6
+
+A round carries loss as long as it stays in the response that its root is in, which are the rounds that decoding has.
+The official code also begins rounds in the prompt. Its teacher is normalised over the draft vocabulary, and positions
+whose likeliest token is outside carry no loss; here what the teacher gives to tokens outside counts for nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import DrafterError
+from ..nn import losses
+from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
+from ..target.bundle import FrozenTarget, target_sizes
+from .feature import FeatureDrafter
+from .rounds import Draws, at_queries, loss_queries
+from .sizes import DrafterSizes, target_facts
+from .training import DEFAULT_WEIGHTS, LossTerms, LossWeights, TrainingInputs, loss_scale
+
+STEP_DECAY = 0.8
+"""Weight of the loss of a step relative to the one before (official ``traineagle3/main.py``)."""
+_SCORE_BYTES = 1 << 28
+"""Most bytes of attention scores at once; a larger batch is attended to in parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Sizes(DrafterSizes):
+    """Everything needed to rebuild an EAGLE-3 drafter and to know which target it belongs to."""
+
+    kind: ClassVar[str] = "eagle3"
+
+    self_attention_kv_heads: int
+    """KV heads of the layer."""
+    self_attention_mlp_width: int
+    """MLP width of the layer."""
+    fused_layers: tuple[int, ...]
+    """Target layers, from 0, whose outputs are fused, in the order in which the linear layer takes them."""
+    draft_vocabulary: int
+    """V_d, tokens that can be drafted."""
+    test_time_steps: int = 7
+    """J, draft steps that training unrolls."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
+        self.check_kv_heads("self_attention_kv_heads")
+        # A foreign checkpoint does not say how many layers its target has.
+        check_fused_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
+        if not 1 <= self.draft_vocabulary <= self.vocab_size:
+            raise DrafterError(
+                f"draft_vocabulary must be between 1 and the target's {self.vocab_size} tokens, got "
+                f"{self.draft_vocabulary}."
+            )
+        self.check_at_least_one("test_time_steps")
+
+    @classmethod
+    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
+        """A layer of the target's own shape where not given otherwise; see :meth:`DrafterSizes.from_target`."""
+        facts = target_sizes(config)
+        given = {name: value for name, value in sizes.items() if value is not None}
+        defaults = {
+            "self_attention_kv_heads": facts["n_kv_heads"],
+            "self_attention_mlp_width": config.intermediate_size,
+            "draft_vocabulary": facts["vocab_size"],
+        }
+        if "fused_layers" not in given:
+            given["fused_layers"] = default_fused_layers(facts["n_layers"])
+        return cls(**target_facts(config, target), **(defaults | given))
+
+
+def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
+    """A low, a middle and a high layer of L: 1, L // 2 - 1 and L - 4, as SpecForge, SGLang and vLLM have them.
+
+    Raises:
+        DrafterError: the target is so small that these are no three layers.
+    """
+    layers = (1, n_layers // 2 - 1, n_layers - 4)
+    if not layers[0] < layers[1] < layers[2]:
+        raise DrafterError(
+            f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; choose them "
+            "with --fused-layers, for example --fused-layers 0,1."
+        )
+    return layers
+
+
+def check_fused_layers(layers: Sequence[int], n_layers: int) -> None:
+    """Refuse layers that a target of ``n_layers`` does not have, or that are not in ascending order.
+
+    Raises:
+        DrafterError: naming what was given.
+    """
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= n_layers:
+        given = ",".join(map(str, layers))
+        raise DrafterError(
+            f"fused_layers must be ascending decoder layers between 0 and {n_layers - 1}, got {given or 'none'}."
+        )
+
+
+class Eagle3Block(DecoderBlock):
+    """A decoder layer whose attention sees two streams of width E, each with a norm; its residual is the second one."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__(sizes)
+        self.hidden_norm = RMSNorm(sizes.width, eps=sizes.norm_eps)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Embeddings and features [..., 2E], each normed."""
+        embeddings, hidden = x.chunk(2, dim=-1)
+        return torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), dim=-1)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """The features: [..., 2E] -> [..., E]."""
+        return x.chunk(2, dim=-1)[1]
+
+
+class Eagle3Drafter(FeatureDrafter):
+    """The trained part: fusing layer, decoder layer, final norm and LM head. Its names are those of other projects.
+
+    ``d2t`` [V_d] int64 is what to add to an index of the draft vocabulary for the token, ``t2d`` [V] bool whether a
+    token can be drafted.
+    """
+
+    kind: ClassVar[str] = Eagle3Sizes.kind
+    config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
+    config: Eagle3Sizes
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Sizes) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
+        kv_heads, mlp_width = config.self_attention_kv_heads, config.self_attention_mlp_width
+        sizes = config.block(kv_heads, mlp_width, config.qkv_bias)
+        self.midlayer = Eagle3Block(replace(sizes, input_width=2 * width))
+        self.norm = RMSNorm(width, eps=config.norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocabulary, bias=False)
+        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocabulary, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocabulary)
+
+    @property
+    def blocks(self) -> list[DecoderBlock]:
+        """The one layer."""
+        return [self.midlayer]
+
+    @property
+    def observed_layers(self) -> tuple[int, ...]:
+        """The fused layers."""
+        return self.config.fused_layers
+
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        """Tokens of the draft vocabulary, ascending, [V_d] int64; None where it is the target's."""
+        if self.config.draft_vocabulary == self.config.vocab_size:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @classmethod
+    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
+        """The last hidden state, whose distribution is learned."""
+        return {"hidden": "hidden/last"}
+
+    @classmethod
+    def needed_layers(cls, n_layers: int, fused_layers: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The fused layers."""
+        layers = default_fused_layers(n_layers) if fused_layers is None else fused_layers
+        check_fused_layers(layers, n_layers)
+        return layers
+
+    def initialize(self, generator: torch.Generator | None = None, std: float = 0.02, official: bool = False) -> None:
+        """Draw the starting weights, see :meth:`Drafter.initialize`.
+
+        Raises:
+            DrafterError: the official form is asked for, which is that of the MoA paper's code; it has no EAGLE-3.
+        """
+        if official:
+            raise DrafterError("the official code has no EAGLE-3; leave out --official-quirks.")
+        super().initialize(generator, std)
+
+    @torch.no_grad()
+    def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
+        """Choose the draft vocabulary, of equally frequent tokens the lower ones, and begin with the target's head."""
+        tokens = torch.arange(self.config.vocab_size)
+        if self.config.draft_vocabulary < self.config.vocab_size:
+            order = torch.argsort(count_tokens(), descending=True, stable=True)
+            tokens = order[: self.config.draft_vocabulary].sort().values
+        self.d2t.copy_(tokens - torch.arange(len(tokens)))
+        self.t2d.fill_(False)[tokens] = True
+        self.lm_head.weight.copy_(frozen.lm_head_weight[tokens.to(frozen.lm_head_weight.device)])
+        self.norm.weight.copy_(frozen.norm.weight)
+
+    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings of tokens t+1 and features of tokens t, each [..., E] -> [..., 2E]; the layer norms them."""
+        return torch.cat((embeddings, hidden.to(embeddings.dtype)), dim=-1)
+
+    def target_states(self, inputs: TrainingInputs) -> Tensor:
+        """Outputs of the fused layers, one behind the other: [B, T, K * E].
+
+        Raises:
+            DrafterError: the batch has others.
+        """
+        if len(inputs.layer_outputs) != len(self.config.fused_layers):
+            layers = ", ".join(map(str, self.config.fused_layers))
+            raise DrafterError(f"EAGLE-3 needs the outputs of the target's layers {layers}, which this batch lacks.")
+        return torch.cat(inputs.layer_outputs, dim=-1)
+
+    def true_features(self, states: Tensor) -> Tensor:
+        """Fuse: [..., K * E] -> [..., E]."""
+        return self.fc(states)
+
+    def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
+        """Own norm and LM head: [..., E] -> [..., V], -inf outside the draft vocabulary."""
+        logits, tokens = self.lm_head(self.norm(features)), self.draft_tokens
+        if tokens is None:
+            return logits
+        return logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf).index_copy(-1, tokens, logits)
+
+    def objective(
+        self,
+        frozen: FrozenTarget,
+        inputs: TrainingInputs,
+        draws: Draws,
+        weights: LossWeights = DEFAULT_WEIGHTS,
+        official: bool = False,
+        denominator: float | None = None,
+    ) -> LossTerms:
+        """Loss of one mini-batch: the forward KL of all steps, each weighted 0.8 times the one before.
+
+        The forward KL that is reported is that of the first step alone, unweighted.
+        """
+        queries, valid = loss_queries(self.loss_positions(inputs.response_mask, draws, official))
+        features, reached = self.test_time_features(frozen, inputs, queries, valid)
+        n_positions, n_steps = int(valid.sum()), features.shape[0]
+        decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
+        total, by_step = losses.chunked_head_kl(
+            self.norm(features.transpose(0, 1).transpose(1, 2)[valid]),  # [P, J, E]
+            at_queries(inputs.hidden, queries)[valid],  # [P, E]
+            self.lm_head.weight,
+            frozen.lm_head_weight,
+            (reached * decay[:, None, None]).permute(1, 2, 0)[valid],  # [P, J]
+            self.draft_tokens,
+        )
+        scale = loss_scale(n_positions, denominator)
+        return LossTerms(weights.forward_kl * scale * total, scale * by_step[0], None, n_positions)
+
+    def test_time_features(
+        self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Every step of training-time test, by the position that it drafts from.
+
+        Args:
+            frozen: target pieces.
+            inputs: stored activations.
+            queries: [B, Q] int64, positions of the response, ascending, as ``objective.loss_queries`` gives them.
+            valid: [B, Q] bool; the others are padding.
+
+        Returns:
+            Features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is j - 1
+            tokens before reaches it within the response.
+        """
+        embeddings = frozen.embed(inputs.tokens[:, 1:])  # of slot t, [B, S, E]
+        hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
+        block, slots = self.midlayer, torch.arange(embeddings.shape[1], device=queries.device)
+        first = (queries - 1).clamp(min=0)  # the slot that each round begins at
+        joined = self.join(embeddings, hidden)
+        keys, values = block.keys_values(joined, self.rotary(slots[None, :]))
+        seen, x = slots <= first[..., None], at_queries(joined, first)  # [B, Q, S], [B, Q, 2E]
+        own: list[tuple[Tensor, Tensor]] = []
+        features: list[Tensor] = []
+        reached: list[Tensor] = []
+        outputs = x
+        for step in range(self.config.test_time_steps):
+            at = (first + step).clamp(max=len(slots) - 1)
+            rotation = self.rotary(at)
+            if step:
+                x = self.join(at_queries(embeddings, at), outputs)
+                own.append(block.keys_values(x, rotation))
+            attended = attend_with_own_steps(block.queries(x, rotation), keys, values, seen, own)
+            outputs = block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
+            # Round p stands at the position that is `step` places further among the queries, if none is left out.
+            features.append(outputs.roll(step, dims=1))
+            has_root = torch.arange(queries.shape[1], device=queries.device) >= step
+            reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
+        return torch.stack(features), torch.stack(reached)
+
+
+def attend_with_own_steps(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Attention of many rounds to slots that they share, and of each to slots of its own.
+
+    Args:
+        q: [B, H, Q, d], a query of each round.
+        keys: [B, H_kv, S, d], shared.
+        values: [B, H_kv, S, d], shared.
+        seen: [B, Q, S] bool, which shared slots each round sees.
+        own: per earlier step keys and values [B, H_kv, Q, d], one of each round.
+
+    Returns:
+        [B, H, Q, d].
+    """
+    row_bytes = 4 * q.shape[1] * q.shape[2] * (keys.shape[2] + len(own))
+    n_rows = max(1, _SCORE_BYTES // max(1, row_bytes))
+    flat = [part for pair in own for part in pair]
+    if n_rows >= q.shape[0]:
+        return _attend(q, keys, values, seen, *flat)
+    # The scores are made again in the backward, so that those of few rows are held at a time.
+    parts = zip(*(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True)
+    return torch.cat([checkpoint(_attend, *part, use_reentrant=False) for part in parts])
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
+    n_kv_heads, n_slots = keys.shape[1], keys.shape[2]
+    rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5  # [B, H_kv, group, Q, d]
+    shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, group, Q, S]
+    scores = [shared.masked_fill(~seen[:, None, None], -torch.inf)]
+    scores += [(rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True) for own_keys in own[::2]]
+    share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)  # [B, H_kv, group, Q, S + steps]
+    attended = share[..., :n_slots] @ values[:, :, None]
+    for index, own_values in enumerate(own[1::2]):
+        attended = attended + share[..., n_slots + index, None] * own_values[:, :, None]
+    return attended.flatten(1, 2)

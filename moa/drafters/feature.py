@@ -1,0 +1,130 @@
+"""Drafters that are fed the next token with the feature before it, and then feed themselves: EAGLE and EAGLE-3.
+
+Shapes: B batch, T tokens, S slots (T - 1), Q queries, E target width, K fused layers, b nodes of one level.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import masks
+from ..nn.layers import DecoderBlock, Rotary
+from ..target.bundle import FrozenTarget
+from ..target.cache import TargetCache
+from .base import DraftedFeatures, Drafter
+from .causal_layers import LayerCaches
+from .rounds import Draws, at_queries, loss_queries
+from .training import TrainingInputs
+
+
+class FeatureState(LayerCaches):
+    """The drafter's caches of B rows while decoding; true slots are made from the target's own hidden states.
+
+    Attributes:
+        fresh: per row, the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
+    """
+
+    def __init__(self, n_rows: int, n_layers: int) -> None:
+        super().__init__(n_rows, n_layers)
+        self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        super().select_rows(rows)
+        self.fresh = [self.fresh[row] for row in rows]
+
+
+class FeatureDrafter(Drafter):
+    """What EAGLE and EAGLE-3 share: layers that are fed the token at t+1 with the feature of t, and feed themselves."""
+
+    rotary: Rotary
+
+    @property
+    @abstractmethod
+    def blocks(self) -> list[DecoderBlock]:
+        """The decoder layers in order; the first one takes what :meth:`join` gives."""
+
+    @abstractmethod
+    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings of tokens t+1 and features of tokens t, each [..., E] -> input of the layers."""
+
+    def target_states(self, inputs: TrainingInputs) -> Tensor:
+        """What the drafter sees of the target, as :meth:`observe` gets it: here the last hidden states [B, T, E]."""
+        return inputs.hidden
+
+    def true_features(self, states: Tensor) -> Tensor:
+        """:meth:`target_states` [...] -> features [..., E] in place of the drafter's own; here the same."""
+        return states
+
+    @torch.no_grad()
+    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+        """Every round of a batch step by step, each step fed with the features of the one before."""
+        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+        drafted[:, 0] = False
+        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last true slot that a query sees
+        slots = torch.arange(context.shape[1], device=context.device)
+        step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
+        embeddings = frozen.embed(inputs.tokens[:, 1:])
+        joined = self.join(embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype)))
+        true_keys_values, features = [], joined
+        rotation, causal = self.rotary(slots[None, :]), (slots[None, :] <= slots[:, None])[None]
+        for block in self.blocks:
+            true_keys_values.append(block.keys_values(features, rotation))
+            features = block(features, rotation, *true_keys_values[-1], causal)
+        own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
+        rows = torch.arange(len(step), device=step.device)[:, None]
+        for index in range(1, int(step.max()) + 1):
+            queries, valid = loss_queries(step == index)
+            limit = context.gather(1, queries)[..., None]
+            seen = torch.cat((slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1)  # [B, Q, 2S]
+            x = self.join(at_queries(embeddings, queries), at_queries(features, (queries - 1).clamp(min=0)))
+            at = rows.expand_as(queries)[valid], queries[valid]
+            rotation = self.rotary(queries)
+            for block, true, own in zip(self.blocks, true_keys_values, own_keys_values, strict=True):
+                for buffer, new in zip(own, block.keys_values(x, rotation), strict=True):
+                    buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
+                x = block(x, rotation, keys, values, seen)
+            features[at] = x[valid].to(features.dtype)
+        queries, valid = loss_queries(drafted)
+        return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
+
+    def new_state(self, n_rows: int) -> FeatureState:
+        """Empty caches of B rows."""
+        return FeatureState(n_rows, len(self.blocks))
+
+    def observe(self, state: FeatureState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Keep the target's states of committed tokens until the next round encodes them."""
+        for row, indices in enumerate(kept):
+            state.fresh[row].append(hidden[row, torch.tensor(list(indices), device=hidden.device)])
+
+    def root_features(
+        self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+    ) -> Tensor:
+        """Make the slots up to the root's from the target's own states, those of accepted drafts anew."""
+        device = frozen.lm_head_weight.device
+        fresh = [torch.cat(parts) for parts in state.fresh]
+        counts = [len(hidden) for hidden in fresh]
+        tokens = torch.zeros(len(fresh), max(counts), dtype=torch.int64, device=device)
+        for row, (start, count) in enumerate(zip(state.n_true, counts, strict=True)):
+            tokens[row, :count] = torch.tensor(committed[row][start + 1 : start + 1 + count])
+        hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E or K * E]
+        x = self.join(frozen.embed(tokens), self.true_features(hidden))
+        state.fresh = [[] for _ in fresh]
+        return state.feed_committed(self.blocks, self.rotary, x, counts)
+
+    def level_features(
+        self,
+        state: FeatureState,
+        frozen: FrozenTarget,
+        tokens: Tensor,
+        parent_features: Tensor,
+        seen: Tensor,
+        level: int,
+        cache: TargetCache,
+    ) -> Tensor:
+        """Feed the nodes of one level with the features that the drafter gave for their parents."""
+        x = self.join(frozen.embed(tokens), parent_features)
+        return state.feed_level(self.blocks, self.rotary, x, seen, level)

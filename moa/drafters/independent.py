@@ -1,0 +1,206 @@
+"""Independent drafter: a small Llama of its own (Leviathan et al., ICML 2023, arXiv 2211.17192), taught by the target.
+
+Shapes: B rows, T tokens, Q queries, W own width, E target width, V vocabulary of the target, b nodes of one level.
+
+    token -> own embedding -> decoder layer(s) -> norm -> features -> own LM head, which is the embedding (tied)
+
+It reads tokens alone, in training and in decoding: nothing of the target but the vocabulary, the positions and their
+rotation. Its teacher is the target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL). Features
+are W wide and mean nothing to the target. ``save_as_llama`` writes it for transformers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..errors import DrafterError
+from ..nn import losses, masks
+from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
+from ..target.bundle import FrozenTarget
+from ..target.cache import TargetCache
+from .base import DraftedFeatures, Drafter
+from .causal_layers import LayerCaches, causal_features
+from .rounds import Draws, at_queries, loss_queries
+from .sizes import DrafterSizes, multiple_of_32, target_facts
+from .training import DEFAULT_WEIGHTS, LossTerms, LossWeights, TrainingInputs, loss_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndependentSizes(DrafterSizes):
+    """Everything needed to rebuild an independent drafter and to know which target it belongs to."""
+
+    kind: ClassVar[str] = "independent"
+
+    independent_width: int
+    """W, its own width."""
+    independent_mlp_width: int
+    """MLP width of each layer."""
+    independent_layers: int = 2
+    """Decoder layers."""
+
+    def __post_init__(self) -> None:
+        if self.independent_width < 2 or self.independent_width % 2:
+            raise DrafterError(f"independent_width must be an even number from 2 up, got {self.independent_width}.")
+        self.check_at_least_one("independent_layers")
+
+    @classmethod
+    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
+        """Two layers of half the target's width and its proportions; see :meth:`DrafterSizes.from_target`."""
+        given = {name: value for name, value in sizes.items() if value is not None}
+        width = given.setdefault("independent_width", multiple_of_32(config.hidden_size / 2))
+        given.setdefault("independent_mlp_width", multiple_of_32(width * config.intermediate_size / config.hidden_size))
+        return cls(**target_facts(config, target), **given)
+
+    @property
+    def own_head_dim(self) -> int:
+        """The largest even one that divides W, up to the target's and a quarter of W."""
+        width = self.independent_width
+        return next(d for d in range(max(2, min(self.head_dim, width // 4)), 1, -1) if width % d == 0 and d % 2 == 0)
+
+    @property
+    def own_block(self) -> BlockSizes:
+        """Sizes of each layer, which has as many KV heads as query heads."""
+        n_heads = self.independent_width // self.own_head_dim
+        return BlockSizes(
+            self.independent_width, n_heads, n_heads, self.own_head_dim, self.independent_mlp_width, self.norm_eps
+        )
+
+
+class IndependentDrafter(Drafter):
+    """The whole of the small model: embeddings, decoder layers, final norm."""
+
+    kind: ClassVar[str] = IndependentSizes.kind
+    config_class: ClassVar[type[DrafterSizes]] = IndependentSizes
+    config: IndependentSizes
+
+    def __init__(self, config: IndependentSizes) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.independent_width)
+        self.layers = nn.ModuleList(DecoderBlock(config.own_block) for _ in range(config.independent_layers))
+        self.norm = RMSNorm(config.independent_width, eps=config.norm_eps)
+        self.rotary = Rotary(config.own_head_dim, config.rope_parameters, config.max_position_embeddings)
+
+    @property
+    def blocks(self) -> list[DecoderBlock]:
+        """:attr:`layers` with their type."""
+        return cast(list[DecoderBlock], list(self.layers))
+
+    @classmethod
+    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
+        """The last hidden state, of which the target's LM head makes the distribution that is learned."""
+        return {"hidden": "hidden/last"}
+
+    @classmethod
+    def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
+        """The response."""
+        return response_mask.bool()
+
+    def forward(self, tokens: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The model over whole sequences.
+
+        Args:
+            tokens: [B, T] int64, right padded.
+            queries: [B, Q] int64 positions to compute features for; None = all.
+
+        Returns:
+            Features after the final norm [B, Q, W].
+        """
+        return self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
+
+    def objective(
+        self,
+        frozen: FrozenTarget,
+        inputs: TrainingInputs,
+        draws: Draws,
+        weights: LossWeights = DEFAULT_WEIGHTS,
+        official: bool = False,
+        denominator: float | None = None,
+    ) -> LossTerms:
+        """Loss of one mini-batch: the forward KL alone, through both LM heads."""
+        queries, valid = loss_queries(inputs.response_mask.bool())
+        features = self(inputs.tokens, queries)[valid]  # [P, W]
+        goal = at_queries(inputs.hidden, queries)[valid]  # [P, E]
+        n_positions = int(valid.sum())
+        weight = features.new_ones(len(features), 1)
+        total, _ = losses.chunked_head_kl(
+            features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight
+        )
+        mean = total * loss_scale(n_positions, denominator)
+        return LossTerms(weights.forward_kl * mean, mean, None, n_positions)
+
+    @torch.no_grad()
+    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+        """The forward of training: where rounds begin makes no difference to a model that reads tokens alone."""
+        queries, valid = loss_queries(
+            masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset),
+        )
+        return DraftedFeatures(queries, valid, self(inputs.tokens, queries))
+
+    def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
+        """The own LM head on features [..., W] -> [..., V]; nothing of the frozen pieces is used."""
+        return F.linear(features, self.embed_tokens.weight)
+
+    def new_state(self, n_rows: int) -> LayerCaches:
+        """Empty caches of B rows."""
+        return LayerCaches(n_rows, self.config.independent_layers)
+
+    def root_features(
+        self, state: LayerCaches, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+    ) -> Tensor:
+        """Feed what was committed since the last round, accepted drafts once more, up to the root."""
+        fresh = [torch.tensor(tokens[n:]) for tokens, n in zip(committed, state.n_true, strict=True)]
+        tokens = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.embed_tokens.weight.device)  # [B, n]
+        counts = [len(row) for row in fresh]
+        return self.norm(state.feed_committed(self.blocks, self.rotary, self.embed_tokens(tokens), counts))
+
+    def level_features(
+        self,
+        state: LayerCaches,
+        frozen: FrozenTarget,
+        tokens: Tensor,
+        parent_features: Tensor,
+        seen: Tensor,
+        level: int,
+        cache: TargetCache,
+    ) -> Tensor:
+        """Feed the nodes of one level; what was drafted before them is in the caches."""
+        return self.norm(state.feed_level(self.blocks, self.rotary, self.embed_tokens(tokens), seen, level))
+
+
+def save_as_llama(drafter: IndependentDrafter, folder: str | Path, target_config: Any) -> None:
+    """Write an independent drafter as a transformers ``LlamaForCausalLM``, for assisted generation elsewhere.
+
+    Args:
+        drafter: of any dtype, which is kept.
+        folder: gets config.json and model.safetensors; the tokenizer is the target's and is left to the caller.
+        target_config: the target's transformers config, for the special tokens.
+    """
+    config = drafter.config
+    sizes = config.own_block
+    llama_config = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.mlp_width,
+        num_hidden_layers=config.independent_layers,
+        num_attention_heads=sizes.n_heads,
+        num_key_value_heads=sizes.n_kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        tie_word_embeddings=True,
+        **{name: getattr(target_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    model: Any = LlamaForCausalLM(llama_config)
+    model.to(drafter.dtype)
+    # The weights have the names of a transformers Llama; its LM head is the embedding.
+    weights = {f"model.{name}": value for name, value in drafter.state_dict().items()}
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, strict=True)
+    model.save_pretrained(folder)

@@ -1,0 +1,26 @@
+"""The drafters that there are, by the kind that their ``drafter.json`` names."""
+
+from ..errors import DrafterError
+from .base import Drafter
+from .eagle import EagleDrafter
+from .eagle3 import Eagle3Drafter
+from .glide import GlideDrafter
+from .independent import IndependentDrafter
+from .medusa import MedusaDrafter
+from .mixture import MoADrafter
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    drafter.kind: drafter
+    for drafter in (MoADrafter, EagleDrafter, Eagle3Drafter, GlideDrafter, MedusaDrafter, IndependentDrafter)
+}
+
+
+def drafter_class(kind: str) -> type[Drafter]:
+    """The drafter of a kind.
+
+    Raises:
+        DrafterError: there is none; the message names those that there are.
+    """
+    if kind not in DRAFTERS:
+        raise DrafterError(f"there is no drafter {kind!r}; expected one of {', '.join(DRAFTERS)}.")
+    return DRAFTERS[kind]

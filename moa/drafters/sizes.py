@@ -1,0 +1,165 @@
+"""Sizes of drafters: what all have in common, and those of a Mixture of Attentions."""
+
+import math
+from dataclasses import Field, asdict, dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+from ..errors import DrafterError
+from ..nn.layers import BlockSizes
+from ..target.bundle import rope_parameters, target_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSizes:
+    """What every drafter records of its target, and how it travels as JSON."""
+
+    kind: ClassVar[str]
+    """Name of the drafter that has these sizes, see ``registry.DRAFTERS``."""
+
+    hidden_size: int
+    """E, width of the target."""
+    n_heads: int
+    """Query heads of the target, which the drafter's self- and cross-attention have too."""
+    head_dim: int
+    """Head dim of the target, likewise."""
+    n_layers: int
+    """L, decoder layers of the target; 0 where a checkpoint of another project does not say."""
+    vocab_size: int
+    """V, vocabulary of the target."""
+    max_position_embeddings: int
+    """Positions of the target."""
+    norm_eps: float
+    """Epsilon of every RMSNorm, as in the target."""
+    rope_parameters: dict[str, Any]
+    """RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks."""
+    qkv_bias: bool = False
+    """Biases on q, k, v of blocks that look at tokens or layers (Qwen2 targets)."""
+    target: dict[str, str] = field(default_factory=dict)
+    """Identity of the target: weights_sha256 and config_sha256."""
+
+    @property
+    def target_layer_inference(self) -> int:
+        """N, how many of the target's last layers the drafted features pass through; 0 unless a drafter says so."""
+        return 0
+
+    @property
+    def max_depth(self) -> int | None:
+        """Most levels of drafts that the drafter can make; None for any number."""
+        return None
+
+    def check_depth(self, depth: int) -> None:
+        """Refuse drafts that are deeper than ``max_depth``.
+
+        Raises:
+            DrafterError: they are; the message names the most.
+        """
+        if self.max_depth is not None and depth > self.max_depth:
+            raise DrafterError(
+                f"this {self.kind} drafter drafts {self.max_depth} levels, drafts of {depth} levels were asked for; "
+                f"give a shape of at most {self.max_depth} levels, or a drafter trained for more."
+            )
+
+    def check_kv_heads(self, *names: str) -> None:
+        """Refuse numbers of KV heads, named by their fields, that don't divide the query heads.
+
+        Raises:
+            DrafterError: naming all that don't.
+        """
+        wrong = [name for name in names if getattr(self, name) < 1 or self.n_heads % getattr(self, name)]
+        if wrong:
+            given = " and ".join(f"{name} ({getattr(self, name)})" for name in wrong)
+            raise DrafterError(f"{given} must divide the {self.n_heads} query heads of the target.")
+
+    def check_at_least_one(self, *names: str) -> None:
+        """Refuse fields below 1.
+
+        Raises:
+            DrafterError: naming the first.
+        """
+        for name in names:
+            if getattr(self, name) < 1:
+                raise DrafterError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+    @classmethod
+    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
+        """Sizes for a target.
+
+        Args:
+            config: the target's transformers config.
+            target: the target's identity.
+            **sizes: any drafter size by field name; None means the default.
+
+        Raises:
+            DrafterError: sizes that do not fit together.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild from :meth:`to_dict`; unknown or missing keys raise, a kind that is not this one's too."""
+        kind = values.get("kind", cls.kind)
+        if kind != cls.kind:
+            raise DrafterError(f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}.")
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - known - {"kind"})
+        if unknown:
+            raise DrafterError(
+                f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
+            )
+        for item in fields(cls):
+            if item.name in values and not _is_of_type(values[item.name], item):
+                raise DrafterError(
+                    f"{item.name} of the drafter is {str(values[item.name])[:60]!r}, which cannot be. Restore its "
+                    "drafter.json or config.json."
+                )
+        try:
+            return cls(**{name: value for name, value in values.items() if name != "kind"})
+        except TypeError as error:
+            raise DrafterError(f"drafter.json is incomplete: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the ``kind``."""
+        return {"kind": self.kind, **asdict(self)}
+
+    def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
+        """Sizes of a block with the target's width and query heads."""
+        return BlockSizes(
+            self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
+        )
+
+
+_MOST_MODULES = 128
+_LARGEST_SIZE = 1 << 26
+_MODULE_COUNTS = ("eagle_layers", "independent_layers", "medusa_heads", "medusa_layers")
+_MAY_BE_ZERO = ("n_layers", "target_layer_inference")
+
+
+def _is_of_type(value: Any, item: Field[Any]) -> bool:
+    """Whether a value of drafter.json is of its field's type, and of a size that can be."""
+    if item.type is int:
+        largest = _MOST_MODULES if item.name in _MODULE_COUNTS else _LARGEST_SIZE
+        return type(value) is int and (item.name not in _MAY_BE_ZERO) <= value <= largest
+    if item.type is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if item.type is bool:
+        return type(value) is bool
+    if item.type == tuple[int, ...]:
+        return isinstance(value, list | tuple) and all(type(one) is int and 0 <= one <= _LARGEST_SIZE for one in value)
+    return isinstance(value, dict)
+
+
+def target_facts(config: Any, target: dict[str, str] | None) -> dict[str, Any]:
+    """The fields of :class:`DrafterSizes`, from the target's transformers config and identity."""
+    facts = target_sizes(config)
+    names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
+    return {name: facts[name] for name in names} | {
+        "norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope_parameters(config),
+        "qkv_bias": config.model_type == "qwen2",
+        "target": dict(target or {}),
+    }
+
+
+def multiple_of_32(width: float) -> int:
+    """The multiple of 32 that is nearest to a width, at least 32."""
+    return max(32, round(width / 32) * 32)

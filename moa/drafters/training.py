@@ -1,0 +1,84 @@
+"""What training objectives are made of, and the objective of Mixture of Attentions.
+
+Shapes: B batch, T tokens, Q queries, P loss positions, L target layers, D packed KV width, E target width.
+
+Two forms of :func:`moa_objective`. ``inference`` (default) puts loss exactly on the positions that decoding can reach,
+and lets drafted features see the target's own KV of verified positions in target layer inference. ``official`` repeats
+the released code: context positions inside a response, which see their own KV, carry loss too, and target layer
+inference overwrites them in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..nn import losses
+from ..target.bundle import FrozenTarget
+
+
+@dataclass
+class TrainingInputs:
+    """One mini-batch of stored activations, right padded."""
+
+    tokens: Tensor
+    """[B, T] int64."""
+    response_mask: Tensor
+    """[B, T], non-zero on response tokens (position i predicts token i + 1)."""
+    kv: Tensor | None
+    """[B, T, L, D], keys (after RoPE) and values of all layers, or of those that the drafter reads (``kv_layers``);
+    None for a drafter that does not need them."""
+    hidden: Tensor
+    """[B, T, E], target hidden state after the final norm."""
+    entering_hidden: Tensor | None = None
+    """[B, T, E], hidden state that enters the last N target layers; needed when N > 0."""
+    layer_outputs: tuple[Tensor, ...] = ()
+    """[B, T, E] each, outputs of the decoder layers that the drafter reads (``needed_layers``), before any norm."""
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the terms; the defaults are the paper's Table 6."""
+
+    forward_kl: float = 0.1
+    feature: float = 1.0
+
+
+DEFAULT_WEIGHTS = LossWeights()
+
+
+@dataclass
+class LossTerms:
+    """Scalars of one mini-batch, each a sum over loss positions divided by the denominator."""
+
+    total: Tensor
+    forward_kl: Tensor
+    feature: Tensor | None
+    """Of the features; None for a drafter whose features are not compared with hidden states."""
+    n_positions: int
+    entering_feature: Tensor | None = None
+    """Of the features that enter the target's last layers; None without target layer inference."""
+
+
+def loss_scale(n_positions: float, denominator: float | None) -> float:
+    """What sums over loss positions are multiplied by; without a denominator the official 1 / (positions + 1e-5)."""
+    return 1.0 / (denominator if denominator is not None else n_positions + 1e-5)
+
+
+def distillation(
+    frozen: FrozenTarget, features: Tensor, hidden: Tensor, scale: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The two terms that all drafters share, forward KL and feature loss.
+
+    Args:
+        frozen: target pieces.
+        features: [P, E], the drafter's.
+        hidden: [P, E], the target's.
+        scale: of all positions or, [P], of each.
+
+    Returns:
+        Sums over the scaled positions.
+    """
+    kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight)
+    return (kl * scale).sum(), (losses.feature_loss(features, hidden) * scale).sum()

@@ -1,0 +1,131 @@
+"""Drafter checkpoints: our own layout, and those of other programs (``layouts.py``).
+
+Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
+Attentions) and ``drafter.safetensors``.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..drafters.base import Drafter
+from ..drafters.mixture import MoADrafter
+from ..drafters.registry import drafter_class
+from ..drafters.sizes import DrafterSizes
+from ..errors import CheckpointError, TargetMismatch
+from ..files.foreign import read_json
+from ..files.tensor_file import write_tensors
+from ..files.tensor_list import FLOATS, TensorSpec, check_tensors
+from ..target.live import Target
+from .table import CONFIG_NAME, LAYOUTS, read_layout, read_safetensors
+
+CONFIG_FILE = "drafter.json"
+WEIGHTS_FILE = "drafter.safetensors"
+
+
+def save_drafter(drafter: Drafter, folder: str | Path) -> None:
+    """Write the own layout; each file replaces its predecessor in one step, ``drafter.json`` last."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / (WEIGHTS_FILE + ".partial")
+    write_tensors(partial, drafter.state_dict())
+    partial.replace(folder / WEIGHTS_FILE)
+    partial = folder / (CONFIG_FILE + ".partial")
+    partial.write_text(json.dumps(drafter.config.to_dict(), indent=1) + "\n")
+    partial.replace(folder / CONFIG_FILE)
+
+
+def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
+    """Load a drafter: a training run that contains ``drafter/``, its own layout, or one of :data:`layouts.LAYOUTS`.
+
+    Args:
+        folder: of the drafter; ``~`` is the home folder.
+        dtype: of the weights.
+        device: for the weights.
+
+    Raises:
+        CheckpointError: nothing there, or keys and shapes that differ from what the sizes call for.
+    """
+    folder = Path(folder).expanduser()
+    if (folder / "drafter" / CONFIG_FILE).is_file():
+        folder = folder / "drafter"
+    config: DrafterSizes
+    if (folder / CONFIG_FILE).is_file():
+        values = read_json(folder / CONFIG_FILE, CheckpointError)
+        config = drafter_class(str(values.get("kind", MoADrafter.kind))).config_class.from_dict(values)
+        weights = read_safetensors(folder / WEIGHTS_FILE)
+    elif (folder / CONFIG_NAME).is_file():
+        config, weights = read_layout(folder)
+    else:
+        raise CheckpointError(
+            f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {CONFIG_NAME} of one of the formats "
+            f"{', '.join(LAYOUTS)}."
+        )
+    return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
+
+
+def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str | Path = "weights") -> Drafter:
+    """A drafter with the given weights; every key and shape must match.
+
+    Raises:
+        CheckpointError: naming the first missing, unexpected or misshapen key.
+    """
+    build = drafter_class(config.kind)
+    with torch.device("meta"):
+        state = build(config).state_dict()
+    expected = {
+        name: TensorSpec(tuple(value.shape), FLOATS if value.is_floating_point() else (value.dtype,))
+        for name, value in state.items()
+    }
+    check_tensors(weights, expected, source)
+    drafter = build(config)
+    drafter.load_state_dict(weights, strict=True)
+    return drafter
+
+
+def check_drafter_matches(drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that was trained for another target.
+
+    Raises:
+        TargetMismatch: sizes or weights differ.
+    """
+    check_sizes_fit(drafter.config, target.sizes)
+    check_identity_fits(drafter.config, target.identity)
+
+
+def check_sizes_fit(config: DrafterSizes, sizes: dict[str, Any]) -> None:
+    """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``).
+
+    Raises:
+        TargetMismatch: naming the first that differs.
+    """
+    sizes = sizes | {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
+    for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
+        if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
+            raise TargetMismatch(
+                f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
+                f"{sizes[name]}. Pass the target that its store was extracted from."
+            )
+    layers = getattr(config, "fused_layers", ())
+    if any(layer >= sizes["n_layers"] for layer in layers):
+        raise TargetMismatch(
+            f"the drafter was trained for another target: it reads layer {max(layers)}, this target has "
+            f"{sizes['n_layers']} layers. Pass the target that its store was extracted from."
+        )
+
+
+def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:
+    """Refuse a drafter that names other weights than the target's (``bundle.hash_target``).
+
+    Raises:
+        TargetMismatch: both are known and differ.
+    """
+    expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
+    if expected and got and expected != got:
+        raise TargetMismatch(
+            f"the drafter was trained for a target with weights {expected[:12]}, this one has {got[:12]}. "
+            "Pass the target that its store was extracted from."
+        )

@@ -1,0 +1,177 @@
+"""The layouts in which other programs keep drafters: a table of them, reading a folder, writing a folder."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..drafters.base import Drafter
+from ..drafters.registry import drafter_class
+from ..drafters.sizes import DrafterSizes
+from ..errors import CheckpointError, DrafterError
+from ..files.foreign import check_regular, load_pickled_tensors, parsing, read_header, read_json
+from ..files.tensor_list import check_tensors
+from .base import OWN_KEY, DrafterLayout, Weights
+from .eagle import EagleLayout, MoaEagleLayout, SglangEagleLayout, VllmEagleLayout
+from .eagle3 import Eagle3Layout
+from .moa import MoaLayout, MoaVllmLayout
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+_PICKLE_NAME = "pytorch_model.bin"
+MAX_DRAFTER_BYTES = 64 << 30
+"""Longest file of weights of a drafter that is read; those of the largest targets have a few GB."""
+
+LAYOUTS: dict[str, DrafterLayout] = {
+    layout.name: layout
+    for layout in (
+        MoaLayout(),
+        MoaVllmLayout(),
+        EagleLayout(),
+        VllmEagleLayout(),
+        SglangEagleLayout(),
+        MoaEagleLayout(),
+        Eagle3Layout(),
+    )
+}
+"""By name; a folder that is not ours belongs to the first one that recognises it."""
+
+
+def read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
+    """Sizes and state dict of a drafter in any of the layouts.
+
+    Raises:
+        CheckpointError: there is none, or its tensors are not the ones that its layout calls for.
+    """
+    config = read_json(folder / CONFIG_NAME, CheckpointError)
+    weights = read_weight_file(folder)
+    own = config.get(OWN_KEY)
+    if own is not None:
+        layout, sizes = _own_entry(folder, own)
+    else:
+        layout = _recognise(folder, weights, config)
+        weights = layout.canonical(weights)
+        try:
+            sizes = layout.read_sizes(weights, config)
+        except DrafterError as error:
+            raise CheckpointError(
+                f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}"
+            ) from error
+    expected = layout.tensors(sizes)
+    if own is None:
+        expected = {name: spec for name, spec in expected.items() if name in weights or name not in layout.optional}
+    check_tensors(weights, expected, folder)
+    return sizes, layout.unpack(weights, sizes)
+
+
+def write_layout(
+    drafter: Drafter,
+    layout: DrafterLayout,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    target_config: Any = None,
+    embeddings: Tensor | None = None,
+) -> None:
+    """Write a drafter into an empty folder, and check the file against the layout's list of tensors.
+
+    Args:
+        drafter: of the layout's kind.
+        layout: one of :data:`LAYOUTS`.
+        folder: is created if it is not there.
+        dtype: of the weights.
+        target_config: the target's transformers config, for layouts that hold it.
+        embeddings: [V, E] of the target, for layouts that hold them.
+
+    Raises:
+        CheckpointError: the drafter is of another kind, or its sizes have no place in the layout.
+    """
+    sizes = drafter.config
+    if drafter.kind != layout.kind:
+        fitting = ", ".join(name for name, other in LAYOUTS.items() if other.kind == drafter.kind) or "none"
+        raise CheckpointError(
+            f"the format {layout.name} holds drafters of kind {layout.kind}, this one is of kind {drafter.kind}; "
+            f"formats for it: {fitting}."
+        )
+    if refusals := layout.refusals(sizes):
+        raise CheckpointError(f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}.")
+    weights = layout.pack({name: value.detach().cpu() for name, value in drafter.state_dict().items()}, sizes)
+    if layout.needs_embeddings:
+        if embeddings is None:
+            raise CheckpointError(f"the format {layout.name} holds the target's embeddings; give the target.")
+        weights["embed_tokens.weight"] = embeddings
+    weights = {
+        name: (value.to(dtype) if value.is_floating_point() else value).contiguous() for name, value in weights.items()
+    }
+    if layout.needs_target_config and target_config is None:
+        raise CheckpointError(f"the format {layout.name} holds the target's config.json; give the target.")
+    config = layout.config(sizes, target_config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config.pop("dtype", None)
+    config[OWN_KEY] = {"format": layout.name, "drafter": sizes.to_dict()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    check_tensors(load_file(folder / WEIGHTS_NAME), layout.tensors(sizes), folder)
+
+
+def read_weight_file(folder: Path) -> Weights:
+    """All tensors of ``model.safetensors``, or of ``pytorch_model.bin`` where that is what there is.
+
+    Raises:
+        CheckpointError: neither is there, or it cannot be read.
+    """
+    if (folder / WEIGHTS_NAME).is_file():
+        return read_safetensors(folder / WEIGHTS_NAME)
+    file = folder / _PICKLE_NAME
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has a {CONFIG_NAME} but neither {WEIGHTS_NAME} nor {_PICKLE_NAME}.")
+    with parsing(f"cannot read {file}", CheckpointError):
+        check_regular(file, MAX_DRAFTER_BYTES)
+        weights = load_pickled_tensors(file)
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
+        raise CheckpointError(f"{file} holds something else than named tensors; expected a state dict.")
+    return weights
+
+
+def read_safetensors(file: Path) -> Weights:
+    """All tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing.")
+    with parsing(f"cannot read {file}", CheckpointError):
+        check_regular(file, MAX_DRAFTER_BYTES)
+    read_header(file, CheckpointError)
+    with parsing(f"cannot read {file}", CheckpointError):
+        return load_file(file)
+
+
+def _own_entry(folder: Path, entry: Any) -> tuple[DrafterLayout, DrafterSizes]:
+    """Layout and sizes from what :func:`write_layout` left in config.json."""
+    where = f"{folder / CONFIG_NAME}, key {OWN_KEY!r}"
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("drafter"), dict):
+        raise CheckpointError(f"{where} is not what this program writes; export the drafter again.")
+    if entry.get("format") not in list(LAYOUTS):  # a list may be asked for what has no hash
+        raise CheckpointError(
+            f"{where}: the format {entry.get('format')!r} is unknown; was it written by a newer release?"
+        )
+    layout = LAYOUTS[entry["format"]]
+    try:
+        return layout, drafter_class(layout.kind).config_class.from_dict(entry["drafter"])
+    except DrafterError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _recognise(folder: Path, weights: Weights, config: Mapping[str, Any]) -> DrafterLayout:
+    for layout in LAYOUTS.values():
+        if layout.recognises(set(layout.canonical(weights)), config):
+            return layout
+    some = ", ".join(sorted(weights)[:3])
+    raise CheckpointError(
+        f"{folder} holds no drafter: its tensors ({some}, ...) are none of the layouts {', '.join(LAYOUTS)}."
+    )

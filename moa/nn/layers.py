@@ -1,0 +1,370 @@
+"""The Llama decoder block in plain torch: one definition for the drafter, the frozen target layers, and decoding.
+
+Shapes: B batch, Q queries, S keys, E block width, H query heads, H_kv key/value heads, d head dim.
+A block is self-attention when its keys come from its own input and cross-attention when they come from a memory; both
+streams pass through the same input norm (official ``train/cross_attention.py``, lines 139-203).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..errors import DrafterError
+from ..files.foreign import parsing
+
+Rotation = tuple[Tensor, Tensor]
+"""cos, and sin with the sign of its term (negative in the first half), each [..., d], float32."""
+
+AppendKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes keys and values [B, H_kv, Q, d] of new tokens, gives those of all, [B, H_kv, S, d]."""
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of one decoder block."""
+
+    width: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    norm_eps: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+    input_norm: bool = True
+    input_width: int | None = None
+    """What queries, keys and values are made from; None for the width."""
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotations whose angles do not depend on the length of the input, so that a key stays right when the context grows."""
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding in the half-split form, always float32 (bf16 would round the frequencies).
+
+    Args:
+        head_dim: d, even.
+        rope_parameters: as in a transformers config: ``rope_theta``, ``rope_type`` and the type's own keys.
+        max_position_embeddings: of the target; some rope types scale by it.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> None:
+        super().__init__()
+        if head_dim < 2 or head_dim % 2:
+            raise DrafterError(f"RoPE needs an even head dim, got {head_dim}; choose another number of heads.")
+        rope_type = rope_parameters.get("rope_type", "default")
+        self.scaling = 1.0
+        if rope_type == "default":
+            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            inv_freq = 1.0 / (_rope_theta(rope_parameters) ** exponent)
+        elif rope_type in ROPE_TYPES:
+            with parsing(f"the rotation {rope_parameters} cannot be made", DrafterError, "Restore its parameters."):
+                inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](
+                    _rope_config(head_dim, rope_parameters, max_position_embeddings)
+                )
+        else:
+            raise DrafterError(f"rope type {rope_type!r} changes with the length of the input and is not supported.")
+        if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
+            raise DrafterError(f"the rotation {rope_parameters} turns by no finite angle. Restore its parameters.")
+        self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """Cos and signed sin [..., d] for integer positions [...]."""
+        inv_freq = self.inv_freq.float()
+        angles = positions[..., None].float() * torch.cat((-inv_freq, inv_freq))  # [..., d]
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.scaling == 1.0 else (cos * self.scaling, sin * self.scaling)
+
+    def inverse(self, positions: Tensor) -> Rotation:
+        """What undoes :meth:`forward` of the same positions, its scaling too."""
+        cos, sin = self(-positions)
+        return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
+        """Move with the module, but keep the float32 values."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
+
+def _rope_theta(rope_parameters: dict[str, Any]) -> float:
+    theta: Any = rope_parameters.get("rope_theta")
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise DrafterError(f"rope_theta is {theta!r}, expected a number above 0. Restore the rotation's parameters.")
+    return float(theta)
+
+
+def _rope_config(head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        rope_parameters=dict(rope_parameters),
+    )
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate x [B, heads, T, d] by cos and signed sin [B or 1, T, d], computed in x's dtype as transformers does."""
+    cos, sin = rotation
+    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    if torch.is_grad_enabled():
+        return _Rotate.apply(x, cos, sin)
+    # A draft step is a few tokens, of which the number of calls is the cost.
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """x * cos + rotate_half(x) * sin in three passes over memory; the gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        # The transpose of the rotation is the rotation by the negative angle.
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad_outputs[0], cos, sin, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    return out
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm; on CPU, where torch composes it of many passes over memory, with a gradient of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        trains = torch.is_grad_enabled() and x.device.type == "cpu"
+        if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w * x / rms(x). Saves x / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        return unit * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        unit, scale, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.mul(grad_outputs[0], unit).flatten(0, -2).sum(dim=0)
+        if ctx.needs_input_grad[0]:
+            grad_unit = grad_outputs[0] * weight
+            along = torch.linalg.vecdot(grad_unit, unit).unsqueeze(-1).div_(unit.shape[-1])
+            grad_x = grad_unit.addcmul_(unit, along, value=-1).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
+    """``layer(x * scale)`` with the scale [E] folded into the weight, for an x that needs no gradient."""
+    return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; scale 1/sqrt(d). Weight names are those of a transformers Llama layer."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__()
+        query_width, key_width = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+        input_width = sizes.input_width or sizes.width
+        self.head_dim = sizes.head_dim
+        self.n_heads, self.n_kv_heads = sizes.n_heads, sizes.n_kv_heads
+        self.q_proj = nn.Linear(input_width, query_width, bias=sizes.qkv_bias)
+        self.k_proj = nn.Linear(input_width, key_width, bias=sizes.qkv_bias)
+        self.v_proj = nn.Linear(input_width, key_width, bias=sizes.qkv_bias)
+        self.o_proj = nn.Linear(query_width, sizes.width, bias=sizes.output_bias)
+        if sizes.query_key_norm:
+            self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
+            self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
+
+    def queries(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> Tensor:
+        """[B, Q, E] -> rotated queries [B, H, Q, d]; ``scale`` as in :func:`_project`."""
+        q = _project(self.q_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
+        if hasattr(self, "q_norm"):
+            q = self.q_norm(q)
+        return rotate(q.transpose(1, 2), rotation)
+
+    def keys_values(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[B, S, E] -> rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
+        k = _project(self.k_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
+        v = _project(self.v_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
+        if hasattr(self, "k_norm"):
+            k = self.k_norm(k)
+        return rotate(k.transpose(1, 2), rotation), v.transpose(1, 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask [B or 1, Q, S] bool (True = attend) -> [B, Q, E]."""
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
+            attended = attend_many_short(q, k, v)
+        else:
+            if mask is not None:
+                mask = mask.unsqueeze(1)
+            grouped = self.n_heads != self.n_kv_heads
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)  # [B, H, Q, d]
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of many short sequences, as layer self-attention has them; equals the fused kernel without a mask.
+
+    On CPU the fused kernel pays per sequence and head; here the query heads of a group are more rows of one product.
+
+    Args:
+        q: [B, H, Q, d].
+        k: [B, H_kv, S, d].
+        v: [B, H_kv, S, d].
+
+    Returns:
+        [B, H, Q, d].
+    """
+    n_kv_heads, head_dim = k.shape[1], k.shape[3]
+    rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
+    scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
+    attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
+    return attended.reshape(q.shape)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), the Llama MLP."""
+
+    def __init__(self, width: int, mlp_width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.up_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.down_proj = nn.Linear(mlp_width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        return self.down_proj(self.gated(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[..., E] -> what the down projection gets, [..., MLP width]."""
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm decoder block: x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__()
+        self.self_attn = Attention(sizes)
+        self.mlp = GatedMLP(sizes.width, sizes.mlp_width, sizes.mlp_bias)
+        self.input_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps) if sizes.input_norm else nn.Identity()
+        self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What queries, keys and values are made from: [..., E] -> [..., E]."""
+        return self.input_layernorm(x)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """What the attention's output is added to: [..., E] -> [..., E]."""
+        return x
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Rotated queries [B, H, Q, d] of x [B, Q, E], which is normed here."""
+        return self.self_attn.queries(self.normed(x), rotation)
+
+    def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H_kv, S, d] of a source [B, S, E], which is normed here."""
+        return self.self_attn.keys_values(self.normed(source), rotation)
+
+    def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Let the queries x [B, Q, E] attend to given keys and values.
+
+        Args:
+            x: [B, Q, E].
+            rotation: of the queries' positions, [B or 1, Q, d].
+            keys: [B, H_kv, S, d], rotated.
+            values: [B, H_kv, S, d].
+            mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
+
+        Returns:
+            [B, Q, E].
+        """
+        return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
+
+    def attend_behind(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Tensor | None) -> Tensor:
+        """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
+
+        Args:
+            x: [B, Q, E].
+            rotation: of x's positions, [B or 1, Q, d].
+            append: takes x's own keys and values, each [B, H_kv, Q, d], and gives all, each [B, H_kv, S, d].
+            mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
+
+        Returns:
+            [B, Q, E].
+        """
+        normed = self.normed(x)
+        keys, values = append(*self.self_attn.keys_values(normed, rotation))
+        return self.finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
+
+    def attend_self(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        """Self-attention over x [B, T, E]; equals :meth:`forward` on x's own keys and values with one norm less."""
+        return self.finish(x, self._self_attention(x, rotation, mask))
+
+    def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
+        """Means of :meth:`attend_self` without a mask over G groups of consecutive T: [B, T, E] -> [B, G, E].
+
+        The down projection and the residual sums are linear, so they are done once on a mean instead of T times.
+        """
+        x = self.residual(x) + self._self_attention(x, rotation, mask=None)
+        gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
+        return _group_means(x, n_groups) + self.mlp.down_proj(_group_means(gated, n_groups))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows the attention: x and its output [B, Q, E] -> [B, Q, E]."""
+        x = self.residual(x) + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def _self_attention(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        norm, scale = self.input_layernorm, None
+        reads_data = torch.is_grad_enabled() and not x.requires_grad and type(self).normed is DecoderBlock.normed
+        if isinstance(norm, RMSNorm) and reads_data:
+            # Stored activations: with the norm's weight folded into the projections, nothing is differentiated by x.
+            normed, scale = F.rms_norm(x, norm.normalized_shape, eps=norm.eps), norm.weight
+        else:
+            normed = self.normed(x)
+        keys, values = self.self_attn.keys_values(normed, rotation, scale)
+        return self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
+
+
+def _group_means(x: Tensor, n_groups: int) -> Tensor:
+    """[B, T, E] -> [B, G, E], means over groups of consecutive T; where they can't be equal the first are longer."""
+    return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)

@@ -1,0 +1,400 @@
+"""The frozen target weights that travel with a dataset: embeddings, final norm, LM head, last N decoder layers.
+
+On disk (``STORE/target/``): config.json, generation_config.json, tokenizer files, and frozen.safetensors with the keys
+``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index),
+in the target's dtype.
+Shapes: B batch, T tokens, E width, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from ..errors import DrafterError, TargetError
+from ..files.foreign import check_model_folder, check_weight_file, parsing, read_header, read_json
+from ..files.tensor_list import FLOATS, TensorList, TensorSpec, find_problems
+from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
+
+FROZEN_FILE = "frozen.safetensors"
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+_LARGEST = {
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 26,
+    "sliding_window": 1 << 26,
+}
+"""Largest sizes that a config.json may name; the largest models stay far below."""
+_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
+
+
+def load_target_config(folder: Path) -> Any:
+    """The transformers config of a model folder, checked to be of a supported family and of sizes that can be.
+
+    Raises:
+        TargetError: there is none, or it holds something else.
+    """
+    folder, file = Path(folder), Path(folder) / "config.json"
+    if not file.is_file():
+        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+    check_model_folder(folder)
+    return parse_target_config(read_json(file, TargetError), file, folder)
+
+
+def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
+    """The transformers config of a target from what its config.json holds.
+
+    Args:
+        values: names and values of the file.
+        source: the file, for messages.
+        folder: that holds it; None for values of another place.
+
+    Raises:
+        TargetError: another family, or sizes that cannot be.
+    """
+    model_type = values.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise TargetError(f"model type {model_type!r} is not supported; expected one of {known} ({source}).")
+    _check_counts(values, source)  # before transformers makes lists of that length
+    with parsing(f"cannot read {source}", TargetError):
+        if folder is not None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        else:
+            config = AutoConfig.for_model(**values)
+    _check_config(config, source)
+    sizes = target_sizes(config)
+    try:
+        Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
+    except DrafterError as error:
+        raise TargetError(f"{source}: {error}") from error
+    return config
+
+
+def _check_counts(values: Mapping[str, Any], source: object) -> None:
+    for name, largest in _LARGEST.items():
+        value = values.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= largest):
+            raise TargetError(
+                f"{source}: {name} is {str(value)[:60]!r}, expected a whole number from 1 to {largest}. Restore the "
+                "file."
+            )
+
+
+def _check_config(config: Any, source: object) -> None:
+    """Refuse sizes that do not fit together, also those that transformers fills in.
+
+    Raises:
+        TargetError: naming the first.
+    """
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in _LARGEST}
+    _check_counts(values, source)
+    missing = [name for name in _LARGEST if values[name] is None and name not in _OPTIONAL]
+    eps: Any = getattr(config, "rms_norm_eps", None)
+    dtype, kinds = getattr(config, "dtype", None), getattr(config, "layer_types", None)
+    if missing:
+        trouble = f"it lacks {', '.join(missing)}"
+    elif values["num_attention_heads"] % (values["num_key_value_heads"] or values["num_attention_heads"]):
+        trouble = f"{values['num_key_value_heads']} KV heads do not divide {values['num_attention_heads']} heads"
+    elif not (type(eps) in (int, float) and 0 <= eps <= 1):
+        trouble = f"rms_norm_eps is {eps!r}, expected a number from 0 to 1"
+    elif dtype is not None and dtype not in (*FLOATS, torch.float64):
+        trouble = f"dtype is {str(dtype)[:60]!r}, expected a dtype of floating-point numbers"
+    elif kinds is not None and not (isinstance(kinds, list) and len(kinds) == values["num_hidden_layers"]):
+        trouble = f"layer_types are not those of {values['num_hidden_layers']} layers"
+    elif not all(kind in ("full_attention", "sliding_attention") for kind in kinds or ()):
+        trouble = "layer_types are not all full_attention or sliding_attention"
+    elif "sliding_attention" in (kinds or ()) and values["sliding_window"] is None:
+        trouble = "layers have sliding_attention and there is no sliding_window"
+    elif not isinstance(getattr(config, "rope_parameters", None), dict):
+        trouble = "there are no rope_parameters"
+    else:
+        return
+    raise TargetError(f"{source}: {trouble}. Restore the file.")
+
+
+def target_sizes(config: Any) -> dict[str, Any]:
+    """Sizes of a target, from its transformers config.
+
+    Returns:
+        n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size, max_position_embeddings, architecture.
+
+    Raises:
+        TargetError: the model type is not of the Llama family, or its rotation changes with the length of the input.
+    """
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise TargetError(f"model type {config.model_type!r} is not supported; expected one of {known}.")
+    rope_type = rope_parameters(config).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise TargetError(
+            f"the target's rope type {rope_type!r} changes with the length of the input, so no drafter can use its "
+            f"keys; expected one of {', '.join(ROPE_TYPES)}. Choose another target."
+        )
+    return {
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "architecture": config.model_type,
+    }
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Kind of attention of each decoder layer, by its name in transformers; only the Qwen families mix them."""
+    slides = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) if config.model_type.startswith("qwen") else None
+    return list(kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Positions that each decoder layer looks back, itself included; None where it sees everything."""
+    window = getattr(config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in layer_kinds(config)]
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The RoPE parameters of a transformers config as a plain dict (``rope_theta``, ``rope_type``, ...)."""
+    return {key: value for key, value in dict(config.rope_parameters).items() if value is not None}
+
+
+def layer_sizes(config: Any) -> BlockSizes:
+    """Block sizes of the target's own decoder layers.
+
+    Raises:
+        TargetError: another activation than silu.
+    """
+    if config.hidden_act != "silu":
+        raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
+    sizes = target_sizes(config)
+    qkv_bias = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
+    return BlockSizes(
+        width=sizes["hidden_size"],
+        n_heads=sizes["n_heads"],
+        n_kv_heads=sizes["n_kv_heads"],
+        head_dim=sizes["head_dim"],
+        mlp_width=config.intermediate_size,
+        norm_eps=config.rms_norm_eps,
+        qkv_bias=qkv_bias,
+        output_bias=bool(getattr(config, "attention_bias", False)),
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        query_key_norm=config.model_type == "qwen3",
+    )
+
+
+def hash_target(folder: str | Path) -> dict[str, str]:
+    """Content hashes that identify a target.
+
+    Args:
+        folder: local model folder.
+
+    Returns:
+        ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
+
+    Raises:
+        TargetError: no config, no safetensors weights, or a weight file that is damaged.
+    """
+    folder = Path(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").is_file():
+        raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
+    check_model_folder(folder)
+    if not weights:
+        raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
+    digest = hashlib.sha256()
+    for file in weights:
+        check_weight_file(file)
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    return {"weights_sha256": digest.hexdigest(), "config_sha256": config_digest}
+
+
+def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int) -> None:
+    """Write the bundle of a loaded target.
+
+    Args:
+        model: transformers causal LM.
+        tokenizer: its tokenizer.
+        path: folder to create.
+        n_layers_kept: N, the number of last decoder layers to keep, 0..n_layers.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    n_layers = model.config.num_hidden_layers
+    if not 0 <= n_layers_kept <= n_layers:
+        raise TargetError(f"cannot keep the last {n_layers_kept} layers of a target with {n_layers}.")
+    model.config.save_pretrained(path)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    save_file(_frozen_weights(model, n_layers_kept), path / FROZEN_FILE, metadata={"format": "pt"})
+
+
+def held_layers(path: str | Path) -> int:
+    """How many of the target's last decoder layers a bundle holds; 0 for a folder that is none."""
+    file = Path(path) / FROZEN_FILE
+    if not file.is_file():
+        return 0
+    return len({key.split(".")[1] for key in read_header(file, TargetError) if key.startswith("layers.")})
+
+
+def frozen_tensors(config: Any, n_layers: int) -> TensorList:
+    """All tensors of a bundle's file that the target's pieces with its last N layers are made from."""
+    width, vocab_size, n_total = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (vocab_size, width),
+        "norm.weight": (width,),
+        "lm_head.weight": (vocab_size, width),
+    }
+    if n_layers:
+        with torch.device("meta"):
+            layer = DecoderBlock(layer_sizes(config)).state_dict()
+        for index in range(n_total - n_layers, n_total):
+            shapes |= {f"layers.{index}.{name}": tuple(value.shape) for name, value in layer.items()}
+    return {name: TensorSpec(shape, (*FLOATS, torch.float64)) for name, shape in shapes.items()}
+
+
+def _check_sizes(config: Any, expected: Mapping[str, Any], path: Path) -> None:
+    own = target_sizes(config)
+    wrong = [f"{name} {own[name]} and not {value}" for name, value in expected.items() if own.get(name, value) != value]
+    if wrong:
+        raise TargetError(
+            f"{path} is of another target than its store: it has {', '.join(wrong)}. Run `moa-data verify`, and "
+            "`moa-data repair` with --model."
+        )
+
+
+def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
+    body, n_layers = model.model, model.config.num_hidden_layers
+    weights = {
+        "embed_tokens.weight": body.embed_tokens.weight,
+        "norm.weight": body.norm.weight,
+        "lm_head.weight": model.lm_head.weight,
+    }
+    for index in range(n_layers - n_layers_kept, n_layers):
+        for name, value in body.layers[index].state_dict().items():
+            weights[f"layers.{index}.{name}"] = value
+    return {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
+
+
+class FrozenTarget(nn.Module):
+    """Embeddings, final norm, LM head and the last N decoder layers of a target; never trained.
+
+    Attributes:
+        config: the target's transformers config.
+        n_layers: N, how many decoder layers are here.
+        windows: attention window of each of them in tokens, None where it sees everything.
+        layers: the last N layers in order; ``layers[0]`` is target layer ``L - N``.
+    """
+
+    def __init__(self, config: Any, weights: dict[str, Tensor], n_layers: int) -> None:
+        super().__init__()
+        self.config = config
+        self.n_layers = n_layers
+        windows = layer_windows(config)
+        self.windows = windows[len(windows) - n_layers :]
+        dtype = weights["lm_head.weight"].dtype
+        self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm.weight = nn.Parameter(weights["norm.weight"])
+        self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
+        sizes = target_sizes(config)
+        self.rotary = Rotary(sizes["head_dim"], rope_parameters(config), config.max_position_embeddings)
+        first = sizes["n_layers"] - n_layers
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(DecoderBlock(layer_sizes(config)) for _ in range(n_layers))
+        for offset, layer in enumerate(self.layers):
+            prefix = f"layers.{first + offset}."
+            own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+            layer.load_state_dict(own, strict=True, assign=True)
+        self.requires_grad_(False)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        n_layers: int = 0,
+        dtype: torch.dtype | None = torch.float32,
+        sizes: Mapping[str, Any] | None = None,
+    ) -> "FrozenTarget":
+        """Load a bundle folder.
+
+        Args:
+            path: folder written by :func:`save_target_bundle`.
+            n_layers: how many of the last decoder layers are needed (0 for none).
+            dtype: dtype of the weights; None keeps the stored one.
+            sizes: what the store that holds the bundle says of its target (:func:`target_sizes`); None for no store.
+
+        Raises:
+            TargetError: no bundle there, it holds fewer layers than asked for, its tensors are not those that its
+                config.json calls for, or that is of another target than the store.
+        """
+        path = Path(path)
+        if not (path / FROZEN_FILE).is_file():
+            raise TargetError(
+                f"{path} has no {FROZEN_FILE}, the target's frozen weights. Run extract again: it restores target/."
+            )
+        headers = read_header(path / FROZEN_FILE, TargetError)
+        config = load_target_config(path)
+        _check_sizes(config, sizes or {}, path)
+        if (held := held_layers(path)) < n_layers:
+            raise TargetError(
+                f"{path} holds {held} decoder layers, {n_layers} are needed; "
+                f"add them with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
+            )
+        expected = frozen_tensors(config, n_layers)
+        found = {name: header for name, header in headers.items() if name in expected}
+        if problems := find_problems(found, expected):
+            raise TargetError(
+                f"{path / FROZEN_FILE} does not fit its config.json: {problems[0]} ({len(problems)} problems in all). "
+                "Run `moa-data verify`, and `moa-data repair` with --model."
+            )
+        with safe_open(path / FROZEN_FILE, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in expected}
+        if dtype is not None:
+            weights = {name: value.to(dtype) for name, value in weights.items()}
+        return cls(config, weights, n_layers)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
+        """The same pieces of a live target, sharing its weights."""
+        body, total = model.model, model.config.num_hidden_layers
+        weights = {
+            "embed_tokens.weight": body.embed_tokens.weight.detach(),
+            "norm.weight": body.norm.weight.detach(),
+            "lm_head.weight": model.lm_head.weight.detach(),
+        }
+        for index in range(total - n_layers, total):
+            weights |= {f"layers.{index}.{k}": v.detach() for k, v in body.layers[index].state_dict().items()}
+        return cls(model.config, weights, n_layers).to(weights["lm_head.weight"].device)
+
+    @property
+    def blocks(self) -> list[DecoderBlock]:
+        """:attr:`layers` with their type."""
+        return cast(list[DecoderBlock], list(self.layers))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] -> embeddings [B, T, E]."""
+        return self.embed_tokens(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Features [..., E] (after the final norm) -> logits [..., V]."""
+        return F.linear(hidden, self.lm_head_weight)

@@ -1,0 +1,205 @@
+"""Writing a store in the layout of another project: `moa-data export`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import FolderOccupied
+from ...storage.durable import write_atomic
+from ...storage.read.store import ActivationStore
+from .config import ExportConfig
+from .conventions import check_layers, require_fields
+from .layouts import EagleLayout, Layout, SpecForgeLayout
+from .speculators import SpeculatorsLayout, count_rows, write_rows
+from .torch_dataset import ActivationDataset
+
+Progress = Callable[[int, int, str], None]
+"""Called as ``progress(done, total, message)``."""
+
+_N_WRITERS = 8
+_PENDING_BYTES = 256 << 20
+
+RECORD_NAME = "export.json"
+"""Says what an exported folder was made from; the other project does not look at it."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        folder: where it lies.
+        format: the layout.
+        fields: fields of the store that went into it.
+        n_sequences: files in all.
+        n_written: files written by this run; the others were there.
+        written_bytes: bytes of these.
+    """
+
+    folder: Path
+    format: str
+    fields: tuple[str, ...]
+    n_sequences: int
+    n_written: int
+    written_bytes: int
+
+    def describe(self) -> str:
+        """The report as text for people."""
+        kept = self.n_sequences - self.n_written
+        return (
+            f"{self.folder}: {self.n_sequences:,} sequences for {self.format} from {', '.join(self.fields)}; "
+            f"{self.n_written:,} written ({self.written_bytes / 1e6:,.1f} MB), {kept:,} were there"
+        )
+
+
+def make_layout(name: str, layers: tuple[int, ...], n_layers: int, compress: bool = False) -> Layout:
+    """The layout of a format.
+
+    Args:
+        name: speculators, specforge or eagle.
+        layers: decoder layers beside the last one; empty for the project's default.
+        n_layers: decoder layers of the target.
+        compress: gzip each file (specforge).
+
+    Raises:
+        OptionInvalid: the target has no such layers.
+    """
+    if name == "eagle":
+        return EagleLayout((), n_layers)
+    layers = check_layers(layers, n_layers)
+    return SpecForgeLayout(layers, n_layers, compress) if name == "specforge" else SpeculatorsLayout(layers, n_layers)
+
+
+def export_store(config: ExportConfig, progress: Progress | None = None) -> ExportReport:
+    """Write a store's sequences as another project's files, in the store's order; files that are there stay.
+
+    Args:
+        config: what, and to where.
+        progress: called after each sequence.
+
+    Returns:
+        What was done.
+
+    Raises:
+        OptionInvalid: an option cannot be used.
+        FieldMissing: the store lacks a field that the layout needs.
+        FolderOccupied: the folder holds something else, or an export of another store.
+        StoreError: the store cannot be read, or parts of it are still to be extracted.
+    """
+    config.check()
+    folder = Path(config.out).expanduser()
+    with ActivationStore(Path(config.store).expanduser(), require_complete=True) as store:
+        layout = make_layout(config.format, config.layers, int(store.manifest.target["n_layers"]), config.compress)
+        require_fields(layout.fields, store.fields, str(store.path), layout.name)
+        n = min(config.max_sequences or len(store), len(store))
+        _claim(folder, _record(config, layout, store), n)
+        dataset = ActivationDataset(store, layout.fields)
+        sizes = []
+        with _Writer() as writer:
+            for i in range(n):
+                data = _encode_sequence(folder, layout, dataset, i)
+                if data is not None:
+                    writer.submit(layout.file(folder, i), data)
+                    sizes.append(len(data))
+                if progress:
+                    progress(i + 1, n, f"export to {layout.name}")
+        if layout.name == "speculators" and count_rows(folder) != n:
+            write_rows(folder, _texts(store, n))
+    return ExportReport(folder, config.format, layout.fields, n, len(sizes), sum(sizes))
+
+
+class _Writer:
+    """Writes files in threads: a disk syncs many small files at once in the time of one.
+
+    A file that could not be written raises at a later :meth:`submit`, or where the ``with`` block ends.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_N_WRITERS)
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._pending_bytes = 0
+
+    def submit(self, path: Path, data: bytes) -> None:
+        """Write a file soon; waits while too many bytes are on their way."""
+        self._pending.append((self._threads.submit(_write, path, data), len(data)))
+        self._pending_bytes += len(data)
+        while len(self._pending) > 4 * _N_WRITERS or (self._pending_bytes > _PENDING_BYTES and self._pending):
+            self._wait()
+
+    def _wait(self) -> None:
+        future, n_bytes = self._pending.popleft()
+        self._pending_bytes -= n_bytes
+        future.result()
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._threads.shutdown(wait=True)
+        while kind is None and self._pending:
+            self._wait()
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, data)
+
+
+def _encode_sequence(folder: Path, layout: Layout, dataset: ActivationDataset, i: int) -> bytes | None:
+    """Return the content of one file, or None if it is there."""
+    path = layout.file(folder, i)
+    tokens = dataset.store.read(i, "tokens")
+    if path.exists():
+        if not np.array_equal(layout.read_tokens(path), tokens):
+            raise FolderOccupied(f"{path} holds other tokens than sequence {i} of the store. Choose another --out.")
+        return None
+    return layout.encode(tokens, dataset.store.read(i, "response_mask"), dataset[i])
+
+
+def _texts(store: ActivationStore, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    return ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n))
+
+
+def _record(config: ExportConfig, layout: Layout, store: ActivationStore) -> dict[str, Any]:
+    return {
+        "format": layout.name,
+        "fields": list(layout.fields),
+        "compress": config.compress,
+        "store_sha256": hashlib.sha256(store.manifest.to_json().encode()).hexdigest(),
+        "target": dict(store.manifest.target),
+        "identities": dict(store.manifest.identities),
+    }
+
+
+def _claim(folder: Path, record: dict[str, Any], n_sequences: int) -> None:
+    """Take an empty folder, or one that the same export began; write the record."""
+    path = folder / RECORD_NAME
+    if path.is_file():
+        try:
+            old = json.loads(path.read_bytes())
+            n_before = int(old.pop("n_sequences"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FolderOccupied(f"{path} is no record of an export ({error!r}). Choose another --out.") from error
+        if changed := [key for key in record if old.get(key) != record[key]]:
+            raise FolderOccupied(
+                f"{folder} holds another export: {', '.join(changed)} differ, see {RECORD_NAME}. Choose another --out."
+            )
+        if n_before > n_sequences:
+            raise FolderOccupied(
+                f"{folder} was begun with {n_before:,} sequences, {n_sequences:,} are asked for now. Choose another "
+                "--out or a larger --max-sequences."
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FolderOccupied(f"{folder} is not an empty folder and no export of this program. Choose another --out.")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record | {"n_sequences": n_sequences}, indent=2, sort_keys=True) + "\n"
+    write_atomic(path, text.encode())

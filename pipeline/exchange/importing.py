@@ -1,0 +1,286 @@
+"""Making a store from the files of another project: `moa-data import`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ...moa.target.bundle import FrozenTarget, hash_target, save_target_bundle, target_sizes
+from ...moa.target.live import load_target_config, load_target_model, load_target_tokenizer, resolve_model_folder
+from ...storage.codecs.registry import LOSSLESS, StoreCodec
+from ...storage.parts.plan import plan_parts
+from ...storage.schema import FieldSpec, StoreManifest, hidden_field, response_mask_field, tokens_field
+from ...storage.write.part import PartWriter
+from ...storage.write.store import StoreWriter
+from ..card import CardOrigin, public_name, write_card
+from .config import ImportConfig
+from .conventions import LAST
+from .errors import ForeignInvalid
+from .exporting import Progress, make_layout
+from .layouts import Layout
+
+ALIGNMENT_TOKENS = 64
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+@dataclass
+class Texts:
+    """The sequences of a folder, each text once.
+
+    Attributes:
+        paths: row -> its file.
+        ids: sha256 of tokens and mask -> row.
+        n_tokens: tokens of each row in ``ids``.
+        n_response_tokens: of these, with mask 1.
+        n_files: files read.
+    """
+
+    paths: list[Path]
+    ids: dict[str, int] = field(default_factory=dict)
+    n_tokens: list[int] = field(default_factory=list)
+    n_response_tokens: list[int] = field(default_factory=list)
+    n_files: int = 0
+
+    @property
+    def n_duplicates(self) -> int:
+        """Files whose tokens and mask were there already."""
+        return self.n_files - len(self.ids)
+
+    def table(self) -> pa.Table:
+        """Table for ``plan_parts``."""
+        return pa.table(
+            {
+                "sequence_id": pa.array(list(self.ids), pa.string()),
+                "source_row": pa.array(list(self.ids.values()), pa.int64()),
+                "n_tokens": pa.array(self.n_tokens, pa.int32()),
+                "n_response_tokens": pa.array(self.n_response_tokens, pa.int32()),
+            }
+        )
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all texts in their order."""
+        return hashlib.sha256("\n".join(self.ids).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import did.
+
+    Attributes:
+        store: the store's folder.
+        format: the layout it was read from.
+        fields: fields of the store.
+        n_sequences: its sequences.
+        n_tokens: its tokens.
+        n_duplicates: files that were left out, as their text was there already.
+        n_parts_done: parts written by this run.
+    """
+
+    store: Path
+    format: str
+    fields: tuple[str, ...]
+    n_sequences: int
+    n_tokens: int
+    n_duplicates: int
+    n_parts_done: int
+
+    def describe(self) -> str:
+        """The report as text for people."""
+        return (
+            f"{self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens from {self.format} with "
+            f"{', '.join(self.fields)}; {self.n_parts_done:,} parts written, {self.n_duplicates:,} duplicates left out"
+        )
+
+
+def import_folder(
+    config: ImportConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+) -> ImportReport:
+    """Read another project's files into a store, or go on where an earlier run stopped.
+
+    Where the files hold the last state before the final norm only (speculators), ``hidden/last`` is made from it with
+    the norm of the target's bundle, in float32 and rounded once to the stored dtype.
+
+    Args:
+        config: what, with which target, and to where.
+        progress: called after each file.
+        provenance: command, versions and the like, recorded in the store's runs/.
+
+    Returns:
+        What was done.
+
+    Raises:
+        InteropError: an option or a file cannot be used.
+        StoreError: the output folder cannot be used, or the store was made from other inputs.
+        TargetError: the target cannot be loaded.
+    """
+    config.check()
+    folder = Path(config.folder).expanduser()
+    if not folder.is_dir():
+        raise ForeignInvalid(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
+    target_folder = resolve_model_folder(config.model)
+    sizes = target_sizes(load_target_config(target_folder))
+    layout = make_layout(config.format, config.layers, sizes["n_layers"])
+    layout.bound_files(sizes["hidden_size"], sizes["max_position_embeddings"])
+    texts = read_texts(layout, folder, config.max_sequences, sizes["vocab_size"], progress)
+    plan = plan_parts(texts.table(), config.part_tokens, ALIGNMENT_TOKENS)
+    specs = _field_specs(layout, texts.paths[0], sizes)
+    manifest = _manifest(config, layout, texts, plan, specs, sizes, target_folder)
+    with StoreWriter.create_or_resume(Path(config.out).expanduser(), manifest, plan) as store:
+        if not store.has_target:
+            _save_bundle(config, store, target_folder)
+        norm = None if layout.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
+        pending = store.pending_parts()
+        done = 0
+        for part in pending:
+            with store.part(part) as out:
+                for row in out.sequences.to_pylist():
+                    _write_sequence(layout, texts.paths[row["source_row"]], row, out, specs, norm)
+                    done += 1
+                    if progress:
+                        progress(done, manifest.n_sequences, f"import from {layout.name}")
+                out.commit()
+        names = public_name(config.model), public_name(config.folder), f"moa-data import --format {layout.name}"
+        write_card(store.path, CardOrigin(*names, config.target_license, config.dataset_license))
+        report = ImportReport(
+            store.path, layout.name, tuple(spec.name for spec in specs), manifest.n_sequences, manifest.n_tokens,
+            texts.n_duplicates, len(pending),
+        )  # fmt: skip
+        store.record_run({"import": dataclasses.asdict(config), "provenance": dict(provenance or {})})
+    return report
+
+
+def read_texts(
+    layout: Layout, folder: Path, max_sequences: int | None, vocab_size: int, progress: Progress | None = None
+) -> Texts:
+    """Read tokens and masks of all files, in the order of their numbers.
+
+    Args:
+        layout: of the files.
+        folder: that holds them.
+        max_sequences: read at most so many files.
+        vocab_size: of the target; a larger id belongs to another model.
+        progress: called after each file.
+
+    Returns:
+        At least one text.
+
+    Raises:
+        ForeignInvalid: no files, or one that is damaged, of another layout or of another target.
+    """
+    paths = layout.files(folder)[:max_sequences]
+    texts = Texts(paths)
+    for row, path in enumerate(paths):
+        tokens, mask = layout.read_tokens(path), layout.read_mask(path)
+        _check_text(path, tokens, mask, vocab_size)
+        digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
+        digest.update(np.ascontiguousarray(mask, np.uint8).tobytes())
+        texts.n_files += 1
+        if texts.ids.setdefault(digest.hexdigest(), row) == row:
+            texts.n_tokens.append(len(tokens))
+            texts.n_response_tokens.append(int(mask.sum()))
+        if progress:
+            progress(row + 1, len(paths), "read tokens")
+    return texts
+
+
+def _check_text(path: Path, tokens: np.ndarray, mask: np.ndarray, vocab_size: int) -> None:
+    if not len(tokens) or len(tokens) != len(mask):
+        raise ForeignInvalid(f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again.")
+    if not np.isin(mask, (0, 1)).all():
+        raise ForeignInvalid(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ForeignInvalid(
+            f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has {vocab_size:,}. "
+            "Give the --model that the files were made with."
+        )
+
+
+def _field_specs(layout: Layout, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+    """The store's fields, in the dtype of the first file."""
+    values = next(iter(layout.read_hidden(first).values()))
+    if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
+        raise ForeignInvalid(
+            f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected one of "
+            f"{', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. Check --model."
+        )
+    names = dict.fromkeys((LAST, *layout.fields))
+    hidden = [hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype]) for name in names]
+    return (tokens_field(), response_mask_field(), *hidden)
+
+
+def _manifest(
+    config: ImportConfig,
+    layout: Layout,
+    texts: Texts,
+    plan: pa.Table,
+    specs: tuple[FieldSpec, ...],
+    sizes: Mapping[str, Any],
+    target_folder: Path,
+) -> StoreManifest:
+    identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
+    return StoreManifest(
+        fields=specs,
+        target=sizes,
+        identities=identities | {"dataset.sha256": texts.sha256},
+        extraction={
+            "activations": [spec.name for spec in specs[2:]],
+            "dtype": specs[-1].dtype,
+            "hidden_last": "as in the files" if layout.gives_last else "final norm applied in float32 to the files",
+            "imported_from": layout.name,
+            "max_length": max(texts.n_tokens),
+            "max_sequences": config.max_sequences,
+            "part_tokens": config.part_tokens,
+            "target_layers": config.target_layers,
+        },
+        n_sequences=plan.num_rows,
+        n_parts=int(plan["part"].to_numpy().max()) + 1,
+        n_tokens=sum(texts.n_tokens),
+        codec=StoreCodec(LOSSLESS, specs).describe(),
+        alignment_tokens=ALIGNMENT_TOKENS,
+    )
+
+
+def _save_bundle(config: ImportConfig, store: StoreWriter, folder: Path) -> None:
+    dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
+    model = load_target_model(folder, dtype, "cpu")
+    with store.target() as bundle:
+        save_target_bundle(model, load_target_tokenizer(folder), bundle, config.target_layers)
+
+
+def _write_sequence(
+    layout: Layout,
+    path: Path,
+    row: Mapping[str, Any],
+    out: PartWriter,
+    specs: tuple[FieldSpec, ...],
+    norm: Callable[[Tensor], Tensor] | None,
+) -> None:
+    """Write one file's fields to its place in a part."""
+    tokens, mask, hidden = layout.read_tokens(path), layout.read_mask(path), layout.read_hidden(path)
+    if norm is not None:
+        last = hidden[layout.fields[-1]]
+        with torch.inference_mode():
+            hidden[LAST] = norm(last.float()).to(last.dtype)
+    out.write("tokens", row["first_token"], tokens.astype(np.int32))
+    out.write("response_mask", row["first_token"], mask.astype(np.uint8))
+    for spec in specs[2:]:
+        values = hidden[spec.name]
+        if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (row["n_tokens"], *spec.token_shape):
+            raise ForeignInvalid(
+                f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected {spec.dtype} "
+                f"{[row['n_tokens'], *spec.token_shape]} as in the first file. Make the file again."
+            )
+        if not bool(torch.isfinite(values).all()):
+            raise ForeignInvalid(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or take it away.")
+        bits = values.contiguous().view(torch.uint16) if values.dtype == torch.bfloat16 else values.contiguous()
+        out.write(spec.name, row["first_token"], bits.numpy())

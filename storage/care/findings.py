@@ -1,0 +1,97 @@
+"""What a verification found: what is damaged, and apart from it what could not be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checking import check_incomplete, reason
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong.
+
+    Attributes:
+        part: number of the part, or None for what belongs to the whole store.
+        path: the damaged file, relative to the store.
+        message: what is wrong, and where.
+    """
+
+    part: int | None
+    path: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """One thing that could not be checked, because the machine refused; it may be whole.
+
+    Attributes:
+        part: number of the part, or None for what belongs to the whole store.
+        path: the file, relative to the store.
+        error: what the machine said.
+    """
+
+    part: int | None
+    path: str
+    error: OSError | MemoryError
+
+    @property
+    def message(self) -> str:
+        """Why, in words."""
+        return reason(self.error)
+
+
+Finding = Damage | Unchecked
+
+
+@dataclass
+class VerifyReport:
+    """Outcome of ``verify_store``.
+
+    Attributes:
+        damages: everything found, in order of parts.
+        unchecked: what could not be checked, in order of parts.
+        n_parts: committed parts.
+        n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
+        n_sequences: sequences checked.
+        n_tokens: their tokens.
+        n_bytes: bytes of all committed files.
+    """
+
+    damages: list[Damage] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
+    n_parts: int = 0
+    n_pending_parts: int = 0
+    n_sequences: int = 0
+    n_tokens: int = 0
+    n_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was checked and no damage was found."""
+        return not self.damages and not self.unchecked
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Sort findings into damages and what could not be checked."""
+        for finding in findings:
+            if isinstance(finding, Damage):
+                self.damages.append(finding)
+            else:
+                self.unchecked.append(finding)
+
+    def check_complete(self, store: Path) -> None:
+        """Refuse a report that leaves something open.
+
+        Args:
+            store: the store's folder, for the message.
+
+        Raises:
+            CheckIncomplete: something could not be checked.
+        """
+        if self.unchecked:
+            first = self.unchecked[0]
+            n_files = len({item.path for item in self.unchecked})
+            raise check_incomplete(store, first.path, first.error, n_files)

@@ -1,0 +1,163 @@
+"""Repair: which pieces of a damaged store must go, and their removal; ``pipeline.repair`` makes them again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checking import check_guard
+from ..errors import RepairImpossible
+from ..names import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
+from ..parts.plan import read_plan
+from ..parts.seal import seal_path
+from ..read.store import read_manifest
+from ..write.links import refuse_links
+from ..write.store import StoreWriter
+from .findings import Damage
+from .verify import Progress, verify_store
+
+
+@dataclass(frozen=True)
+class RepairPlan:
+    """What a repair has to do.
+
+    Attributes:
+        store: the store's folder.
+        damages: everything that `verify_store` found.
+        parts: parts that must be extracted again or dropped.
+        target: whether the target bundle must be.
+        manifest: whether store.json or plan.parquet are not what was written; only the inputs can give them back.
+        seal: whether only their record is damaged.
+        codec: whether what a codec has learned is; the target can teach it again.
+        strays: commits that belong to no part, relative to the store.
+        others: damages that a repair does not mend.
+    """
+
+    store: Path
+    damages: tuple[Damage, ...]
+    parts: tuple[int, ...]
+    target: bool
+    manifest: bool
+    seal: bool
+    codec: bool
+    strays: tuple[str, ...]
+    others: tuple[Damage, ...]
+
+    def describe(self) -> str:
+        """Return the plan as lines for people; empty for a whole store."""
+        lines = []
+        if self.parts:
+            lines.append(f"{len(self.parts)} parts are damaged: {', '.join(map(str, self.parts))}")
+        if self.target:
+            lines.append("the target bundle is damaged; training needs it")
+        if self.manifest:
+            lines.append(f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help")
+        if self.seal:
+            lines.append(f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged")
+        if self.codec:
+            lines.append(
+                f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop "
+                "cannot help"
+            )
+        if self.manifest or self.seal or self.codec:
+            lines.append("so the parts were not checked yet: afterwards run this command once more")
+        lines += [f"{name} belongs to no part" for name in self.strays]
+        lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
+        return "\n".join(lines)
+
+
+def plan_repair(
+    path: str | os.PathLike[str], progress: Progress | None = None, parts: Collection[int] | None = None
+) -> RepairPlan:
+    """Verify a store and sort what is damaged; nothing is changed.
+
+    Args:
+        path: the store's folder.
+        progress: as for ``verify_store``.
+        parts: look at no other parts than these; None for all.
+
+    Raises:
+        CheckIncomplete: not everything could be checked, so that it is not known what is damaged.
+        StoreError: as ``verify_store``.
+    """
+    store = Path(path)
+    report = verify_store(store, progress, parts=parts)
+    report.check_complete(store)
+    damages = report.damages
+    whole_store = [damage for damage in damages if damage.part is None]
+    target_commit = target_commit_path(Path()).as_posix()
+    in_target = [damage for damage in whole_store if damage.path.startswith((f"{TARGET_NAME}/", target_commit))]
+    in_manifest = [damage for damage in whole_store if damage.path in (MANIFEST_NAME, PLAN_NAME)]
+    in_seal = [damage for damage in whole_store if damage.path == seal_path(Path()).as_posix()]
+    in_codec = [damage for damage in whole_store if damage.path == CODEC_NAME]
+    strays = [damage for damage in whole_store if damage.path.startswith(f"{COMMITS_NAME}/part-")]
+    known = {*in_target, *in_manifest, *in_seal, *in_codec, *strays}
+    return RepairPlan(
+        store=store,
+        damages=tuple(damages),
+        parts=tuple(sorted({damage.part for damage in damages if damage.part is not None})),
+        target=bool(in_target),
+        manifest=bool(in_manifest),
+        seal=bool(in_seal),
+        codec=bool(in_codec),
+        strays=tuple(damage.path for damage in strays),
+        others=tuple(damage for damage in whole_store if damage not in known),
+    )
+
+
+def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
+    """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
+
+    Returns:
+        The parts that were dropped.
+
+    Raises:
+        RepairImpossible: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
+        CheckIncomplete: it could not be checked once more; nothing was deleted.
+        StoreLocked: another process is writing to the store.
+        LinkRefused: a symbolic link stands inside the store.
+    """
+    _check_droppable(plan)
+    with check_guard(plan.store):
+        manifest, table = read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)
+    with StoreWriter.create_or_resume(plan.store, manifest, table) as writer:
+        return drop_from(writer, plan)
+
+
+def drop_from(writer: StoreWriter, plan: RepairPlan) -> tuple[int, ...]:
+    """Delete from an open store what a plan names, as far as it is damaged still.
+
+    Another process may have mended it, or what the machine said then may no longer hold; so it is read once more.
+
+    Returns:
+        The parts that were dropped, by this call or when the store was opened.
+
+    Raises:
+        As :func:`drop_damage`.
+    """
+    now = plan_repair(writer.path, parts=plan.parts)
+    _check_droppable(now)
+    refuse_links(writer.path, folders=())
+    for name in now.strays:
+        (writer.path / name).unlink(missing_ok=True)
+    for part in now.parts:
+        writer.drop_part(part)
+    if now.target or (plan.target and not writer.has_target):
+        writer.drop_target()
+    return tuple(sorted({*now.parts, *writer.repaired_parts}))
+
+
+def _check_droppable(plan: RepairPlan) -> None:
+    """Refuse damage without which no part can be told to be whole."""
+    if plan.manifest:
+        raise RepairImpossible(
+            f"{plan.store}: {MANIFEST_NAME} or {PLAN_NAME} is damaged, and no part can be read without them. Restore "
+            "the file from a copy, or pass --model, which makes it anew from the recorded inputs."
+        )
+    if plan.codec:
+        raise RepairImpossible(
+            f"{plan.store}: {CODEC_NAME}/ is damaged, and no part can be decoded without it. Restore it from a copy, "
+            "or pass --model, which learns it again."
+        )

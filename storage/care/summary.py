@@ -1,0 +1,227 @@
+"""What a store holds, in numbers, from its manifest, plan and commits alone; no shard is opened."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..codecs.registry import StoreCodec
+from ..names import PLAN_NAME
+from ..parts.commit import PartCommit, read_commits
+from ..parts.plan import check_plan, read_plan
+from ..parts.seal import check_seal
+from ..read.store import read_manifest
+from ..write.addition import unfinished_fields
+
+
+@dataclass(frozen=True)
+class ArraySummary:
+    """Size of one stored array over all committed parts.
+
+    Attributes:
+        name: path inside a part, e.g. ``"kv/key_codes"``.
+        dtype: what its numbers mean.
+        stored_bytes: bytes of its files.
+    """
+
+    name: str
+    dtype: str
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class FieldSummary:
+    """Sizes of one field over all committed parts.
+
+    Attributes:
+        name: e.g. ``"kv"``.
+        dtype: logical dtype.
+        token_shape: shape of one token's values.
+        description: one line.
+        raw_bytes: bytes of the tokens' values, without padding and compression.
+        n_values: numbers in the tokens' values, without padding.
+        arrays: what is stored for it; lossless is one array of the field's name.
+    """
+
+    name: str
+    dtype: str
+    token_shape: tuple[int, ...]
+    description: str
+    raw_bytes: int
+    n_values: int
+    arrays: tuple[ArraySummary, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(array.stored_bytes for array in self.arrays)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits per number; NaN while nothing is committed."""
+        return 8 * self.stored_bytes / self.n_values if self.n_values else float("nan")
+
+    @property
+    def ratio(self) -> float:
+        """Stored over raw; NaN while nothing is committed."""
+        return self.stored_bytes / self.raw_bytes if self.raw_bytes else float("nan")
+
+
+@dataclass(frozen=True)
+class LengthHistogram:
+    """How long the planned sequences are.
+
+    Attributes:
+        edges: bin edges in tokens, one more than counts.
+        counts: sequences with ``edges[k] <= n_tokens < edges[k + 1]`` (the last bin includes its end).
+    """
+
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """What ``inspect`` shows.
+
+    Attributes:
+        path: the store's folder.
+        identities: content hashes of target, tokenizer, template and dataset.
+        conventions: what the numbers mean.
+        target: the target's sizes.
+        extraction: what else shapes the data.
+        codec: name of the codec.
+        fields: sizes of each field.
+        n_planned_sequences: sequences in the plan.
+        n_planned_tokens: their tokens.
+        n_parts: planned parts.
+        n_pending_parts: of these, without a commit.
+        n_sequences: committed sequences.
+        n_tokens: their tokens.
+        n_response_tokens: of these, written by the assistant.
+        lengths: histogram over the committed sequences.
+        has_target: whether ``target/`` is there.
+        unfinished: fields that an addition has written to some parts only -> how many parts.
+    """
+
+    path: Path
+    identities: Mapping[str, str]
+    conventions: Mapping[str, str]
+    target: Mapping[str, Any]
+    extraction: Mapping[str, Any]
+    codec: str
+    fields: tuple[FieldSummary, ...]
+    n_planned_sequences: int
+    n_planned_tokens: int
+    n_parts: int
+    n_pending_parts: int
+    n_sequences: int
+    n_tokens: int
+    n_response_tokens: int
+    lengths: LengthHistogram
+    has_target: bool
+    unfinished: Mapping[str, int]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Raw bytes of all fields."""
+        return sum(item.raw_bytes for item in self.fields)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all committed files of all fields."""
+        return sum(item.stored_bytes for item in self.fields)
+
+    @property
+    def ratio(self) -> float:
+        """Stored over raw; NaN while nothing is committed."""
+        return self.stored_bytes / self.raw_bytes if self.raw_bytes else float("nan")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Stored bytes per token; NaN while nothing is committed."""
+        return self.stored_bytes / self.n_tokens if self.n_tokens else float("nan")
+
+
+def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSummary:
+    """Summarise a store.
+
+    Args:
+        path: its folder.
+        n_bins: bins of the histogram of lengths.
+
+    Raises:
+        StoreNotFound: not a store.
+        SchemaVersionError: another schema version.
+        ManifestInvalid: damaged manifest, plan or commit.
+    """
+    store = Path(path)
+    manifest = read_manifest(store)
+    check_seal(store)
+    plan = read_plan(store / PLAN_NAME)
+    check_plan(plan, manifest.alignment_tokens)
+    commits = read_commits(store, range(manifest.n_parts))
+    committed = np.isin(plan["part"].to_numpy(), np.fromiter(commits, np.int32, len(commits)))
+    lengths = plan["n_tokens"].to_numpy()[committed]
+    n_tokens = int(lengths.sum(dtype=np.int64))
+    codec = StoreCodec.open(manifest, store)
+    fields = tuple(
+        FieldSummary(
+            name=spec.name,
+            dtype=spec.dtype,
+            token_shape=spec.token_shape,
+            description=spec.description,
+            raw_bytes=spec.token_bytes * n_tokens,
+            n_values=math.prod(spec.token_shape) * n_tokens,
+            arrays=tuple(
+                ArraySummary(array.name, array.logical_dtype, _array_bytes(commits.values(), array.name))
+                for array in codec.fields[spec.name].arrays
+            ),
+        )
+        for spec in manifest.fields
+    )
+    return StoreSummary(
+        path=store,
+        identities=manifest.identities,
+        conventions=manifest.conventions,
+        target=manifest.target,
+        extraction=manifest.extraction,
+        codec=str(manifest.codec["name"]),
+        fields=fields,
+        n_planned_sequences=manifest.n_sequences,
+        n_planned_tokens=manifest.n_tokens,
+        n_parts=manifest.n_parts,
+        n_pending_parts=manifest.n_parts - len(commits),
+        n_sequences=len(lengths),
+        n_tokens=n_tokens,
+        n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
+        lengths=length_histogram(lengths, n_bins),
+        has_target=(store / "target" / "config.json").exists(),
+        unfinished=unfinished_fields(commits.values(), codec),
+    )
+
+
+def _array_bytes(commits: Iterable[PartCommit], name: str) -> int:
+    return sum(
+        record.bytes for commit in commits for file, record in commit.files.items() if file.startswith(f"{name}/")
+    )
+
+
+def length_histogram(lengths: np.ndarray, n_bins: int) -> LengthHistogram:
+    """Count lengths in bins of equal, whole width.
+
+    Args:
+        lengths: tokens per sequence, int [n_sequences]; may be empty.
+        n_bins: at most so many bins.
+    """
+    longest = int(lengths.max(initial=0))
+    width = max(1, -(-longest // n_bins))
+    edges = np.arange(0, longest + width, width) if longest else np.array([0, 1])
+    counts, _ = np.histogram(lengths, edges)
+    return LengthHistogram(tuple(edges.tolist()), tuple(counts.tolist()))

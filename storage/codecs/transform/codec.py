@@ -1,0 +1,373 @@
+"""``transform:<bits>``: transform coding of keys and values, and of hidden states.
+
+::
+
+    keys    -> take the rotation off -+
+    values  --------------------------+-> minus the mean -> times the basis -> quantise -> several codes to a byte
+    hidden  --------------------------+                                                  -> arrays of similar statistics
+
+Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
+rotation of the keys at the positions that are read. Where keys and values are predicted from tokens, the prediction is
+taken off before the mean and put back after it: one more matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device
+
+from ...chunks.field import TOKENS, Array, StoredArray
+from ...errors import WriteInvalid
+from ...schema import FieldSpec
+from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, token_features
+from .fit import Columns, GroupFit, fit_groups
+from .group import GroupTransform
+from .packing import CODES_PER_BYTE
+from .rope import Rope
+from .settings import TransformSettings
+
+KV_PARTS = ("key", "value")
+_MAX_VOCABULARY = 1 << 20
+
+
+class TransformCodec:
+    """Transform coding of one field (a ``LearnedCodec``).
+
+    Args:
+        spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
+        settings: bits and scope.
+        rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
+        metric: what errors of a hidden state count, [width, width], e.g. ``calibration.logit_metric`` for
+            ``hidden/last``; None for relative error.
+        embeddings: the target's input embeddings [vocab_size, width]; :meth:`calibrate` needs them where the settings
+            say ``from_tokens``.
+
+    Attributes:
+        spec: the field.
+        arrays: what is stored; empty until :meth:`calibrate` or :meth:`load_state`.
+        is_identity: False.
+
+    Raises:
+        ValueError: another kind of field.
+    """
+
+    is_identity = False
+
+    def __init__(
+        self,
+        spec: FieldSpec,
+        settings: TransformSettings,
+        rope: Rope | None = None,
+        metric: np.ndarray | None = None,
+        embeddings: np.ndarray | None = None,
+    ) -> None:
+        self.spec = spec
+        self.settings = settings
+        self.is_kv = spec.axes[1:] == ("layer", "kv_head", "key_value", "head_dim")
+        if not self.is_kv and len(spec.token_shape) != 1:
+            raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
+        self.rope = rope if self.is_kv else None
+        self.metric = metric
+        self.embeddings = embeddings
+        self._features: np.ndarray | None = None
+        self._feature_tables: dict[str, Array] = {}
+        self.arrays: tuple[StoredArray, ...] = ()
+        self._groups: list[GroupTransform] = []
+        n_layers = spec.token_shape[0] if self.is_kv else 1
+        size = settings.group_size(n_layers, spec.token_shape[1] * spec.token_shape[3]) if self.is_kv else 1
+        self.groups = [list(range(first, min(first + size, n_layers))) for first in range(0, n_layers, size)]
+
+    @property
+    def bits(self) -> float:
+        """Stored bits per value."""
+        return self.settings.kv_bits if self.is_kv else self.settings.hidden_bits
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether keys and values are predicted from the tokens."""
+        return self.is_kv and self.settings.from_tokens
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings for ``store.json``."""
+        in_metric = any(not _is_transposed(basis) for group in self._groups for basis in group.fit.bases)
+        return {
+            "transform": "principal components",
+            "bits_per_value": self.bits,
+            "group_layers": len(self.groups[0]),
+            "unrotated_keys": self.rope is not None,
+            "error_metric": "given" if in_metric else "plain",
+            "early_positions": EARLY_POSITIONS,
+            "token_features": 0 if self._features is None else self._features.shape[1],
+        }
+
+    def expected_bits(self) -> float:
+        """Return the bits per value of the stored arrays."""
+        return self.bits
+
+    def calibrate(self, sample: list[np.ndarray], tokens: list[np.ndarray] | None = None) -> None:
+        """Learn means, bases and quantisers.
+
+        Args:
+            sample: float32 [n_tokens, *token_shape], whole sequences; 20,000 tokens and more make a good basis, and at
+                least as many as a group's keys are wide are needed for one.
+            tokens: int [n_tokens] of each sequence; given if and only if the codec ``needs_tokens``.
+
+        Raises:
+            WriteInvalid: no sequences, or a value that is NaN or infinite.
+            ValueError: a group is wider than ``calibration.MAX_BASIS_WIDTH``, or tokens or embeddings are missing.
+        """
+        if self.needs_tokens and (tokens is None or self.embeddings is None):
+            raise ValueError(f"Codec {self.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens.")
+        tokens = tokens if self.needs_tokens else None
+        tokens = None if tokens is None else [ids for ids, values in zip(tokens, sample, strict=True) if len(values)]
+        sample = [np.asarray(values, np.float32) for values in sample if len(values)]
+        if not sample or not all(np.isfinite(values).all() for values in sample):
+            raise WriteInvalid(
+                f"Field {self.spec.name!r}: a transform codec needs sequences of finite values to learn from, got "
+                f"{len(sample)} sequences. Choose another codec, or drop the sequences with NaN or infinity."
+            )
+        by_sequence = [self.parts(values) for values in sample]
+        groups = [
+            [[parts[group][part] for parts in by_sequence] for part in range(len(by_sequence[0][0]))]
+            for group in range(len(self.groups))
+        ]
+        n_values = math.prod(self.spec.token_shape)
+        features = by_token = None
+        if tokens is not None and self.embeddings is not None:
+            features = token_features(np.asarray(self.embeddings, np.float32), np.concatenate(tokens))
+            by_token = [features[ids] for ids in tokens]
+            features = features.astype(np.float16)
+        self._set(fit_groups(groups, self.bits * n_values, self.metric, by_token), features)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what was learned.
+
+        ``rope/*``, ``tokens/features``, and for group g and part p ``g/columns`` (the fields of ``Columns``) and
+        ``g/p/mean``, ``synthesis``, ``analysis`` (where it is not synthesis transposed), ``regression``.
+        """
+        state: dict[str, np.ndarray] = {}
+        if self.rope is not None:
+            state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
+        if self._features is not None:
+            state["tokens/features"] = self._features
+        for group, transform in enumerate(self._groups):
+            fit = transform.fit
+            for part, regression in enumerate(fit.regressions):
+                state[f"{group}/{part}/regression"] = regression.astype(np.float16)
+            state[f"{group}/columns"] = fit.columns.table()
+            for part, basis in enumerate(fit.bases):
+                state[f"{group}/{part}/mean"] = basis.mean
+                state[f"{group}/{part}/synthesis"] = basis.synthesis.astype(np.float16)
+                if not _is_transposed(basis):
+                    state[f"{group}/{part}/analysis"] = basis.analysis.astype(np.float16)
+        return state
+
+    @property
+    def max_state_bytes(self) -> int:
+        """Most bytes that the arrays of :meth:`state` take; see ``LearnedCodec``."""
+        n_parts = len(KV_PARTS) if self.is_kv else 1
+        layer_width = math.prod(self.spec.token_shape) // n_parts // self._n_layers
+        n_bytes = 8 * (self._n_layers + 1) * (self.spec.token_shape[-1] + 1)  # the rotation
+        n_bytes += 2 * MAX_FEATURES * _MAX_VOCABULARY if self.needs_tokens else 0
+        for layers in self.groups:
+            width = len(layers) * layer_width
+            n_components = min(width, MAX_COMPONENTS)
+            columns = 2 * n_components * 4 * len(fields(Columns))
+            n_bytes += n_parts * (4 * (EARLY_POSITIONS + 1) * width + 4 * n_components * width + columns)
+            n_bytes += n_parts * 2 * MAX_FEATURES * width if self.needs_tokens else 0
+        return n_bytes
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take over what :meth:`state` returned.
+
+        Raises:
+            ValueError: an array is missing, or has another shape.
+        """
+        try:
+            if self.is_kv and "rope/inv_freq" in state:
+                scaling = np.asarray(state["rope/scaling"]).reshape(-1)
+                self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
+                self._check_rope(self.rope)
+            features = np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
+            if features is not None and (features.ndim != 2 or not len(features)):
+                raise ValueError(f"tokens/features has shape {features.shape}")
+            n_features = 0 if features is None else features.shape[1]
+            fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
+            if not any(len(fit.columns.part) for fit in fits):
+                raise ValueError("it has no columns")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore the store's codec/ "
+                "folder from a copy."
+            ) from error
+        self._set(fits, features)
+
+    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
+        """Encode one whole sequence; see ``FieldCodec.encode``.
+
+        Args:
+            values: as there.
+            tokens: as there.
+        """
+        xp = array_namespace(values)
+        if not bool(xp.all(xp.isfinite(values))):
+            raise WriteInvalid(
+                f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
+                "whole token. Extract with codec lossless, or drop the sequence."
+            )
+        features = self._features_of(tokens, len(values), values)
+        codes: dict[str, Array] = {}
+        for transform, parts in zip(self._learned(), self.parts(xp.astype(values, xp.float32)), strict=True):
+            codes |= transform.encode(parts, features)
+        return codes
+
+    def decode(
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        layers: list[int] | None = None,
+    ) -> Array:
+        """Decode consecutive tokens of one sequence; see ``FieldCodec.decode``.
+
+        Args:
+            codes: as there; of the stored arrays only those of :meth:`arrays_of` need be in it.
+            first_position: as there.
+            n_tokens: as there.
+            layers: as there.
+        """
+        groups = self._learned()
+        features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
+        if not self.is_kv:
+            return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
+        chosen = list(range(self._n_layers)) if layers is None else layers
+        decoded, order = [], []
+        for transform, members in zip(groups, self.groups, strict=True):
+            at = [i for i, layer in enumerate(chosen) if layer in members]
+            if not at:
+                continue
+            local = [chosen[i] - members[0] for i in at]
+            selection = None if local == list(range(len(members))) else local
+            parts = transform.decode(codes, first_position, n_tokens, len(members), selection, features)
+            decoded.append(self._assemble(parts, first_position, [chosen[i] for i in at]))
+            order += at
+        xp = array_namespace(decoded[0])
+        joined = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
+        if order == sorted(order):
+            return joined
+        return xp.take(joined, xp.asarray(np.argsort(order).astype(np.int32), device=device(joined)), axis=1)
+
+    def arrays_of(self, layers: list[int] | None) -> tuple[StoredArray, ...]:
+        """Return the stored arrays that :meth:`decode` needs for these layers; None for all."""
+        wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
+        return tuple(
+            array
+            for transform, members in zip(self._learned(), self.groups, strict=True)
+            if any(layer in members for layer in wanted)
+            for array in transform.arrays
+        )
+
+    def _learned(self) -> list[GroupTransform]:
+        if not self._groups:
+            raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
+        return self._groups
+
+    def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
+        """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
+        if self._features is None:
+            return None
+        if tokens is None or len(tokens) < n_tokens:
+            raise ValueError(
+                f"The codec of field {self.spec.name!r} predicts from tokens: it needs those of the {n_tokens} tokens "
+                f"of the values, got {'none' if tokens is None else len(tokens)}."
+            )
+        xp = array_namespace(like)
+        key = f"{xp.__name__} {device(like)}"
+        if key not in self._feature_tables:
+            self._feature_tables[key] = xp.asarray(self._features, device=device(like))
+        ids = xp.asarray(tokens[:n_tokens], device=device(like))
+        # An id outside the vocabulary would stop a whole CUDA device.
+        ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
+        return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
+
+    def _set(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
+        self._features, self._feature_tables = features, {}
+        prefix = f"{self.spec.name}/codes_"
+        names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
+        self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
+        self.arrays = tuple(array for transform in self._groups for array in transform.arrays)
+
+    def parts(self, values: Array) -> list[list[Array]]:
+        """Cut a sequence into groups and parts, with the rotation off the keys: [n_tokens, width] each."""
+        if not self.is_kv:
+            return [[values]]
+        xp = array_namespace(values)
+        keys, others = values[:, :, :, 0, :], values[:, :, :, 1, :]
+        keys = keys if self.rope is None else self.rope.unrotate(keys)
+        return [
+            [xp.reshape(part[:, layers[0] : layers[-1] + 1, ...], (part.shape[0], -1)) for part in (keys, others)]
+            for layers in self.groups
+        ]
+
+    def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
+        """Put the decoded keys and values of some layers together: [n_tokens, len(layers), n_kv_heads, 2, head_dim]."""
+        _, n_heads, _, head_dim = self.spec.token_shape
+        xp = array_namespace(*parts)
+        keys, others = (xp.reshape(part, (part.shape[0], len(layers), n_heads, head_dim)) for part in parts)
+        keys = keys if self.rope is None else self.rope.rotate(keys, first_position, layers)
+        return xp.stack([keys, others], axis=3)
+
+    def _load_group(self, state: Mapping[str, np.ndarray], group: int, layers: list[int], n_features: int) -> GroupFit:
+        n_parts = len(KV_PARTS) if self.is_kv else 1
+        width = math.prod(self.spec.token_shape) // n_parts // self._n_layers * len(layers)
+        bases = tuple(_load_basis(state, f"{group}/{part}", width) for part in range(n_parts))
+        table = np.asarray(state[f"{group}/columns"], np.float32)
+        if table.ndim != 2 or table.shape[1] != len(fields(Columns)) or not np.isfinite(table).all():
+            raise ValueError(f"{group}/columns is no table of {len(fields(Columns))} finite numbers each")
+        columns = Columns.from_table(table)
+        if not np.isin(columns.part, range(n_parts)).all():
+            raise ValueError(f"{group}/columns names parts that are not there")
+        if not np.isin(columns.levels, list(CODES_PER_BYTE)).all() or (np.diff(columns.array) < 0).any():
+            raise ValueError(f"{group}/columns has levels or arrays that this release does not write")
+        for part, basis in enumerate(bases):
+            components = columns.component[columns.part == part]
+            if len(components) and not 0 <= components.min() <= components.max() < len(basis.synthesis):
+                raise ValueError(f"{group}/columns names a component that {group}/{part}/synthesis does not have")
+        regressions: tuple[np.ndarray, ...] = ()
+        if n_features:
+            regressions = tuple(np.asarray(state[f"{group}/{p}/regression"], np.float32) for p in range(n_parts))
+            if any(matrix.shape != (n_features, width) for matrix in regressions):
+                raise ValueError(f"{group}/regression is not [{n_features}, {width}]")
+        return GroupFit(bases, columns, regressions)
+
+    def _check_rope(self, rope: Rope) -> None:
+        n_layers, head_dim = self._n_layers, self.spec.token_shape[-1]
+        shapes = ((rope.inv_freq.shape[-1],), (n_layers, rope.inv_freq.shape[-1]))
+        if 2 * rope.inv_freq.shape[-1] > head_dim or rope.inv_freq.shape not in shapes:
+            raise ValueError(f"rope/inv_freq has shape {rope.inv_freq.shape}, keys of {head_dim} in {n_layers} layers")
+        if rope.scaling.shape not in ((), (n_layers,)):
+            raise ValueError(f"rope/scaling has shape {rope.scaling.shape}, there are {n_layers} layers")
+
+    @property
+    def _n_layers(self) -> int:
+        return self.spec.token_shape[0] if self.is_kv else 1
+
+
+def _is_transposed(basis: Basis) -> bool:
+    return np.array_equal(basis.analysis, basis.synthesis.T)
+
+
+def _load_basis(state: Mapping[str, np.ndarray], prefix: str, width: int) -> Basis:
+    synthesis = np.asarray(state[f"{prefix}/synthesis"], np.float32)
+    mean = np.asarray(state[f"{prefix}/mean"], np.float32)
+    analysis = np.asarray(state.get(f"{prefix}/analysis", synthesis.T), np.float32)
+    if mean.shape != (EARLY_POSITIONS + 1, width) or synthesis.shape[1:] != (width,):
+        raise ValueError(f"{prefix} has shapes {mean.shape} and {synthesis.shape}, expected a width of {width}")
+    if analysis.shape != synthesis.shape[::-1]:
+        raise ValueError(f"{prefix}/analysis has shape {analysis.shape}, expected {synthesis.shape[::-1]}")
+    return Basis(mean, synthesis, analysis)

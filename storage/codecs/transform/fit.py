@@ -1,0 +1,276 @@
+"""Fitting a transform codec to a sample: bases, quantisers, and which codes are stored together.
+
+The budget is met in stored bytes, not in entropy: codes of the sample are packed and go through the byte chain, and the
+budget of the allocation is corrected until the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...chunks.chunk import encode_chunk
+from .allocation import DROPPED, Options, Quantisers, allocate, measure_options, split_by_statistics, water_level
+from .calibration import Basis, learn_basis, learn_regression, mean_rows
+from .packing import CODES_PER_BYTE, HIGH_LEVELS, LOW_LEVELS, WIDE_LEVELS, pack, split_wide
+
+CHUNK_TOKENS = 512
+"""Tokens of one inner chunk that the choice of arrays is made for; arrays of some 50 bytes a token get that many."""
+
+_STATISTICS_EVERY = 4
+_FIT_ROUNDS = 5
+_INDEX_ENTRY_BYTES = 16
+_RATE_TOLERANCE = 0.002
+# Components this far below the water level stay at zero bits whatever the shape of their distribution.
+_HOPELESS = 0.1
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The codes of one token in one group of layers, in the order in which they are stored.
+
+    Attributes:
+        part: int32 [n_columns], which part of the field (0 keys, 1 values; 0 for hidden states).
+        component: int32 [n_columns], row of the part's basis. Two columns of one component are its two digits.
+        array: int32 [n_columns], which stored array; not falling.
+        levels: int32 [n_columns], levels of the digit.
+        step: float32 [n_columns], step of the component's quantiser.
+        is_high: float32 [n_columns], 1 for the high digit of a wide code.
+        rounding, shift_one, shift_more: float32 [n_columns], see ``allocation``.
+    """
+
+    part: np.ndarray
+    component: np.ndarray
+    array: np.ndarray
+    levels: np.ndarray
+    step: np.ndarray
+    is_high: np.ndarray
+    rounding: np.ndarray
+    shift_one: np.ndarray
+    shift_more: np.ndarray
+
+    def table(self) -> np.ndarray:
+        """Return all columns as one float32 array [n_columns, 9]."""
+        return np.stack([getattr(self, name) for name in self.__dataclass_fields__], axis=1).astype(np.float32)
+
+    @classmethod
+    def from_table(cls, table: np.ndarray) -> Columns:
+        """Undo :meth:`table`."""
+        integers = ("part", "component", "array", "levels")
+        return cls(
+            **{
+                name: table[:, i].astype(np.int32 if name in integers else np.float32)
+                for i, name in enumerate(cls.__dataclass_fields__)
+            }
+        )
+
+    @property
+    def limit(self) -> np.ndarray:
+        """Largest magnitude of the component's code: int32 [n_columns]."""
+        wide = (self.is_high > 0) | np.isin(
+            self.part * (1 << 20) + self.component, (self.part * (1 << 20) + self.component)[self.is_high > 0]
+        )
+        return np.where(wide, (WIDE_LEVELS - 1) // 2, (self.levels - 1) // 2).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class GroupFit:
+    """What is learned for one group of layers.
+
+    Attributes:
+        bases: one per part.
+        columns: the codes of all parts.
+        regressions: for each part, float32 [n_features, width]: what token features times this say of the values is
+            taken off before the basis. Empty where tokens are not used.
+    """
+
+    bases: tuple[Basis, ...]
+    columns: Columns
+    regressions: tuple[np.ndarray, ...] = ()
+
+
+def fit_groups(
+    groups: Sequence[Sequence[Sequence[np.ndarray]]],
+    bits_per_token: float,
+    metric: np.ndarray | None = None,
+    features: Sequence[np.ndarray] | None = None,
+) -> list[GroupFit]:
+    """Fit all groups of a field together, so that each bit goes where it buys the least relative error.
+
+    The error is the sum over parts of the part's squared error over its sum of squares, all layers taken together.
+
+    Args:
+        groups: for each group, for each part, the sequences: float32 [n_tokens, width] each, from position 0 on.
+        bits_per_token: bytes of the stored arrays times 8, of all groups together.
+        metric: see ``learn_basis``; for fields of one part.
+        features: float32 [n_tokens, n_features] of each sequence, to predict the values from; None to do without.
+
+    Returns:
+        One fit per group; unused components are gone from its bases.
+    """
+    regressions = [tuple(_regression(features, part) for part in parts) if features else () for parts in groups]
+    fitted = [
+        [
+            _part_components(_residuals(part, features, regression), metric)
+            for part, regression in zip(parts, of_group or [None] * len(parts), strict=True)
+        ]
+        for parts, of_group in zip(groups, regressions, strict=True)
+    ]
+    energies = [
+        max(sum(_energy(parts[i]) for parts in groups), 1e-30) if metric is None else 1.0 for i in range(len(groups[0]))
+    ]
+    weights = [
+        np.concatenate([np.full(c.shape[1], 1 / energy) for (_, c), energy in zip(parts, energies, strict=True)])
+        for parts in fitted
+    ]
+    components = [np.concatenate([c for _, c in parts], axis=1) for parts in fitted]
+    variances = [(c.astype(np.float64) ** 2).mean(0) * w for c, w in zip(components, weights, strict=True)]
+    level = water_level(np.concatenate(variances), bits_per_token)
+    hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
+    kept = [c[:, h] for c, h in zip(components, hopeful, strict=True)]
+    measured = [
+        measure_options(c, w[h], float(np.sqrt(12 * level))) for c, w, h in zip(kept, weights, hopeful, strict=True)
+    ]
+    options = _concatenated(measured)
+    ends = np.cumsum([len(h) for h in hopeful])[:-1]
+    budget = bits_per_token
+    for _ in range(_FIT_ROUNDS):
+        index = np.split(allocate(options, budget), ends)
+        layouts = [
+            _layout(c, m.quantisers.chosen(i), h, [cc.shape[1] for _, cc in parts])
+            for c, m, i, h, parts in zip(kept, measured, index, hopeful, fitted, strict=True)
+        ]
+        stored = sum(bits for _, bits in layouts)
+        if abs(stored / bits_per_token - 1) < _RATE_TOLERANCE:
+            break
+        budget *= bits_per_token / stored
+    return [
+        _compact([basis for basis, _ in parts], columns, of_group)
+        for parts, (columns, _), of_group in zip(fitted, layouts, regressions, strict=True)
+    ]
+
+
+def _for_basis(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [s for i, s in enumerate(sequences) if i % _STATISTICS_EVERY] or list(sequences)
+
+
+def _for_statistics(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return list(sequences[::_STATISTICS_EVERY])
+
+
+def _regression(features: Sequence[np.ndarray], sequences: Sequence[np.ndarray]) -> np.ndarray:
+    return learn_regression(_for_basis(features), _for_basis(sequences))
+
+
+def _residuals(
+    sequences: Sequence[np.ndarray], features: Sequence[np.ndarray] | None, regression: np.ndarray | None
+) -> Sequence[np.ndarray]:
+    if features is None or regression is None:
+        return sequences
+    return [values - x @ regression for values, x in zip(sequences, features, strict=True)]
+
+
+def _part_components(sequences: Sequence[np.ndarray], metric: np.ndarray | None) -> tuple[Basis, np.ndarray]:
+    """Basis from most sequences, and the components of the others: float32 [n, n_components]."""
+    basis = learn_basis(_for_basis(sequences), metric)
+    rows = np.concatenate([s - basis.mean[mean_rows(0, len(s))] for s in _for_statistics(sequences)])
+    return basis, rows @ basis.analysis
+
+
+def _energy(sequences: Sequence[np.ndarray]) -> float:
+    used = _for_statistics(sequences)
+    return float(sum(np.square(s, dtype=np.float64).sum() for s in used) / sum(len(s) for s in used))
+
+
+def _concatenated(parts: Sequence[Options]) -> Options:
+    def join(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays)
+
+    names = Quantisers.__dataclass_fields__
+    quantisers = Quantisers(*(join([getattr(p.quantisers, name) for p in parts]) for name in names))
+    return Options(quantisers, join([p.bits for p in parts]), join([p.error for p in parts]))
+
+
+def quantise(scaled: np.ndarray, rounding: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Quantise components that are divided by their steps: float32 [n, n_components] -> int32 of the same shape."""
+    codes = np.sign(scaled) * np.floor(np.abs(scaled) + rounding)
+    return np.clip(codes, -limit, limit).astype(np.int32)
+
+
+def _layout(
+    sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
+) -> tuple[Columns, float]:
+    """Put the codes of chosen quantisers into stored arrays; also returns the bits per token that these take.
+
+    Args:
+        sample: float32 [n_tokens, n_components].
+        quantisers: one per component.
+        component: [n_components], index among all components of the group, part after part.
+        part_sizes: components of each part.
+    """
+    if (quantisers.levels == DROPPED).all():  # every group stores something, or readers could not tell its device
+        quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))
+    limits = (quantisers.levels - 1) // 2
+    codes = quantise(sample / quantisers.step, quantisers.rounding, limits)
+    low, high = split_wide(codes)
+    is_wide = quantisers.levels == WIDE_LEVELS
+    digits = {levels: np.flatnonzero(quantisers.levels == levels) for levels in CODES_PER_BYTE}
+    wide = np.flatnonzero(is_wide)
+    zero_share = (codes == 0).mean(0)
+    order, arrays, levels_of, highs, bits, n_arrays = [], [], [], [], 0.0, 0
+    for levels, narrow in digits.items():
+        columns = [(c, 0) for c in narrow]
+        columns += [(c, 0) for c in wide] if levels == LOW_LEVELS else []
+        columns += [(c, 1) for c in wide] if levels == HIGH_LEVELS else []
+        if not columns:
+            continue
+        # Alike neighbours: by how often the code is zero. High digits are zero for nearly all tokens, low ones hardly.
+        columns.sort(key=lambda entry: (-2.0 if entry[1] else -zero_share[entry[0]], entry[0]))
+        ids, high_flags = (np.array(x, np.int64) for x in zip(*columns, strict=True))
+        packed = pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
+        counts = np.stack([np.bincount(packed[:, i], minlength=256) for i in range(packed.shape[1])]) / len(packed)
+        start = 0
+        for end in split_by_statistics(counts, CHUNK_TOKENS):
+            first, last = start * CODES_PER_BYTE[levels], min(end * CODES_PER_BYTE[levels], len(ids))
+            arrays += [n_arrays] * (last - first)
+            bits += _stored_bits(packed[:, start:end])
+            n_arrays += 1
+            start = end
+        order += ids.tolist()
+        highs += high_flags.tolist()
+        levels_of += [levels] * len(ids)
+    chosen = np.array(order, np.int64)
+    firsts = np.concatenate([[0], np.cumsum(part_sizes)])
+    part = np.searchsorted(firsts, component[chosen], side="right") - 1
+    columns_table = Columns(
+        part=part.astype(np.int32),
+        component=(component[chosen] - firsts[part]).astype(np.int32),
+        array=np.array(arrays, np.int32),
+        levels=np.array(levels_of, np.int32),
+        step=quantisers.step[chosen],
+        is_high=np.array(highs, np.float32),
+        rounding=quantisers.rounding[chosen],
+        shift_one=np.where(is_wide, 0, quantisers.shift_one)[chosen].astype(np.float32),
+        shift_more=np.where(is_wide, 0, quantisers.shift_more)[chosen].astype(np.float32),
+    )
+    return columns_table, bits
+
+
+def _stored_bits(rows: np.ndarray) -> float:
+    """Bits per token of packed codes after the byte chain, index entries included: uint8 [n_tokens, n_bytes]."""
+    chunks = [rows[start : start + CHUNK_TOKENS] for start in range(0, len(rows), CHUNK_TOKENS)]
+    return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
+
+
+def _compact(bases: Sequence[Basis], columns: Columns, regressions: tuple[np.ndarray, ...]) -> GroupFit:
+    """Keep the components that some column uses."""
+    component = columns.component.copy()
+    compacted = []
+    for part, basis in enumerate(bases):
+        own = columns.part == part
+        used, renumbered = np.unique(columns.component[own], return_inverse=True)
+        component[own] = renumbered
+        compacted.append(Basis(basis.mean, basis.synthesis[used], basis.analysis[:, used]))
+    return GroupFit(tuple(compacted), Columns(**{**columns.__dict__, "component": component}), regressions)

@@ -1,0 +1,37 @@
+"""Names of a store's files and folders, and the paths of its parts and commits."""
+
+from pathlib import Path
+
+MANIFEST_NAME = "store.json"
+PLAN_NAME = "plan.parquet"
+LOCK_NAME = "store.lock"
+TARGET_NAME = "target"
+PARTS_NAME = "parts"
+COMMITS_NAME = "commits"
+RUNS_NAME = "runs"
+CODEC_NAME = "codec"
+CARD_NAME = "README.md"
+KNOWN_NAMES = frozenset(
+    {MANIFEST_NAME, PLAN_NAME, LOCK_NAME, TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME, CARD_NAME}
+)
+"""Every name that a store's folder may hold."""
+
+
+def part_name(part: int) -> str:
+    """Return a part's name, e.g. ``"part-00012"``."""
+    return f"part-{part:05d}"
+
+
+def part_path(store: Path, part: int) -> Path:
+    """Return the folder of a part's Zarr group."""
+    return store / PARTS_NAME / f"{part_name(part)}.zarr"
+
+
+def commit_path(store: Path, part: int) -> Path:
+    """Return the path of a part's commit."""
+    return store / COMMITS_NAME / f"{part_name(part)}.json"
+
+
+def target_commit_path(store: Path) -> Path:
+    """Return the path of the target bundle's commit."""
+    return store / COMMITS_NAME / "target.json"

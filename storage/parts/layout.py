@@ -1,0 +1,224 @@
+"""How an array is cut into inner chunks and shards, and the Zarr metadata that says so.
+
+Tokens of an inner chunk: each chunk costs a reader some fixed time, and of the first and last chunk of a sequence it
+needs only a part. ``chunk_tokens`` weighs one against the other: 64 tokens for wide arrays, more for narrow ones (256
+at 768 bytes per token, 2048 for token ids), so that few chunks are small. The price is what a sequence reads beside
+itself: 208 tokens lie in 1.2 times as many at 64 tokens per chunk, in 2.1 times as many at 256.
+
+Layers of an inner chunk: as many as make 256 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
+one, so that a drafter that needs one layer reads one layer's bytes.
+
+A shard spans all layers and about 128 MiB of raw values, or the whole part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import zarr
+from zarr.storage import MemoryStore
+
+from ..chunks.chunk import zarr_codecs
+from ..chunks.field import StoredArray
+from ..documents import parse_object, whole_numbers
+from ..errors import ShardCorrupt
+
+MIN_CHUNK_TOKENS = 64
+CHUNK_OVERHEAD_BYTES = 64 << 10
+"""Fixed cost of a chunk (index, checksum, calls) in raw bytes that decode in the same time: about 25 microseconds."""
+SEQUENCE_TOKENS = 512
+"""Length of the sequence for which ``chunk_tokens`` is chosen; twice or half of it changes the choice by one step."""
+MIN_CHUNK_BYTES = 256 << 10
+MAX_CHUNK_BYTES = 1 << 20
+SHARD_BYTES = 128 << 20
+MAX_READABLE_CHUNK_BYTES = 256 << 20
+MAX_SHARD_CHUNKS = 1 << 28
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut.
+
+    Attributes:
+        shape: whole array.
+        chunk_shape: one inner chunk.
+        shard_shape: one shard, a multiple of ``chunk_shape`` along every axis.
+    """
+
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Size of one inner chunk along axis 0."""
+        return self.chunk_shape[0]
+
+    @property
+    def chunk_layers(self) -> int:
+        """Size of one inner chunk along the axis after the tokens (1 where there is none)."""
+        return self.chunk_shape[1] if len(self.chunk_shape) > 1 else 1
+
+    @property
+    def chunks_per_row(self) -> int:
+        """Inner chunks that share the same tokens."""
+        return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Rows of inner chunks in one shard."""
+        return self.shard_shape[0] // self.chunk_shape[0]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of inner chunks in the whole array; the last one may reach beyond its end."""
+        return math.ceil(self.shape[0] / self.chunk_tokens)
+
+    @property
+    def n_shards(self) -> int:
+        """Shards of the whole array."""
+        return math.ceil(self.shape[0] / self.shard_shape[0])
+
+    def shard_key(self, shard: int) -> str:
+        """Return a shard's path inside the array's folder, e.g. ``"c/3/0/0/0/0"``."""
+        return "/".join(["c", str(shard)] + ["0"] * (len(self.shape) - 1))
+
+
+def array_layout(array: StoredArray, n_tokens: int) -> ArrayLayout:
+    """Choose the grid of a stored array in a part.
+
+    Args:
+        array: the array.
+        n_tokens: length of the part's token axis, alignment padding included.
+    """
+    n_rows = array.n_rows(n_tokens)
+    chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
+    chunk_shape = (chunk_rows, *array.row_shape)
+    if array.layer_axis is not None:
+        layers = _chunk_layers(array.row_shape[0], chunk_rows * array.row_bytes)
+        chunk_shape = (chunk_rows, layers, *array.row_shape[1:])
+    n_chunk_rows = min(max(1, SHARD_BYTES // (chunk_rows * array.row_bytes)), max(1, math.ceil(n_rows / chunk_rows)))
+    return ArrayLayout((n_rows, *array.row_shape), chunk_shape, (n_chunk_rows * chunk_rows, *array.row_shape))
+
+
+def chunk_tokens(token_bytes: float) -> int:
+    """Choose how many tokens an inner chunk holds.
+
+    A sequence of ``SEQUENCE_TOKENS`` tokens that starts anywhere at a multiple of 64 lies in
+    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens on average. Reading it costs that many times the chunk's bytes
+    and ``CHUNK_OVERHEAD_BYTES``.
+
+    Args:
+        token_bytes: raw bytes of one token's values.
+
+    Returns:
+        The n that costs least, 64 times a power of two.
+    """
+    choices = [MIN_CHUNK_TOKENS << step for step in range(8)]
+
+    def cost(n: int) -> float:
+        return (1 + (SEQUENCE_TOKENS - MIN_CHUNK_TOKENS) / n) * (CHUNK_OVERHEAD_BYTES + n * token_bytes)
+
+    return min(choices, key=cost)
+
+
+def _chunk_layers(n_layers: int, row_bytes: int) -> int:
+    """Return the smallest divisor of ``n_layers`` that makes a chunk big enough, else the largest that fits."""
+    layer_bytes = row_bytes // n_layers
+    fitting = [
+        d for d in range(1, n_layers + 1) if n_layers % d == 0 and (d == 1 or d * layer_bytes <= MAX_CHUNK_BYTES)
+    ]
+    return next((d for d in fitting if d * layer_bytes >= MIN_CHUNK_BYTES), fitting[-1])
+
+
+def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, bytes]:
+    """Return the metadata documents of a part's group.
+
+    Args:
+        arrays: its stored arrays.
+        n_tokens: length of the token axis.
+
+    Returns:
+        Path inside the group (``"zarr.json"``, ``"kv/zarr.json"``, ...) -> content, written by zarr-python.
+    """
+    documents: dict[str, Any] = {}
+    group = zarr.create_group(MemoryStore(store_dict=documents), zarr_format=3)
+    for array in arrays:
+        layout = array_layout(array, n_tokens)
+        group.create_array(
+            array.name,
+            shape=layout.shape,
+            chunks=layout.chunk_shape,
+            shards=layout.shard_shape,
+            dtype=array.storage_dtype,
+            compressors=zarr_codecs(array.storage_dtype),
+            filters=None,
+            fill_value=0,
+            dimension_names=array.axes,
+            attributes={"logical_dtype": array.logical_dtype},
+        )
+    return {path: bytes(buffer.to_bytes()) for path, buffer in sorted(documents.items())}
+
+
+def layout_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayLayout:
+    """Read an array's grid from its zarr.json, refusing whatever this reader would misread.
+
+    Args:
+        text: content of zarr.json.
+        array: the array that the manifest declares.
+        source: path for messages.
+
+    Raises:
+        ShardCorrupt: not valid metadata, or another dtype, shape or codec chain than the manifest declares.
+    """
+    try:
+        document = parse_object(text)
+        sharding = document["codecs"][0]["configuration"]
+        layout = ArrayLayout(
+            shape=whole_numbers(document["shape"], "shape"),
+            chunk_shape=whole_numbers(sharding["chunk_shape"], "the inner chunk's shape"),
+            shard_shape=whole_numbers(document["chunk_grid"]["configuration"]["chunk_shape"], "the shard's shape"),
+        )
+        got = {
+            "data_type": document["data_type"],
+            "logical_dtype": document["attributes"]["logical_dtype"],
+            "row_shape": layout.shape[1:],
+            "codecs": [codec_entry["name"] for codec_entry in document["codecs"]],
+            "inner codecs": sharding["codecs"],
+            "index_location": sharding.get("index_location", "end"),
+        }
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ShardCorrupt(f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}).") from error
+    chain = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if array.storage_dtype.itemsize == 1:
+        chain = [{"name": "bytes"}]
+    expected = {
+        "data_type": array.storage_dtype.name,
+        "logical_dtype": array.logical_dtype,
+        "row_shape": array.row_shape,
+        "codecs": ["sharding_indexed"],
+        "inner codecs": chain + [item.to_dict() for item in zarr_codecs(array.storage_dtype)],
+        "index_location": "end",
+    }
+    for key, value in expected.items():
+        if got[key] != value:
+            raise ShardCorrupt(f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}.")
+    if not _is_usable(layout, array.storage_dtype.itemsize):
+        raise ShardCorrupt(f"{source}: shards of {layout.shard_shape} cannot be cut into chunks {layout.chunk_shape}.")
+    return layout
+
+
+def _is_usable(layout: ArrayLayout, itemsize: int) -> bool:
+    """Whether only axis 0 and the layers are cut, evenly, into chunks and shards of sizes that can be allocated."""
+    shape, chunk, shard = layout.shape, layout.chunk_shape, layout.shard_shape
+    return (
+        len(shape) == len(chunk) == len(shard)
+        and shard[1:] == shape[1:]
+        and chunk[2:] == shape[2:]
+        and all(outer % inner == 0 for outer, inner in zip(shard, chunk, strict=True))
+        and math.prod(chunk) * itemsize <= MAX_READABLE_CHUNK_BYTES
+        and layout.rows_per_shard * layout.chunks_per_row <= MAX_SHARD_CHUNKS
+    )

@@ -1,0 +1,188 @@
+"""Checks of what is read once and believed ever after: store.json, plan.parquet and the target bundle.
+
+The seal holds the sizes and checksums of store.json and plan.parquet, so that no flipped byte in them goes unnoticed.
+
+It is written to ``commits/store.json`` when a store is begun, or when an extraction goes on that found both files equal
+to what its inputs give. Stores without one (made before there were seals) are read as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ..checking import MISSING
+from ..documents import read_bounded
+from ..durable import file_crc32, write_atomic
+from ..errors import ManifestInvalid, ShardCorrupt, StoreError
+from ..names import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, target_commit_path
+from .commit import find_size_damage, read_file_records, read_target_commit
+from .plan import MAX_PLAN_BYTES
+from .shard import FileRecord
+
+SEALED_NAMES = (MANIFEST_NAME, PLAN_NAME)
+
+
+def seal_path(store: Path) -> Path:
+    """Return the path of the seal."""
+    return store / COMMITS_NAME / "store.json"
+
+
+def write_seal(store: Path) -> None:
+    """Record the two files as they are.
+
+    Raises:
+        DiskFull: no room.
+    """
+    files = {}
+    for name in SEALED_NAMES:
+        content = (store / name).read_bytes()
+        files[name] = asdict(FileRecord(len(content), zlib.crc32(content)))
+    write_atomic(seal_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read_seal(store: Path) -> dict[str, FileRecord] | None:
+    """Return the recorded sizes and checksums by name, or None where there is no seal.
+
+    Raises:
+        ManifestInvalid: the seal is damaged.
+    """
+    path = seal_path(store)
+    try:
+        records = read_file_records(path)
+    except MISSING:
+        return None
+    except ManifestInvalid as error:
+        raise ManifestInvalid(f"{path}, which guards {' and '.join(SEALED_NAMES)}, is damaged. {_RESTORE}") from error
+    if sorted(records) != sorted(SEALED_NAMES):
+        raise ManifestInvalid(f"{path} names the files {sorted(records)}, expected {sorted(SEALED_NAMES)}. {_RESTORE}")
+    return records
+
+
+def find_seal_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
+    """Return (path, error) for each of the two files that is not as recorded, or for the seal itself.
+
+    Raises:
+        OSError: one of them could not be read, which is no damage.
+    """
+    while True:
+        before = _content(seal_path(store))
+        damage = _compare_sealed(store)
+        # A store that is given more fields has its seal taken away and made anew: what was compared may be of both.
+        if not damage or _content(seal_path(store)) == before:
+            return damage
+
+
+def _compare_sealed(store: Path) -> list[tuple[Path, ManifestInvalid]]:
+    try:
+        records = read_seal(store)
+    except ManifestInvalid as error:
+        return [(seal_path(store), error)]
+    damage = []
+    for name, record in (records or {}).items():
+        path = store / name
+        if not _holds(path, record):
+            message = f"{path} is not the file that was written: its checksum differs from the one in {COMMITS_NAME}/."
+            damage.append((path, ManifestInvalid(f"{message} {_RESTORE}")))
+    return damage
+
+
+def _holds(path: Path, record: FileRecord) -> bool:
+    """Whether a file holds the recorded bytes; it is read only if its size is the recorded one."""
+    try:
+        if path.stat().st_size != record.bytes:
+            return False
+        return is_sealed(read_bounded(path, MAX_PLAN_BYTES), record)
+    except (*MISSING, ValueError):  # gone, no regular file, or longer than any is
+        return False
+
+
+def _content(path: Path) -> bytes | None:
+    """Return a commit's bytes, or None where there is no such file; of what cannot be one, none."""
+    try:
+        return read_bounded(path)
+    except MISSING:
+        return None
+    except ValueError:
+        return b""
+
+
+def is_sealed(content: bytes, record: FileRecord) -> bool:
+    """Whether these bytes are the recorded ones."""
+    return len(content) == record.bytes and zlib.crc32(content) == record.crc32
+
+
+def check_seal(store: Path) -> None:
+    """Refuse a store whose store.json or plan.parquet has changed since it was begun.
+
+    Raises:
+        ManifestInvalid: naming the file.
+    """
+    for _, error in find_seal_damage(store):
+        raise error
+
+
+def restore_sealed_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
+    """Write store.json and plan.parquet anew where they are damaged and the seal confirms the given bytes.
+
+    Args:
+        store: the store's folder.
+        contents: name -> bytes that the same inputs give.
+
+    Returns:
+        Names of the files that were written.
+
+    Raises:
+        ManifestInvalid: there is no whole seal, or it was made of other bytes.
+    """
+    records = read_seal(store)
+    restored = []
+    for path, error in find_seal_damage(store):
+        if not is_sealed(contents[path.name], (records or {})[path.name]):
+            raise error
+        write_atomic(path, contents[path.name])
+        restored.append(path.name)
+    return restored
+
+
+def check_target_bundle(store: Path, folder: Path) -> None:
+    """Compare the target bundle with its commit, byte for byte.
+
+    Args:
+        store: the store.
+        folder: its target bundle, or a local copy of it.
+
+    Raises:
+        ShardMissing: a file is gone.
+        ShardCorrupt: a file is not the one that was written.
+        ManifestInvalid: the commit is damaged.
+    """
+    commit = target_commit_path(store)
+    while (content := _content(commit)) is not None:
+        error = _bundle_error(commit, folder)
+        if error is None:
+            return
+        if _content(commit) == content:  # else the bundle was given more layers while it was compared
+            raise error
+
+
+def _bundle_error(commit: Path, folder: Path) -> StoreError | None:
+    try:
+        files = read_target_commit(commit)
+    except FileNotFoundError:
+        return None
+    for _, error in find_size_damage(folder, files):
+        return error
+    for name, record in files.items():
+        if file_crc32(folder / name) != record.crc32:
+            return ShardCorrupt(
+                f"{folder / name} is not the file that was written: its checksum differs from the one in {commit}. "
+                "Run `moa-data repair` with --model."
+            )
+    return None
+
+
+_RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."

@@ -1,0 +1,104 @@
+"""One Zarr v3 shard (``sharding_indexed``): encoded inner chunks in the order written, then the index.
+
+::
+
+    | chunk | chunk | ... | index: (offset uint64, n_bytes uint64) per inner chunk, C order | crc32c of the index |
+
+An index entry of 2**64 - 1 twice means "no chunk", which only positions beyond the end of the array have here: a chunk
+of zeros is written like any other, so that a lost chunk never reads as zeros.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..chunks.chunk import CRC_BYTES, encode_chunk
+from ..durable import crc32c, disk_full_guard, write_all
+from .layout import ArrayLayout
+
+_ABSENT = np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a commit says about one file.
+
+    Attributes:
+        bytes: its size.
+        crc32: ``zlib.crc32`` of its whole content (see ``durable.file_crc32`` for why not CRC-32C).
+    """
+
+    bytes: int
+    crc32: int
+
+
+class ShardWriter:
+    """Writes one shard front to back; nothing is held in memory but the index.
+
+    Args:
+        path: file to create.
+        layout: grid of the array.
+    """
+
+    def __init__(self, path: Path, layout: ArrayLayout) -> None:
+        self._path = path
+        self._layout = layout
+        self._index = np.full((layout.rows_per_shard, layout.chunks_per_row, 2), _ABSENT, "<u8")
+        self._row = 0
+        self._n_bytes = 0
+        self._crc = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_full_guard(path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every row of inner chunks has been written."""
+        return self._row == self._layout.rows_per_shard
+
+    def append_row(self, values: np.ndarray) -> None:
+        """Encode and write all inner chunks of the next ``chunk_tokens`` tokens.
+
+        Args:
+            values: [chunk_tokens, *token_shape], storage dtype.
+
+        Raises:
+            DiskFull: no room.
+        """
+        step = self._layout.chunk_layers
+        for column in range(self._layout.chunks_per_row):
+            chunk = values[:, column * step : (column + 1) * step] if values.ndim > 1 else values
+            data = encode_chunk(chunk)
+            self._index[self._row, column] = self._n_bytes, len(data)
+            self._write(data)
+        self._row += 1
+
+    def finish(self) -> FileRecord:
+        """Write the index, sync and close.
+
+        Raises:
+            DiskFull: no room.
+        """
+        index = self._index.tobytes()
+        self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
+        with disk_full_guard(self._path):
+            os.fsync(self._fd)
+        self.abort()
+        return FileRecord(self._n_bytes, self._crc)
+
+    def abort(self) -> None:
+        """Close the file without an index; the caller deletes it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, data: bytes) -> None:
+        with disk_full_guard(self._path):
+            write_all(self._fd, data)
+        self._n_bytes += len(data)
+        self._crc = zlib.crc32(data, self._crc)

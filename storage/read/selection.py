@@ -1,0 +1,126 @@
+"""What a caller asks of a store, checked: layers, shapes, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..chunks.field import FieldCodec, StoredArray
+from ..codecs.lossless import LosslessCodec
+from ..codecs.transform.codec import TransformCodec
+from ..dtypes import from_float32
+from ..errors import SliceInvalid, UnknownField
+from ..schema import FieldSpec, tokens_field
+
+_TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
+
+
+def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list[int] | None:
+    """Return non-negative layer indices, or None for all layers in order.
+
+    Raises:
+        UnknownField: the field has no layers.
+        SliceInvalid: no such layer.
+    """
+    if layers is None:
+        return None
+    if spec.layer_axis != 1:
+        raise UnknownField(f"Field {spec.name!r} has no layers; leave `layers` out.")
+    n_layers = spec.token_shape[0]
+    if isinstance(layers, slice):
+        chosen = list(range(n_layers))[layers]
+    else:
+        chosen = [int(layer) for layer in layers]
+        for layer in chosen:
+            if not -n_layers <= layer < n_layers:
+                raise SliceInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
+        chosen = [layer % n_layers for layer in chosen]
+    return None if chosen == list(range(n_layers)) else chosen
+
+
+def token_shape(spec: FieldSpec, layers: list[int] | None) -> tuple[int, ...]:
+    """Return the shape of one token's values with these layers."""
+    return spec.token_shape if layers is None else (len(layers), *spec.token_shape[1:])
+
+
+def row_shape(array: StoredArray, layers: list[int] | None) -> tuple[int, ...]:
+    """Return the shape of one row of a stored array with these layers."""
+    if layers is None or array.layer_axis is None:
+        return array.row_shape
+    return (len(layers), *array.row_shape[1:])
+
+
+def own_arrays(codec: FieldCodec, layers: list[int] | None) -> tuple[StoredArray, ...]:
+    """Return the stored arrays of a field that these layers are decoded from; None for all layers."""
+    return codec.arrays_of(layers) if isinstance(codec, TransformCodec) else codec.arrays
+
+
+def decoding_arrays(codec: FieldCodec, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
+    """Return the arrays that decoding these layers of a field reads: its own, and the tokens it predicts from."""
+    arrays = own_arrays(codec, layers)
+    return (*arrays, _TOKENS_ARRAY) if codec.needs_tokens else arrays
+
+
+def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | None) -> dict[str, np.ndarray]:
+    """Return buffers for the rows of ``decoding_arrays`` that cover the tokens [start, stop) of a sequence."""
+    return {
+        array.name: np.empty(
+            (array.n_rows(stop) - start // array.block_tokens, *row_shape(array, layers)), array.storage_dtype
+        )
+        for array in decoding_arrays(codec, layers)
+    }
+
+
+def decode_tokens(
+    codec: FieldCodec,
+    codes: Mapping[str, np.ndarray],
+    base: int,
+    start: int,
+    stop: int,
+    layers: list[int] | None,
+    out: np.ndarray,
+) -> None:
+    """Decode the tokens [start, stop) of a sequence from rows that begin at token ``base``, a multiple of 64.
+
+    Args:
+        codec: of the field; not the identity.
+        codes: array name -> rows.
+        base: position of the rows' first token.
+        start: first token wanted.
+        stop: end.
+        layers: the layers that ``codes`` hold; None for all.
+        out: [stop - start, *token_shape], the field's storage dtype; filled.
+    """
+    if layers == []:
+        return
+    values = codec.decode(codes, base, stop - base, layers)[start - base :]
+    out[...] = from_float32(values, codec.spec.dtype)
+
+
+def batch_buffer(
+    out: Mapping[str, np.ndarray] | None, name: str, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Return the caller's buffer of that name, or a new one.
+
+    Args:
+        out: the caller's buffers; None for new ones.
+        name: of the field or stored array.
+        shape: [n_sequences, n_rows, ...]; a buffer of the caller may have more rows.
+        dtype: in which it is stored.
+
+    Raises:
+        SliceInvalid: the caller's buffer is missing, or has another dtype or shape.
+    """
+    if out is None:
+        return np.empty(shape, dtype)
+    if name not in out:
+        raise SliceInvalid(f"`out` has no buffer for {name!r}; it has {', '.join(out) or 'none'}.")
+    buffer = out[name]
+    fits = buffer.ndim == len(shape) and buffer.shape[0] == shape[0] and buffer.shape[2:] == shape[2:]
+    if not fits or buffer.shape[1] < shape[1] or buffer.dtype != dtype:
+        raise SliceInvalid(
+            f"The batch of {name!r} needs a buffer of {dtype.name} with shape "
+            f"{[shape[0], f'>={shape[1]}', *shape[2:]]}, got {buffer.dtype} {list(buffer.shape)}."
+        )
+    return buffer

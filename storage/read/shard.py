@@ -1,0 +1,118 @@
+"""One shard opened for reading: its index, and the decoding of its inner chunks. ``shard`` draws the format."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from ..checking import MISSING
+from ..chunks.chunk import CRC_BYTES, decode_chunk
+from ..durable import crc32c
+from ..errors import ShardCorrupt, ShardMissing
+from ..parts.files import LocalFile, RemoteFile, open_file, scratch_bytes
+from ..parts.layout import ArrayLayout
+
+_REPAIR = "Delete the part's file in commits/ and run extract again: it redoes that part only."
+
+
+class ShardReader:
+    """A shard and its index; safe in threads and after a fork. The file is closed when the reader is garbage.
+
+    Args:
+        path: the shard.
+        layout: grid of the array.
+        n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
+
+    Attributes:
+        path: the shard.
+        layout: grid of the array.
+        chunk_size: values of one inner chunk.
+        file: its bytes.
+        index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
+
+    Raises:
+        ShardMissing: no such file.
+        ShardCorrupt: the index is damaged.
+    """
+
+    def __init__(self, path: Path, layout: ArrayLayout, n_rows: int) -> None:
+        self.path = path
+        self.layout = layout
+        self.chunk_size = math.prod(layout.chunk_shape)
+        try:
+            self.file: LocalFile | RemoteFile = open_file(path)
+            self.index = self._read_index(n_rows)
+        except MISSING as error:
+            raise self._missing() from error
+
+    def _missing(self) -> ShardMissing:
+        return ShardMissing(f"{self.path} is missing. {_REPAIR}")
+
+    def _read_index(self, n_rows: int) -> np.ndarray:
+        shape = (self.layout.rows_per_shard, self.layout.chunks_per_row, 2)
+        index_bytes = int(np.prod(shape)) * 8
+        file_bytes = self.file.n_bytes
+        data_bytes = file_bytes - index_bytes - CRC_BYTES
+        if data_bytes < 0:
+            raise ShardCorrupt(f"{self.path} has {file_bytes} bytes, too few for its index. {_REPAIR}")
+        tail = np.empty(index_bytes + CRC_BYTES, np.uint8)
+        if self.file.read_into(data_bytes, tail) < len(tail):
+            raise ShardCorrupt(f"{self.path} ends inside its index. {_REPAIR}")
+        expected = int.from_bytes(tail[index_bytes:].tobytes(), "little")
+        if (got := crc32c(tail[:index_bytes])) != expected:
+            raise ShardCorrupt(f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}")
+        index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
+        # Offsets are compared before they are added: a sum could wrap around.
+        offset, n_bytes = index[..., 0], index[..., 1]
+        if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool((offset + n_bytes > data_bytes).any()):
+            raise ShardCorrupt(f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}")
+        return index.astype(np.int64)
+
+    def prefetch(self, offset: int, n_bytes: int) -> None:
+        """Have bytes of the file read ahead; returns at once.
+
+        Raises:
+            ShardMissing: it is gone.
+        """
+        try:
+            self.file.prefetch(offset, offset + n_bytes)
+        except MISSING as error:
+            raise self._missing() from error
+
+    def read_bytes(self, offset: int, n_bytes: int) -> np.ndarray:
+        """Return bytes of the file in this thread's scratch memory: valid until the thread's next call.
+
+        Raises:
+            ShardCorrupt: the file ends before.
+            ShardMissing: it is gone.
+        """
+        raw = scratch_bytes("raw", n_bytes)
+        try:
+            n_read = self.file.read_into(offset, raw)
+        except MISSING as error:
+            raise self._missing() from error
+        if n_read < n_bytes:
+            raise ShardCorrupt(f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}")
+        return raw
+
+    def decode(self, data: np.ndarray, row: int, column: int, out: np.ndarray) -> None:
+        """Check and decode one inner chunk.
+
+        Args:
+            data: uint8 [n_bytes], the chunk as it is stored.
+            row: row of inner chunks, for messages.
+            column: column of inner chunks, for messages.
+            out: C-contiguous, of the chunk's shape; filled.
+
+        Raises:
+            ShardCorrupt: the chunk's checksum or size is wrong.
+        """
+        try:
+            decode_chunk(data, out)
+        except ShardCorrupt as error:
+            layout = self.layout
+            layers = f", layers from {column * layout.chunk_layers}" if len(layout.shape) > 2 else ""
+            where = f"tokens from {row * layout.chunk_tokens} of the shard{layers}"
+            raise ShardCorrupt(f"{self.path}: {error} ({where}). {_REPAIR}") from error

@@ -1,0 +1,425 @@
+"""Reading a store: sequences, fields, layers and token slices as NumPy arrays. Needs neither torch nor the target."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, overload
+
+import numpy as np
+import pyarrow as pa
+
+from ..chunks.field import TOKENS, FieldCodec
+from ..codecs.registry import StoreCodec
+from ..documents import read_bounded
+from ..errors import (
+    ManifestInvalid,
+    PartUncommitted,
+    ShardCorrupt,
+    ShardMissing,
+    SliceInvalid,
+    StoreNotFound,
+    UnknownField,
+)
+from ..names import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_path
+from ..parts.commit import find_size_damage, read_commits
+from ..parts.files import RemotePath, open_path
+from ..parts.plan import check_plan, read_plan
+from ..parts.seal import check_seal
+from ..schema import FieldSpec, StoreManifest
+from . import selection
+from .arrays import PartArrays
+from .batch import RowRange, read_ranges, run_in_threads
+from .selection import (
+    batch_buffer,
+    decode_tokens,
+    decoding_arrays,
+    empty_codes,
+    layer_indices,
+    row_shape,
+    token_shape,
+)
+
+
+class ActivationStore:
+    """A store opened for reading: lazy, safe in threads and after a fork, and picklable (it opens itself again).
+
+    Opening checks the schema version and that every committed file exists with its committed size; reading checks the
+    checksum of each chunk. ``verify_store`` checks the rest.
+
+    Args:
+        path: the store's folder, or its URL (``file://``, or any protocol that fsspec has).
+        require_complete: refuse a store of which planned parts have no commit.
+        parts: see only these parts; the others may be damaged. None for all.
+
+    Attributes:
+        path: the store's folder.
+        manifest: what shapes its data.
+        fields: name -> field.
+        codec: the codec of each field.
+        sequences: the committed sequences in plan order (columns of ``plan.PLAN_SCHEMA``).
+        commits: part -> its commit, for committed parts.
+
+    Raises:
+        StoreNotFound: not a store.
+        SchemaVersionError: another schema version.
+        ManifestInvalid: damaged manifest, plan or commit.
+        PlanInvalid: the plan breaks a rule.
+        ShardMissing: a committed file is gone.
+        ShardCorrupt: a committed file has another size.
+        PartUncommitted: with ``require_complete``.
+
+    Example::
+
+        store = ActivationStore("store")
+        tokens = store.read(0, "tokens")                                # int32 [n_tokens]
+        kv = store.read(0, "kv", layers=[-1], tokens=slice(0, 128))     # uint16 [128, 1, n_kv_heads, 2, head_dim]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        require_complete: bool = False,
+        parts: Collection[int] | None = None,
+    ) -> None:
+        self.path = open_path(path)
+        self._selected = parts
+        self.manifest, self.codec = _open_manifest(self.path)
+        self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
+        plan = read_plan(self.path / PLAN_NAME)
+        self._check_plan(plan)
+        wanted = range(self.manifest.n_parts) if parts is None else parts
+        if isinstance(self.path, RemotePath):
+            self.path.root.preload(commit_path(Path(), part).as_posix() for part in wanted)
+        self.commits = read_commits(self.path, wanted)
+        for part, commit in self.commits.items():
+            for _, error in find_size_damage(part_path(self.path, part), commit.files):
+                raise error
+        if require_complete and len(self.commits) < self.manifest.n_parts:
+            pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
+            raise PartUncommitted(
+                f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have no commit, the first "
+                f"is part {pending[0]}. Run the same extract command again to write them."
+            )
+        committed = np.isin(plan["part"].to_numpy(), np.fromiter(self.commits, np.int32, len(self.commits)))
+        self.sequences: pa.Table = plan.filter(pa.array(committed))
+        self._parts = self.sequences["part"].to_numpy()
+        self._first_tokens = self.sequences["first_token"].to_numpy()
+        self._n_tokens = self.sequences["n_tokens"].to_numpy()
+        self._arrays = PartArrays(self.path, self.commits)
+        self._download: tempfile.TemporaryDirectory[str] | None = None
+
+    def _check_plan(self, plan: pa.Table) -> None:
+        check_plan(plan, self.manifest.alignment_tokens)
+        counts = {"n_sequences": plan.num_rows, "n_parts": int(plan["part"].to_numpy().max()) + 1}
+        for key, counted in counts.items():
+            if (expected := getattr(self.manifest, key)) != counted:
+                raise ManifestInvalid(
+                    f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
+                    "Restore the two files from one copy."
+                )
+
+    def __reduce__(self) -> tuple[Callable[[Path], ActivationStore], tuple[Path]]:
+        return (partial(ActivationStore, parts=self._selected), (self.path,))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __enter__(self) -> ActivationStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def n_parts_committed(self) -> int:
+        """Parts that a reader sees."""
+        return len(self.commits)
+
+    @property
+    def target_path(self) -> Path:
+        """Local folder of the target bundle: config, tokenizer and frozen weights; of a remote store, a copy."""
+        folder = self.path / TARGET_NAME
+        if isinstance(folder, RemotePath):
+            if self._download is None:
+                self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
+                folder.download(Path(self._download.name))
+            return Path(self._download.name)
+        return folder
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every committed sequence: int32 [len(self)]."""
+        return self._n_tokens
+
+    @property
+    def n_bytes_read(self) -> int:
+        """Stored bytes of all chunks that were read so far (about, where threads read at the same time)."""
+        return self._arrays.n_bytes_read
+
+    @overload
+    def read(
+        self,
+        i: int,
+        field: str,
+        layers: slice | Sequence[int] | None = ...,
+        tokens: slice | None = ...,
+        decoded: Literal[True] = ...,
+    ) -> np.ndarray: ...
+
+    @overload
+    def read(
+        self,
+        i: int,
+        field: str,
+        layers: slice | Sequence[int] | None = ...,
+        tokens: slice | None = ...,
+        *,
+        decoded: Literal[False],
+    ) -> dict[str, np.ndarray]: ...
+
+    def read(
+        self,
+        i: int,
+        field: str,
+        layers: slice | Sequence[int] | None = None,
+        tokens: slice | None = None,
+        decoded: bool = True,
+    ) -> np.ndarray | dict[str, np.ndarray]:
+        """Read a field of one sequence.
+
+        Args:
+            i: index into ``sequences``; negative counts from the end.
+            field: name, e.g. ``"kv"``.
+            layers: layers to read, in the order given; None for all. Only for fields with a layer axis.
+            tokens: slice of the sequence's tokens with step 1; None for all.
+            decoded: False for what is stored instead: the arguments of ``codec.fields[field].decode``.
+
+        Returns:
+            [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``). With
+            ``decoded=False`` the rows of each stored array that cover the tokens, from the last multiple of 64 tokens
+            at or before the first one; arrays with a layer axis have the chosen layers only. Where the field is
+            predicted from tokens, they are there too.
+
+        Raises:
+            UnknownField: no such field, or it has no layers.
+            SliceInvalid: no such sequence or layer, or a step other than 1.
+            ShardCorrupt: a checksum is wrong, or a token id is none of the target's.
+            ShardMissing: a file vanished since the store was opened.
+        """
+        spec = self._field(field)
+        i = self._sequence(i)
+        chosen = layer_indices(spec, layers)
+        start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[i]))
+        if step != 1:
+            raise SliceInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
+        stop = max(start, stop)
+        codec = self.codec.fields[field]
+        if not decoded:
+            base = 0 if codec.is_identity else start % self.manifest.alignment_tokens
+            codes = empty_codes(codec, start - base, stop, chosen)
+            read_ranges(self._arrays, self._ranges(i, codec, start - base, stop, codes, chosen))
+            self._check_tokens([i], codes)
+            return codes
+        out = np.empty((stop - start, *token_shape(spec, chosen)), spec.storage_dtype)
+        self._read(i, codec, start, stop, chosen, out)
+        return out
+
+    def read_into(self, i: int, field: str, out: np.ndarray, layers: slice | Sequence[int] | None = None) -> int:
+        """Decode a field of one sequence into ``out[:n_tokens]``; the rest of ``out`` is left as it is.
+
+        Args:
+            i: index into ``sequences``; negative counts from the end.
+            field: name, e.g. ``"kv"``.
+            out: [at least n_tokens, *token_shape] in the storage dtype; any strides, fastest if C-contiguous.
+            layers: layers to read, in the order given; None for all.
+
+        Returns:
+            n_tokens.
+
+        Raises:
+            SliceInvalid: ``out`` has another dtype or shape; otherwise as :meth:`read`.
+        """
+        spec = self._field(field)
+        i = self._sequence(i)
+        chosen = layer_indices(spec, layers)
+        n_tokens = int(self._n_tokens[i])
+        shape = token_shape(spec, chosen)
+        if out.dtype != spec.storage_dtype or out.shape[1:] != shape or out.ndim < 1 or len(out) < n_tokens:
+            raise SliceInvalid(
+                f"Sequence {i} of {field!r} needs an out array of {spec.storage_dtype.name} with shape "
+                f"{[f'>={n_tokens}', *shape]}, got {out.dtype} {list(out.shape)}."
+            )
+        self._read(i, self.codec.fields[field], 0, n_tokens, chosen, out[:n_tokens])
+        return n_tokens
+
+    def read_batch(
+        self,
+        sequences: Sequence[int] | np.ndarray,
+        fields: str | Sequence[str],
+        *,
+        out: Mapping[str, np.ndarray] | None = None,
+        layers: slice | Sequence[int] | None = None,
+        n_threads: int = 1,
+        decoded: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """Read fields of several sequences into right-padded arrays: much faster than one sequence after the other.
+
+        Args:
+            sequences: indices into ``sequences``, in the order wanted; one may appear twice.
+            fields: a name or several.
+            out: field -> the caller's array, [n_sequences, at least the longest, *token_shape] in the storage dtype,
+                to be filled; reuse it, for fresh memory costs more than reading. None for new arrays.
+            layers: as in :meth:`read`, for those of the fields that have layers.
+            n_threads: threads that decode, the caller's included.
+            decoded: False for the rows of the stored arrays instead, under the arrays' names (in ``out`` too).
+
+        Returns:
+            Field -> array. Sequence b lies in ``[b, :n_tokens]``; what follows is zero.
+
+        Raises:
+            UnknownField: no such field, or none of them has layers.
+            SliceInvalid: no such sequence or layer, or an array of ``out`` is missing or does not fit.
+            ShardCorrupt: a checksum is wrong, or a token id is none of the target's.
+            ShardMissing: a file vanished since the store was opened.
+        """
+        rows = [self._sequence(int(i)) for i in sequences]
+        lengths = [int(self._n_tokens[i]) for i in rows]
+        specs = [self._field(name) for name in ([fields] if isinstance(fields, str) else fields)]
+        has_layers = any(spec.layer_axis == 1 for spec in specs)
+        batch: dict[str, np.ndarray] = {}
+        ranges: list[RowRange] = []
+        undone: list[Callable[[], None]] = []
+        for spec in specs:
+            chosen = layer_indices(spec, layers if spec.layer_axis == 1 or not has_layers else None)
+            codec = self.codec.fields[spec.name]
+            if codec.is_identity or not decoded:
+                arrays = selection.own_arrays(codec, chosen)
+                for array in arrays:
+                    shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, chosen))
+                    batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
+                for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
+                    places = {array.name: batch[array.name][b] for array in arrays}
+                    ranges += self._ranges(i, codec, 0, n_tokens, places, chosen)
+                continue
+            shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
+            batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
+            for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
+                codes = empty_codes(codec, 0, n_tokens, chosen)
+                ranges += self._ranges(i, codec, 0, n_tokens, codes, chosen)
+                target = batch[spec.name][b, :n_tokens]
+                undone.append(partial(decode_tokens, codec, codes, 0, 0, n_tokens, chosen, target))
+        read_ranges(self._arrays, ranges, n_threads)
+        run_in_threads(undone, n_threads)
+        self._clear_padding(batch, lengths)
+        self._check_tokens(rows, batch)
+        return batch
+
+    def _clear_padding(self, batch: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
+        """Zero what follows the sequences; the last chunk of a sequence may have been decoded over it."""
+        block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
+        for name, buffer in batch.items():
+            for b, n_tokens in enumerate(lengths):
+                buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
+
+    def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+        """Refuse token ids that the target does not have: looking them up would end a process, or a whole CUDA device.
+
+        Args:
+            sequences: their indices.
+            arrays: name -> what was read; of the tokens [n_tokens] of one sequence, or [n_sequences, n_tokens].
+        """
+        tokens = arrays.get(TOKENS)
+        vocab_size = self.manifest.target.get("vocab_size", np.iinfo(np.int32).max)
+        if tokens is None or not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
+            return
+        for i, ids in zip(sequences, tokens.reshape(len(sequences), -1), strict=True):
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                raise ShardCorrupt(
+                    f"{self.path}: sequence {self.sequences['sequence_id'][i]} (source row "
+                    f"{self.sequences['source_row'][i]}) has token ids {ids.min()} to {ids.max()}, which lie outside "
+                    f"the vocabulary of {vocab_size}. Run `moa-data verify`, and extract again."
+                )
+
+    def close(self) -> None:
+        """Close all files; reading opens them again."""
+        self._arrays.close()
+
+    def _field(self, name: str) -> FieldSpec:
+        if name not in self.fields:
+            raise UnknownField(f"{self.path} has no field {name!r}; it has {', '.join(self.fields)}.")
+        return self.fields[name]
+
+    def _sequence(self, i: int) -> int:
+        if not -len(self) <= i < len(self):
+            raise SliceInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
+        return i % len(self)
+
+    def _read(
+        self, i: int, codec: FieldCodec, start: int, stop: int, layers: list[int] | None, out: np.ndarray
+    ) -> None:
+        """Fill ``out`` with the decoded tokens [start, stop) of a sequence."""
+        if codec.is_identity:
+            arrays = {codec.arrays[0].name: out}
+            read_ranges(self._arrays, self._ranges(i, codec, start, stop, arrays, layers))
+            self._check_tokens([i], arrays)
+        elif stop > start:
+            base = start - start % self.manifest.alignment_tokens
+            codes = empty_codes(codec, base, stop, layers)
+            read_ranges(self._arrays, self._ranges(i, codec, base, stop, codes, layers))
+            decode_tokens(codec, codes, base, start, stop, layers, out)
+
+    def _ranges(
+        self,
+        i: int,
+        codec: FieldCodec,
+        start: int,
+        stop: int,
+        out: Mapping[str, np.ndarray],
+        layers: list[int] | None,
+    ) -> Iterator[RowRange]:
+        """Yield what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
+        part, first_token = int(self._parts[i]), int(self._first_tokens[i])
+        for array in (array for array in decoding_arrays(codec) if array.name in out):
+            chosen = None if layers is None or array.layer_axis is None else tuple(layers)
+            first_row = first_token // array.block_tokens
+            rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)
+            yield RowRange(part, array, *rows, out[array.name], chosen)
+
+
+def read_manifest(store: Path) -> StoreManifest:
+    """Read a store's manifest.
+
+    Raises:
+        StoreNotFound: the folder is not a store.
+        SchemaVersionError: another schema version.
+        ManifestInvalid: damaged.
+    """
+    path = store / MANIFEST_NAME
+    try:
+        text = read_bounded(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        reason = "there is no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
+        raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error
+    except ValueError as error:
+        raise ManifestInvalid(f"{path} is no manifest of an activation store: {error}. Restore it.") from error
+    return StoreManifest.from_json(text, str(path))
+
+
+def _open_manifest(store: Path) -> tuple[StoreManifest, StoreCodec]:
+    """Read the manifest, and the codec with what it has learned, of one and the same moment."""
+    while True:
+        manifest = read_manifest(store)
+        check_seal(store)
+        try:
+            return manifest, StoreCodec.open(manifest, store)
+        except (ShardMissing, ShardCorrupt):
+            if read_manifest(store) == manifest:  # else fields were added, and with them the basis was replaced
+                raise

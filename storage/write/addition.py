@@ -1,0 +1,250 @@
+"""Adding fields to a store that is there, without touching what it holds.
+
+At every moment the store is the old one, whole, or the new one:
+
+1. The new arrays of a part are written to ``parts/part-K.zarr.partial``, synced and renamed into the part's folder.
+   Then its commit is replaced by one that lists them too. A reader of the old manifest does not ask for them; a part
+   that says more than the manifest is still a part of that store.
+2. When every committed part has them, store.json is replaced by one that names the new fields.
+
+A kill leaves parts that have the new arrays and parts that have not; the same addition goes on with the latter. At the
+end every file has the bytes that one extraction of all fields would have given.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
+from ..durable import fsync_directory, write_atomic
+from ..errors import PartIncomplete, WriteInvalid
+from ..names import CODEC_NAME, commit_path, part_path
+from ..parts.commit import PartCommit, read_part_commit
+from ..parts.shard import FileRecord
+from ..schema import FieldSpec, StoreManifest
+from .links import refuse_links
+from .part import PartWriter
+from .store import StoreWriter, remove_uncommitted
+
+
+def addition_command(store: str | os.PathLike[str], fields: Iterable[str], target_layers: int = 0) -> str:
+    """Return the command that adds fields to a store, for messages.
+
+    Args:
+        store: its folder.
+        fields: names of hidden states and ``kv``, e.g. ``"hidden/layer_6"``.
+        target_layers: decoder layers that ``target/`` has to keep; 0 where it does not matter.
+    """
+    names = ",".join(field.replace("hidden/layer_", "hidden:layer:").replace("/", ":") for field in fields)
+    command = f"moa-data add {os.fspath(store)} --model MODEL" + (f" --activations {names}" if names else "")
+    return f"`{command}{f' --target-layers {target_layers}' if target_layers else ''}`"
+
+
+def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
+    """Return what an addition has written to some parts, but store.json does not name yet.
+
+    Args:
+        commits: of all committed parts.
+        codec: the store's.
+
+    Returns:
+        Field -> parts that list it.
+    """
+    found: dict[str, int] = {}
+    for commit in commits:
+        arrays = {name.rpartition("/c/")[0] for name in commit.files if "/c/" in name}
+        steps = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
+        for field in sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps}):
+            found[field] = found.get(field, 0) + 1
+    return found
+
+
+def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the fields that a committed part does not have."""
+    # The metadata is of the field's array, or of the group of its codec's arrays.
+    return tuple(name for name in fields if f"{name}/zarr.json" not in commit.files)
+
+
+def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
+    """Return a store's codec for more fields: the old ones keep what they have learned, new ones know nothing yet."""
+    codec = StoreCodec(old.name, specs)
+    codec.fields |= old.fields
+    return codec
+
+
+def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
+    """Take over what an unfinished addition of the same fields has learned.
+
+    Args:
+        store: the store's folder.
+        codec: of the old and the new fields; the new ones learn.
+        old: of the old fields.
+
+    Returns:
+        Whether there is such a basis; if not, ``codec`` knows what it did before.
+    """
+    path = store / CODEC_NAME / NEXT_BASIS_NAME
+    found = StoreCodec(codec.name, (field.spec for field in codec.fields.values()))
+    try:
+        found.load(found.read_basis(path))
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
+    if found.only(old.fields).files() != old.files():
+        return False
+    codec.fields |= found.only(codec.fields.keys() - old.fields.keys()).fields
+    return True
+
+
+def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
+    """Keep what the new fields have learned beside the store's own basis, and drop what others had encoded.
+
+    Args:
+        writer: the store.
+        codec: of the old and the new fields.
+
+    Raises:
+        DiskFull: no room.
+    """
+    for part in writer.committed_parts():
+        path = commit_path(writer.path, part)
+        commit = read_part_commit(path)
+        if unfinished_fields([commit], writer.codec):
+            files = {name: record for name, record in commit.files.items() if _is_of(name, writer.codec)}
+            write_atomic(path, replace(commit, files=files).to_json())
+            remove_uncommitted(part_path(writer.path, part), files)
+    write_atomic(writer.path / CODEC_NAME / NEXT_BASIS_NAME, codec.files()[BASIS_NAME])
+
+
+def _is_of(file: str, codec: StoreCodec) -> bool:
+    """Whether a file of a part belongs to an array of the codec, or to a group around one."""
+    folder = file.removesuffix("zarr.json").removesuffix("/")
+    inside = any(file.startswith(f"{array.name}/") for array in codec.arrays)
+    around = f"{folder}/" if folder else ""
+    return inside or (file.endswith("zarr.json") and any(array.name.startswith(around) for array in codec.arrays))
+
+
+class StoreAddition:
+    """Adds fields to the committed parts of a store; :meth:`finish` makes them exist for readers.
+
+    Args:
+        writer: the store, opened for writing with its own manifest and plan.
+        manifest: the store's with more fields, and what goes with them in ``extraction`` and ``codec``.
+        codec: of that manifest, with what it has learned.
+
+    Raises:
+        WriteInvalid: the manifest takes away or changes something else.
+    """
+
+    def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
+        old = writer.manifest
+        if replace(manifest, fields=old.fields, extraction=old.extraction, codec=old.codec) != old:
+            raise WriteInvalid(f"{writer.path}: an addition may change fields only; extract to another folder.")
+        if not set(old.fields) <= set(manifest.fields) or codec.name != writer.codec.name:
+            raise WriteInvalid(f"{writer.path}: an addition keeps all fields and the codec; extract to another folder.")
+        self.manifest, self.codec = manifest, codec
+        self.fields = tuple(spec.name for spec in manifest.fields if spec not in old.fields)
+        self._writer = writer
+        self._lacking = {part: self._lacking_fields(part) for part in writer.committed_parts()}
+
+    def _lacking_fields(self, part: int) -> tuple[str, ...]:
+        return lacking_fields(read_part_commit(commit_path(self._writer.path, part)), self.fields)
+
+    @property
+    def path(self) -> Path:
+        """The store's folder."""
+        return self._writer.path
+
+    @property
+    def n_parts(self) -> int:
+        """Committed parts, which are the ones that fields are added to."""
+        return len(self._lacking)
+
+    def pending_parts(self) -> list[int]:
+        """Return the parts that lack new fields, in order."""
+        return [part for part, fields in self._lacking.items() if fields]
+
+    def part_sequences(self, part: int) -> pa.Table:
+        """Return the plan's rows of one part."""
+        return self._writer.part_sequences(part)
+
+    def part(self, part: int) -> PartWriter:
+        """Open a part to write to it the new fields that it lacks (its ``fields``); use it in ``with``.
+
+        Raises:
+            WriteInvalid: there is no such part, or it lacks nothing.
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        refuse_links(self.path, [part_path(self.path, part)])
+        if not self._lacking.get(part):
+            raise WriteInvalid(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
+        return _AddingPartWriter(self._writer, part, self.codec.only(self._lacking[part]), self._on_commit)
+
+    def _on_commit(self, part: int) -> None:
+        self._lacking[part] = ()
+
+    def finish(self) -> None:
+        """Make the new fields exist.
+
+        Raises:
+            PartIncomplete: a committed part lacks them.
+            DiskFull: no room; the store is the old one or the new one.
+        """
+        if pending := self.pending_parts():
+            raise PartIncomplete(
+                f"{self.path}: {len(pending)} parts lack {', '.join(self._lacking[pending[0]])}, the first is part "
+                f"{pending[0]}. Write them all before finish()."
+            )
+        self._writer.replace_manifest(self.manifest)
+
+
+class _AddingPartWriter(PartWriter):
+    """Writes further arrays to a committed part. Until its commit is replaced, the part is as it was."""
+
+    def __init__(self, store: StoreWriter, part: int, codec: StoreCodec, on_commit: Callable[[int], None]) -> None:
+        self._existing = read_part_commit(commit_path(store.path, part))
+        sequences = store.part_sequences(part)
+        super().__init__(store.path, part, sequences, self._existing.allocated_tokens, codec, on_commit)
+
+    def _write_metadata(self) -> dict[str, FileRecord]:
+        written = super()._write_metadata()
+        for name in written.keys() & self._existing.files.keys():
+            if written[name] != self._existing.files[name]:
+                raise WriteInvalid(f"Part {self.part}: {name} would change; extract to another folder.")
+            (self._partial / name).unlink()
+        return dict(self._existing.files) | written
+
+    def _move_into_place(self) -> None:
+        _move_into(self._partial, self._path)
+        shutil.rmtree(self._partial)
+        fsync_directory(self._path.parent)
+
+    def discard(self) -> None:
+        """Delete what was written; the part is as it was."""
+        self._is_open = False
+        for array in getattr(self, "_arrays", {}).values():
+            array.abort()
+        shutil.rmtree(self._partial, ignore_errors=True)
+        # An interrupt can arrive right after the commit was replaced: then the part has its new arrays and keeps them.
+        try:
+            committed = read_part_commit(commit_path(self._store, self.part))
+        except OSError:
+            return  # it can't be told; whoever opens the store next deletes what no commit lists
+        remove_uncommitted(self._path, committed.files)
+        if committed != self._existing:
+            self._on_commit(self.part)
+
+
+def _move_into(source: Path, target: Path) -> None:
+    """Rename what lies in a folder into another: whole folders where they are new there."""
+    for entry in sorted(source.iterdir()):
+        if (target / entry.name).is_dir():
+            _move_into(entry, target / entry.name)
+        else:
+            os.rename(entry, target / entry.name)
+    fsync_directory(target)

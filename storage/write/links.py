@@ -1,0 +1,49 @@
+"""Symbolic links inside a store, which writers refuse: what lies behind one belongs to somebody else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..durable import PARTIAL_SUFFIX
+from ..errors import LinkRefused
+from ..names import KNOWN_NAMES
+
+
+def refuse_links(store: Path, folders: Iterable[Path] | None = None) -> None:
+    """Refuse symbolic links among the names in a store's folder, and below some of them.
+
+    Names that no store has are not looked at, for no writer touches them; the store's folder may be a link itself.
+
+    Args:
+        store: the store's folder.
+        folders: folders of the store below which to look; None for all.
+
+    Raises:
+        LinkRefused: naming the first one.
+    """
+    inside: list[str] = []
+    with os.scandir(store) as entries:
+        for entry in entries:
+            if entry.name.removesuffix(PARTIAL_SUFFIX) in KNOWN_NAMES:
+                _refuse_link(entry.path, entry.is_symlink())
+                inside += [entry.path] if entry.is_dir(follow_symlinks=False) else []
+    if folders is not None:
+        inside = [os.fspath(folder) for folder in folders if os.path.lexists(folder)]
+        for path in inside:
+            _refuse_link(path, os.path.islink(path))
+    while inside:
+        with os.scandir(inside.pop()) as entries:
+            for entry in entries:
+                _refuse_link(entry.path, entry.is_symlink())
+                if entry.is_dir(follow_symlinks=False):
+                    inside.append(entry.path)
+
+
+def _refuse_link(path: str, is_link: bool) -> None:
+    if is_link:
+        raise LinkRefused(
+            f"{path} is a symbolic link to {os.readlink(path)!r}, and nothing inside a store is written or deleted "
+            "through a link. Put the files themselves in its place, or move the whole store and link its folder."
+        )

@@ -1,0 +1,149 @@
+"""Opening a store for writing: the lock, and whether the folder and the inputs are ones that may be gone on with."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..checking import exists
+from ..durable import PARTIAL_SUFFIX
+from ..errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreLocked, StoreMismatch, StoreReadOnly
+from ..locking import LockHeld, lock_file
+from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME
+from ..parts.plan import plan_bytes, read_plan
+from ..parts.seal import find_seal_damage, restore_sealed_files, seal_path
+from ..read.store import read_manifest
+from ..schema import StoreManifest, flatten
+
+
+def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
+    """Hold the manifest's counts to the plan.
+
+    Raises:
+        ManifestInvalid: a count differs.
+    """
+    counted = {
+        "n_sequences": plan.num_rows,
+        "n_parts": int(plan["part"].to_numpy().max()) + 1,
+        "n_tokens": int(plan["n_tokens"].to_numpy().sum(dtype=np.int64)),
+    }
+    for key, value in counted.items():
+        if getattr(manifest, key) != value:
+            raise ManifestInvalid(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
+
+
+def check_unoccupied(store: Path) -> None:
+    """Refuse a folder that is neither empty nor a store nor the unfinished start of one.
+
+    Raises:
+        OutputOccupied: naming what it holds.
+        SchemaVersionError: a store of another version.
+    """
+    if not exists(store):
+        return
+    if not store.is_dir():
+        raise OutputOccupied(f"{store} is a file, not a folder. Choose another output folder.")
+    manifest = store / MANIFEST_NAME
+    if exists(manifest):
+        try:
+            read_manifest(store)
+        except SchemaVersionError:
+            if not any(path == manifest for path, _ in find_seal_damage(store)):
+                raise  # else no release wrote that version: a bit flipped in it
+        except ManifestInvalid as error:
+            if exists(seal_path(store)):
+                return  # a store whose manifest is damaged: it is restored, or the damage is named
+            raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
+        return
+    commits = os.listdir(store / COMMITS_NAME) if exists(store / COMMITS_NAME) else []
+    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not exists(seal_path(store)):
+        raise OutputOccupied(
+            f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
+            f"Restore {MANIFEST_NAME}, or choose another output folder."
+        )
+    names = {entry.name for entry in store.iterdir()}
+    foreign = sorted(name for name in names if name.removesuffix(PARTIAL_SUFFIX) not in KNOWN_NAMES)
+    if names and (foreign or LOCK_NAME not in names):
+        shown = ", ".join((foreign or sorted(names))[:3])
+        raise OutputOccupied(
+            f"{store} is not empty and not an activation store (it holds {shown}). "
+            "Choose another output folder, or empty this one."
+        )
+
+
+def lock_store(store: Path) -> int:
+    """Lock a store for this process and return the file descriptor that holds the lock until it is closed.
+
+    Raises:
+        StoreLocked: another process holds it.
+        StoreReadOnly: no right to write there.
+        LocksUnsupported: the file system has no locks.
+        LinkRefused: the lock's file is a symbolic link.
+    """
+    try:
+        return lock_file(store / LOCK_NAME)
+    except LockHeld as held:
+        raise StoreLocked(
+            f"{store} is being written by {held.holder}. Wait until it ends, or choose another output folder."
+        ) from held
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise StoreReadOnly(
+            f"{store} cannot be written ({os.strerror(error.errno)}). Give yourself the right to write there, or "
+            "choose another output folder."
+        ) from error
+
+
+def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
+    """Write a damaged or lost store.json or plan.parquet anew if these inputs are the store's, else name the damage.
+
+    Raises:
+        ManifestInvalid: store.json is gone and these inputs do not give it back.
+    """
+    if not exists(seal_path(store)):
+        return
+    contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
+    try:
+        restore_sealed_files(store, contents)
+    except ManifestInvalid:
+        if not exists(store / MANIFEST_NAME):
+            raise
+        # Either the seal is damaged, or the inputs are others: the comparison that follows says which.
+
+
+def check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
+    """Compare everything that shapes the data.
+
+    Raises:
+        StoreMismatch: naming all that changed.
+        ManifestInvalid: the store's own files cannot be read.
+    """
+    old = flatten(json.loads(read_manifest(store).to_json()))
+    new = flatten(json.loads(manifest.to_json()))
+    absent = "(absent)"
+    changes: dict[str, tuple[Any, Any]] = {
+        key: (old.get(key, absent), new.get(key, absent))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, absent) != new.get(key, absent)
+    }
+    old_plan = read_plan(store / PLAN_NAME)
+    if not old_plan.equals(plan.replace_schema_metadata(None)):
+        changes["plan"] = _first_difference(old_plan, plan)
+    if changes:
+        raise StoreMismatch(str(store), changes)
+
+
+def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
+    for row in range(min(old.num_rows, new.num_rows)):
+        a, b = old.slice(row, 1).to_pylist()[0], new.slice(row, 1).to_pylist()[0]
+        if a != b:
+            keys = [key for key in a if a[key] != b[key]]
+            return tuple(f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))  # type: ignore[return-value]
+    return f"{old.num_rows} sequences", f"{new.num_rows} sequences"

@@ -1,0 +1,411 @@
+"""Writing a store: one process, part by part, each part committed atomically.
+
+A part is written to ``parts/part-K.zarr.partial``, synced, renamed, and only then its commit appears. Whatever a kill
+leaves behind without a commit is deleted by the next run, which then redoes exactly the parts that are missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..checking import check_guard, exists
+from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
+from ..documents import open_regular
+from ..durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, walk, write_atomic
+from ..errors import ManifestInvalid, StoreError, WriteInvalid
+from ..names import (
+    CODEC_NAME,
+    COMMITS_NAME,
+    MANIFEST_NAME,
+    PARTS_NAME,
+    PLAN_NAME,
+    RUNS_NAME,
+    TARGET_NAME,
+    commit_path,
+    part_path,
+    target_commit_path,
+)
+from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit, target_commit_json
+from ..parts.plan import check_plan, part_lengths, plan_bytes
+from ..parts.seal import find_seal_damage, seal_path, write_seal
+from ..parts.shard import FileRecord
+from ..schema import StoreManifest
+from .links import refuse_links
+from .opening import check_counts, check_same, check_unoccupied, lock_store, restore
+from .part import PartWriter
+
+
+class StoreWriter:
+    """The one process that writes to a store. Make it with :meth:`create_or_resume` and use it in ``with``.
+
+    Attributes:
+        path: the store's folder.
+        manifest: what shapes its data.
+        plan: all sequences (see ``plan.PLAN_SCHEMA``).
+        codec: the codec of each field.
+        repaired_parts: parts that had a commit but lost files or bytes since; they are pending again.
+    """
+
+    def __init__(self, path: Path, manifest: StoreManifest, plan: pa.Table, lock_fd: int) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.plan = plan
+        self.repaired_parts: tuple[int, ...] = ()
+        self._lock_fd = lock_fd
+        self._lengths = part_lengths(plan, manifest.alignment_tokens)
+        self.codec = StoreCodec.open(manifest, path)
+        self._committed: set[int] = set()
+
+    @classmethod
+    def create_or_resume(
+        cls,
+        path: str | os.PathLike[str],
+        manifest: StoreManifest,
+        plan: pa.Table,
+        codec_files: Mapping[str, bytes] | None = None,
+    ) -> StoreWriter:
+        """Start a store, or go on with one that was made from the same inputs.
+
+        Args:
+            path: folder, created if missing.
+            manifest: everything that shapes the data.
+            plan: table of ``plan_parts``.
+            codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
+
+        Raises:
+            OutputOccupied: the folder holds something else.
+            StoreLocked: another process is writing to it.
+            LocksUnsupported: its file system has no locks.
+            LinkRefused: a symbolic link stands inside it; nothing was changed.
+            CheckIncomplete: a file could not be read, so that it is not known what is whole; nothing was deleted.
+            StoreMismatch: it was made from other inputs; names every key that changed.
+            PlanInvalid: the plan breaks a rule.
+            ManifestInvalid: manifest and plan disagree, or the store's own files are damaged.
+            DiskFull: no room for the plan.
+        """
+        store = Path(path)
+        check_plan(plan, manifest.alignment_tokens)
+        check_counts(manifest, plan)
+        with check_guard(store):
+            check_unoccupied(store)
+        with disk_full_guard(store):
+            store.mkdir(parents=True, exist_ok=True)
+        lock_fd = lock_store(store)
+        try:
+            with check_guard(store):
+                refuse_links(store)
+                is_begun = exists(seal_path(store)) or exists(store / MANIFEST_NAME)
+            if is_begun:
+                with check_guard(store):
+                    restore(store, manifest, plan)
+                    check_same(store, manifest, plan)
+                _write_codec(store, codec_files or {})
+            else:
+                _write_codec(store, codec_files or {})
+                write_atomic(store / PLAN_NAME, plan_bytes(plan))
+                # The manifest comes last: without it the folder is an unfinished start, which is begun afresh.
+                write_atomic(store / MANIFEST_NAME, manifest.to_json().encode())
+            with check_guard(store):
+                writer = cls(store, manifest, plan, lock_fd)
+            writer._clean()
+            with check_guard(store):
+                is_sealed = exists(seal_path(store)) and not find_seal_damage(store)
+            if not is_sealed:
+                write_seal(store)  # both files were found equal to what the inputs give
+            return writer
+        except BaseException:
+            os.close(lock_fd)
+            raise
+
+    @property
+    def target_path(self) -> Path:
+        """Folder of the target bundle."""
+        return self.path / TARGET_NAME
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the target bundle has been committed."""
+        return exists(target_commit_path(self.path))
+
+    @contextmanager
+    def target(self) -> Iterator[Path]:
+        """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well.
+
+        Raises:
+            DiskFull: no room; nothing of the bundle is left behind.
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        partial = self.path / (TARGET_NAME + PARTIAL_SUFFIX)
+        refuse_links(self.path, folders=())
+        with disk_full_guard(self.target_path):
+            try:
+                _remove(partial)
+                partial.mkdir()
+                yield partial
+                files = _sync_tree(partial)
+                refuse_links(self.path, [partial, self.target_path])
+                self._retract(target_commit_path(self.path))
+                _replace_tree(partial, self.target_path, files)
+            finally:
+                _remove(partial)
+            write_atomic(target_commit_path(self.path), target_commit_json(files))
+
+    @property
+    def n_parts(self) -> int:
+        """Planned parts."""
+        return len(self._lengths)
+
+    def committed_parts(self) -> list[int]:
+        """Return the parts that have a commit, in order."""
+        return sorted(self._committed)
+
+    def pending_parts(self) -> list[int]:
+        """Return the parts that have no commit yet, in order."""
+        return [part for part in range(self.n_parts) if part not in self._committed]
+
+    def part_sequences(self, part: int) -> pa.Table:
+        """Return the plan's rows of one part."""
+        mask = self.plan["part"].to_numpy() == part
+        return self.plan.filter(pa.array(mask))
+
+    def part(self, part: int) -> PartWriter:
+        """Open a pending part for writing; use it in ``with``.
+
+        Raises:
+            WriteInvalid: no such part, or it is committed already.
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        refuse_links(self.path, folders=())
+        if not 0 <= part < self.n_parts:
+            raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
+        if part in self._committed:
+            raise WriteInvalid(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
+        return PartWriter(
+            store=self.path,
+            part=part,
+            sequences=self.part_sequences(part),
+            allocated_tokens=int(self._lengths[part]),
+            codec=self.codec,
+            on_commit=self._committed.add,
+        )
+
+    def drop_part(self, part: int) -> None:
+        """Delete a part; it is pending again, and readers do not see it.
+
+        Raises:
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        refuse_links(self.path, [part_path(self.path, part)])
+        self._retract(commit_path(self.path, part))
+        _remove(part_path(self.path, part))
+        self._committed.discard(part)
+
+    def drop_target(self) -> None:
+        """Delete the target bundle; until it is written again, the store cannot be trained from.
+
+        Raises:
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        refuse_links(self.path, [self.target_path])
+        self._retract(target_commit_path(self.path))
+        _remove(self.target_path)
+
+    def replace_manifest(self, manifest: StoreManifest) -> None:
+        """Give the store another store.json, of which every file is there already.
+
+        The seal goes first and comes back last: a store without one is read as it is, so that at every moment readers
+        find the old manifest or the new one.
+
+        Args:
+            manifest: of the same plan.
+
+        Raises:
+            DiskFull: no room; the store is the old one, or the new one without a seal until it is opened again.
+        """
+        if manifest != self.manifest:
+            refuse_links(self.path, folders=())
+            self._retract(seal_path(self.path))
+            write_atomic(self.path / MANIFEST_NAME, manifest.to_json().encode())
+            self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
+            write_seal(self.path)
+            name_next_basis(self.path, manifest)
+
+    def record_run(self, record: Mapping[str, Any]) -> Path:
+        """Write a record of this run (command, versions, timings) to ``runs/``.
+
+        Args:
+            record: anything JSON holds; it shapes no data.
+
+        Returns:
+            The file's path, named after the time in UTC.
+
+        Raises:
+            LinkRefused: a symbolic link has come to stand inside the store.
+        """
+        refuse_links(self.path, folders=())
+        folder = self.path / RUNS_NAME
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json"
+        write_atomic(path, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode())
+        return path
+
+    def close(self) -> None:
+        """Let other processes write to the store."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _retract(self, commit: Path) -> None:
+        """Delete a file of commits/, durably, before what it names changes."""
+        commit.unlink(missing_ok=True)
+        fsync_directory(self.path / COMMITS_NAME)
+
+    def _clean(self) -> None:
+        """Delete what a kill left behind; make parts with lost files pending again.
+
+        Everything is looked at before the first deletion, so that nothing is deleted where something can't be told.
+        """
+        with disk_full_guard(self.path):
+            for name in (PARTS_NAME, COMMITS_NAME):
+                (self.path / name).mkdir(exist_ok=True)
+        with check_guard(self.path):
+            has_damaged_target = not self._target_is_whole()
+            commits = {part: self._whole_commit(part) for part in range(self.n_parts) if self._has_commit(part)}
+        for folder in (self.path, self.path / COMMITS_NAME, self.path / RUNS_NAME):
+            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
+                _remove(leftover)
+        if has_damaged_target:
+            target_commit_path(self.path).unlink()
+        name_next_basis(self.path, self.manifest)
+        for part, commit in commits.items():
+            if commit is None:
+                commit_path(self.path, part).unlink()
+            else:
+                self._committed.add(part)
+                remove_uncommitted(part_path(self.path, part), commit.files)
+        kept = {part_path(self.path, part).name for part in self._committed}
+        for folder in (self.path / PARTS_NAME).iterdir():
+            if folder.name not in kept:
+                _remove(folder)
+        self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
+
+    def _has_commit(self, part: int) -> bool:
+        return exists(commit_path(self.path, part))
+
+    def _target_is_whole(self) -> bool:
+        """Whether the target bundle has no commit, or all files that its commit lists."""
+        try:
+            return not self.has_target or not find_size_damage(
+                self.target_path, read_target_commit(target_commit_path(self.path))
+            )
+        except ManifestInvalid:
+            return False
+
+    def _whole_commit(self, part: int) -> PartCommit | None:
+        """Return a part's commit if it is the plan's and all its files are there with their sizes, else None."""
+        try:
+            commit = read_part_commit(commit_path(self.path, part))
+        except ManifestInvalid:
+            return None
+        rows = self.plan["part"].to_numpy() == part
+        planned = (part, int(rows.sum()), int(self.plan["n_tokens"].to_numpy()[rows].sum(dtype=np.int64)))
+        if (commit.part, commit.n_sequences, commit.n_tokens) != planned:
+            return None
+        if commit.allocated_tokens != self._lengths[part] or find_size_damage(part_path(self.path, part), commit.files):
+            return None
+        return commit
+
+
+def name_next_basis(store: Path, manifest: StoreManifest) -> None:
+    """Let the basis that was learned for added fields take its name, once store.json is the one with these fields."""
+    path = store / CODEC_NAME / NEXT_BASIS_NAME
+    if not exists(path):
+        return
+    with open(open_regular(path), "rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got == manifest.codec.get("basis_sha256"):
+        os.replace(path, path.with_name(BASIS_NAME))
+        fsync_directory(path.parent)
+
+
+def _write_codec(store: Path, files: Mapping[str, bytes]) -> None:
+    """Write what the codec has learned, unless it is there; the manifest, written later, holds its hash."""
+    for name, content in files.items():
+        path = store / CODEC_NAME / name
+        path.parent.mkdir(exist_ok=True)
+        if not exists(path) or path.read_bytes() != content:
+            write_atomic(path, content)
+
+
+def _sync_tree(folder: Path) -> dict[str, FileRecord]:
+    """Sync every file and folder below ``folder``; return the files' sizes and checksums by relative path."""
+    files: dict[str, FileRecord] = {}
+    for root, folders, names in walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = root / name
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32(path))
+        fsync_directory(root)
+    return files
+
+
+def _replace_tree(source: Path, target: Path, files: Collection[str]) -> None:
+    """Put the files of a synced folder in the place of another's, one at a time, so that none is ever missing."""
+    if not target.is_dir():
+        _remove(target)
+        os.rename(source, target)
+        fsync_directory(target.parent)
+        return
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
+    remove_uncommitted(target, files)
+    for root, _, _ in walk(target):
+        fsync_directory(root)
+
+
+def remove_uncommitted(folder: Path, files: Collection[str]) -> None:
+    """Delete everything below ``folder`` but these files, given by their relative paths."""
+    kept_folders = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
+    for root, folders, names in walk(folder):
+        below = root.relative_to(folder)
+        for name in [name for name in folders if (below / name).as_posix() not in kept_folders]:
+            shutil.rmtree(root / name)
+            folders.remove(name)
+        for name in names:
+            if (below / name).as_posix() not in files:
+                (root / name).unlink()
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or folder if it is there."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError) as error:
+        if not path.is_dir():
+            raise StoreError(f"Cannot delete {path}: {error}. Delete it by hand and run again.") from error
+        shutil.rmtree(path)

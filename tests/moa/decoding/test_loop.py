@@ -1,0 +1,399 @@
+"""Speculative greedy decoding gives the very tokens of plain greedy decoding, whatever the drafter proposes.
+
+Drafters: random MoA weights (nearly never right), one whose blocks are silenced so that it repeats a bigram that the
+target often follows, and scripted ones that are never, always or sometimes right.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.decoding import loop as decode
+from moa_data.moa.decoding.loop import Generation, draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.session import DrafterSession
+from moa_data.moa.decoding.tree import DraftTree, Shape, StaticTree, TreeShape
+from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
+from moa_data.moa.errors import DrafterError
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.target.cache import TargetCache
+from moa_data.moa.target.live import Target
+
+from ..conftest import FAMILIES, SIZES, build_drafter, build_model
+
+VOCABULARY, EOS, N_POSITIONS = SIZES["vocab_size"], SIZES["eos_token_id"], SIZES["max_position_embeddings"]
+Script = Callable[[list[int], list[int]], list[int]]
+"""(what the target will say next, a wrong token for each place) -> drafts."""
+
+
+def random_prompts(n: int, seed: int, longest: int = 24) -> list[list[int]]:
+    """Lengths from 1 on; the first ten prompts have one token."""
+    draw = random.Random(seed)
+    lengths = [1] * min(10, n) + [draw.randint(1, longest) for _ in range(10, n)]
+    return [[draw.randrange(4, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def silence(drafter: MoADrafter) -> MoADrafter:
+    """Let every block add nothing: the drafter proposes argmax head(embedding of the last token)."""
+    with torch.no_grad():
+        for block in (drafter.self_attention, drafter.cross_attention):
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+    return drafter
+
+
+def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
+    """A target whose residual stream is mostly the last token's embedding: a silenced drafter is often right."""
+    model = build_model(num_hidden_layers=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.down_proj.weight.mul_(scale)
+    target = Target(model)
+    target.eos_token_ids = eos_token_ids
+    return target
+
+
+@contextmanager
+def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) -> Iterator[None]:
+    """Replace what the chain proposes; its caches are kept as always, so that they can be looked at."""
+    real_propose = DrafterSession.propose
+
+    def propose(self: DrafterSession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+        real_propose(self, committed, shape)
+        drafts = []
+        for row in committed:
+            tokens, future = list(row), []
+            for _ in range(shape.depth):
+                hidden = target.forward(torch.tensor([tokens]), target.new_cache())
+                future.append(int(target.logits(hidden[0, -1]).argmax()))
+                tokens.append(future[-1])
+            drafts.append(script(future, [(token + 1) % VOCABULARY for token in future]))
+        return DraftTree.chain(torch.tensor(drafts))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterSession, "propose", propose)
+        yield
+
+
+def never(future: list[int], wrong: list[int]) -> list[int]:
+    return wrong
+
+
+def always(future: list[int], wrong: list[int]) -> list[int]:
+    return future
+
+
+def first_two(future: list[int], wrong: list[int]) -> list[int]:
+    return future[:2] + wrong[2:]
+
+
+def only_later(future: list[int], wrong: list[int]) -> list[int]:
+    return wrong[:1] + future[1:]
+
+
+def check_counts(generation: Generation, draft_length: int) -> None:
+    stats = generation.stats
+    assert stats.n_tokens == len(generation.tokens) == 1 + sum(stats.committed_per_call)
+    assert all(1 <= count <= draft_length + 1 for count in stats.committed_per_call)
+    assert stats.draft_s + stats.verify_s + stats.prefill_s <= stats.total_s
+
+
+def test_equals_plain_with_random_drafters() -> None:
+    target = Target(build_model(num_hidden_layers=2))
+    drafters = [(build_drafter(target.model, n), FrozenTarget.from_model(target.model, n)) for n in (0, 1)]
+    for index, prompt in enumerate(random_prompts(120, seed=1)):
+        draft_length = 1 + index % 4
+        plain = plain_generate(target, prompt, max_new_tokens=8)
+        drafter, frozen = drafters[index % 2]
+        fast = speculative_generate(target, drafter, frozen, prompt, max_new_tokens=8, draft_length=draft_length)
+        assert fast.tokens == plain.tokens, (index, prompt)
+        check_counts(fast, draft_length)
+
+
+def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
+    eos = frozenset({3, 24, 28})
+    target = bigram_target(eos)
+    drafter = silence(build_drafter(target.model))
+    frozen = FrozenTarget.from_model(target.model)
+    committed: list[int] = []
+    n_ended_in_accepted = 0
+    for index, prompt in enumerate(random_prompts(150, seed=2)):
+        limit, draft_length = 5 + index % 12, 2 + index % 5
+        plain = plain_generate(target, prompt, max_new_tokens=limit)
+        runs: list[tuple[list[int], list[bool]]] = []
+        fast = speculative_generate(
+            target, drafter, frozen, prompt, max_new_tokens=limit, draft_length=draft_length,
+            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),
+        )  # fmt: skip
+        assert fast.tokens == plain.tokens, (index, prompt)
+        check_counts(fast, draft_length)
+        assert [token for tokens, _ in runs for token in tokens] == fast.tokens
+        assert [len(tokens) for tokens, _ in runs] == [1, *fast.stats.committed_per_call]
+        committed += fast.stats.committed_per_call
+        n_ended_in_accepted += fast.tokens[-1] in eos and runs[-1][1][-1]
+    assert all(committed.count(k) > 0.02 * len(committed) for k in (1, 2, 3, 4))
+    assert sum(committed) / len(committed) > 1.5
+    assert n_ended_in_accepted > 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_plain_in_every_family(family: str) -> None:
+    target = Target(build_model(family))
+    drafter = build_drafter(target.model, 1)
+    for prompt in [[7], [50, 51, 52, 53], [4 + 3 * index for index in range(12)]]:
+        plain = plain_generate(target, prompt, max_new_tokens=16)
+        assert speculative_generate(target, drafter, None, prompt, max_new_tokens=16).tokens == plain.tokens
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"), [(never, [1] * 12), (always, [5, 5, 2]), (first_two, [3] * 4), (only_later, [1] * 12)]
+)
+def test_scripted_drafts_are_counted(monkeypatch: pytest.MonkeyPatch, script: Script, expected: list[int]) -> None:
+    target = Target(build_model(num_hidden_layers=2))
+    target.eos_token_ids = frozenset()
+    drafter = build_drafter(target.model)
+    for prompt in ([5], [60, 9, 31, 8]):
+        plain = plain_generate(target, prompt, max_new_tokens=13)
+        assert plain.stats.committed_per_call == [1] * 12
+        with scripted(monkeypatch, target, script):
+            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=13, draft_length=4)
+        assert fast.tokens == plain.tokens
+        assert fast.stats.committed_per_call == expected
+
+
+@pytest.mark.parametrize("place", range(1, 8))
+def test_eos_inside_an_accepted_span_ends_the_answer(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    target = Target(build_model())
+    target.eos_token_ids = frozenset()
+    prompt, drafter = [9, 4, 31], build_drafter(target.model)
+    full = plain_generate(target, prompt, max_new_tokens=24).tokens
+    target.eos_token_ids = frozenset({full[place]})
+    expected = full[: full.index(full[place]) + 1]
+    plain = plain_generate(target, prompt, max_new_tokens=24)
+    seen: list[int] = []
+    with scripted(monkeypatch, target, always):
+        fast = speculative_generate(
+            target, drafter, None, prompt, max_new_tokens=24, draft_length=6,
+            on_tokens=lambda tokens, drafted: seen.extend(tokens),
+        )  # fmt: skip
+    assert plain.tokens == fast.tokens == seen == expected
+    assert sum(fast.stats.committed_per_call) == len(expected) - 1
+
+
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_max_new_tokens_is_kept_to_the_token(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    target = Target(build_model())
+    target.eos_token_ids = frozenset()
+    drafter = build_drafter(target.model)
+    plain = plain_generate(target, [5, 6, 7], max_new_tokens=limit)
+    with scripted(monkeypatch, target, always):
+        fast = speculative_generate(target, drafter, None, [5, 6, 7], max_new_tokens=limit, draft_length=4)
+    assert fast.tokens == plain.tokens
+    assert len(fast.tokens) == limit
+
+
+@pytest.mark.parametrize("script", [None, always, first_two])
+@pytest.mark.parametrize("n_free", [1, 2, 3, 7])
+def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Script | None, n_free: int) -> None:
+    target = Target(build_model())
+    target.eos_token_ids = frozenset()
+    largest = 0
+    real_forward = target.forward
+
+    def forward(tokens: torch.Tensor, cache: TargetCache, seen: torch.Tensor | None = None) -> torch.Tensor:
+        nonlocal largest
+        hidden = real_forward(tokens, cache, seen)
+        largest = max(largest, cache.n_slots)
+        return hidden
+
+    monkeypatch.setattr(target, "forward", forward)
+    prompt = [4 + index % 60 for index in range(N_POSITIONS - n_free)]
+    drafter = build_drafter(target.model)
+    plain = plain_generate(target, prompt, max_new_tokens=50)
+    if script is None:
+        fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=50, draft_length=4)
+    else:
+        with scripted(monkeypatch, target, script):
+            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=50, draft_length=4)
+    assert len(plain.tokens) == n_free
+    assert fast.tokens == plain.tokens
+    assert largest <= N_POSITIONS
+
+
+def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows there are and nodes accepted; reading a value of a tensor waits for the device."""
+    target = bigram_target(frozenset())
+    session = draft_session(target, silence(build_drafter(target.model)))
+    n_reads, of_rounds, verify = 0, [], decode._verify
+
+    def counted(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def counting(tensor: torch.Tensor) -> Any:
+            nonlocal n_reads
+            n_reads += 1
+            return read(tensor)
+
+        return counting
+
+    def watched(*args: Any) -> list[list[int]]:
+        nonlocal n_reads
+        n_reads = 0
+        with monkeypatch.context() as patch:
+            for name in ("tolist", "__int__", "__bool__", "item"):
+                patch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+            accepted = verify(*args)
+        of_rounds.append((n_reads, max(map(len, accepted))))
+        return accepted
+
+    monkeypatch.setattr(decode, "_verify", watched)
+    for prompts in ([[5, 6]], [[5, 6], [7], [8, 9, 10]]):
+        generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=TreeShape(3, 2, 5))
+    assert {reads for reads, _ in of_rounds} == {2}
+    assert max(n_accepted for _, n_accepted in of_rounds) > 1
+
+
+@pytest.mark.parametrize("n_target_layers", [0, 2])
+def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch, n_target_layers: int) -> None:
+    """Target KV, memory and self-attention of the drafter hold what encoding the committed tokens anew gives."""
+    target = bigram_target(frozenset())
+    drafter = silence(build_drafter(target.model, n_target_layers))
+    frozen = FrozenTarget.from_model(target.model, n_target_layers)
+    last_layers = range(2 - n_target_layers, 2)
+    real_propose = DrafterSession.propose
+    n_rounds = 0
+
+    def propose(self: DrafterSession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+        nonlocal n_rounds
+        drafts = real_propose(self, committed, shape)
+        for row, tokens in enumerate(committed):
+            n_verified = len(tokens) - 1
+            assert self.cache.lengths[row] == n_verified
+            fresh = target.new_cache()
+            target.forward(torch.tensor([tokens[:-1]]), fresh)
+            fresh.commit([range(n_verified)])
+            expected = fresh.packed([0], n_verified)
+            kept = self.cache.packed([0] * len(committed), n_verified)[row : row + 1]
+            torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
+            state = MoADraftState()
+            with torch.inference_mode():
+                drafter.extend_memory(state, expected)
+                features = drafter.draft_root(
+                    state, frozen, torch.tensor([tokens]),
+                    lambda n_slots, fresh=fresh: [fresh.layer_view(layer, n_slots) for layer in last_layers],
+                )  # fmt: skip
+            assert drafts.tokens[row, 0] == int(frozen.logits(features[0, -1]).argmax())
+            for ours, goal in ((self.state.memory, state.memory), (self.state.self_attention, state.self_attention)):
+                for got, wanted in zip(ours.view(), goal.view(), strict=True):
+                    torch.testing.assert_close(got[row : row + 1, :, : wanted.shape[2]], wanted, rtol=1e-4, atol=1e-5)
+            n_rounds += 1
+        return drafts
+
+    monkeypatch.setattr(DrafterSession, "propose", propose)
+    prompts = [*random_prompts(6, seed=5), [7, 8, 9, 10, 11]]
+    for prompt in prompts:
+        speculative_generate(target, drafter, frozen, prompt, max_new_tokens=20, draft_length=4)
+        speculative_generate(target, drafter, frozen, prompt, max_new_tokens=12, tree=TreeShape(3, 3, 8))
+        # One node is fed at each level, and its sibling may be the one that is accepted.
+        speculative_generate(
+            target, drafter, frozen, prompt, max_new_tokens=12, tree=StaticTree((-1, -1, 0), (0, 1, 0))
+        )
+    session = draft_session(target, drafter, frozen)
+    generate_batch(target, prompts[1:], max_new_tokens=12, open_session=session, tree=TreeShape(3, 2, 6))
+    assert n_rounds > 60
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_equals_transformers_generate(family: str) -> None:
+    target = Target(build_model(family, num_hidden_layers=2))
+    n_ended = 0
+    for prompt in [[9], *random_prompts(30, seed=6)[10:]]:
+        expected = target.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=12
+        )[0, len(prompt) :].tolist()
+        assert plain_generate(target, prompt, max_new_tokens=12).tokens == expected
+        n_ended += expected[-1] == EOS
+    assert n_ended < 20
+
+
+def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the target says id 0 after accepted drafts, nothing takes it for padding."""
+    model = build_model()
+    with torch.no_grad():
+        frequent = int(plain_generate(Target(model), [8, 9], max_new_tokens=8).tokens[3])
+        order = list(range(VOCABULARY))
+        order[0], order[frequent] = frequent, 0
+        model.lm_head.weight.copy_(model.lm_head.weight[order].clone())
+        model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight[order].clone())
+    target = Target(model)
+    target.eos_token_ids = frozenset()
+    drafter = build_drafter(model)
+    plain = plain_generate(target, [8, 9], max_new_tokens=24)
+    assert 0 in plain.tokens
+    for script in (always, first_two, never):
+        with scripted(monkeypatch, target, script):
+            fast = speculative_generate(target, drafter, None, [8, 9], max_new_tokens=24, draft_length=3)
+        assert fast.tokens == plain.tokens
+
+
+TREES = [TreeShape(1, 3), TreeShape(3, 3, 8), TreeShape(5, 2, 6), TreeShape(4, 4, 100), StaticTree.likeliest(9)]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_trees_equal_plain(tree: Shape) -> None:
+    target = bigram_target(frozenset({3, 24}))
+    committed: list[int] = []
+    for n_target_layers in (0, 2):
+        drafter = silence(build_drafter(target.model, n_target_layers))
+        for prompt in random_prompts(25, seed=8 + n_target_layers):
+            plain = plain_generate(target, prompt, max_new_tokens=14)
+            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=14, tree=tree)
+            assert fast.tokens == plain.tokens
+            check_counts(fast, tree.depth)
+            committed += fast.stats.committed_per_call
+    assert max(committed) >= min(tree.depth, 3) + 1
+    assert sum(committed) / len(committed) > 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", [None, TreeShape(4), TreeShape(3, 3, 8)], ids=str)
+def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape | None) -> None:
+    target = Target(build_model(family, num_hidden_layers=2))
+    target.eos_token_ids = frozenset({3, 24, 28, 40})
+    drafter = build_drafter(target.model, 1)
+    prompts = random_prompts(24, seed=11)[6:]
+    session = None if tree is None else draft_session(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=16, open_session=session, tree=tree)
+    for prompt, got in zip(prompts, together, strict=True):
+        assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
+        if tree is not None:
+            alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=16, tree=tree)
+            assert got.tokens == alone.tokens
+            assert sum(got.stats.committed_per_call) == sum(alone.stats.committed_per_call)
+    assert len({len(got.tokens) for got in together}) > 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n_target_layers", [0, 2])
+def test_bfloat16_target_and_drafter_decode(family: str, n_target_layers: int) -> None:
+    target = Target(build_model(family).to(torch.bfloat16))
+    target.eos_token_ids = frozenset()
+    drafter = build_drafter(target.model, n_target_layers).to(torch.bfloat16)
+    fast = speculative_generate(target, drafter, None, [5, 6, 7], max_new_tokens=12)
+    assert len(fast.tokens) == 12
+    with pytest.raises(DrafterError, match=r"drafter is torch\.float32, its target pieces are torch\.bfloat16"):
+        speculative_generate(target, drafter.float(), None, [5], max_new_tokens=4)
+
+
+def test_bad_requests_are_refused(target: Target) -> None:
+    drafter = build_drafter(target.model)
+    with pytest.raises(DrafterError, match="prompt is empty"):
+        plain_generate(target, [], max_new_tokens=4)
+    with pytest.raises(DrafterError, match=f"{N_POSITIONS} tokens, the target has {N_POSITIONS} positions"):
+        speculative_generate(target, drafter, None, [5] * N_POSITIONS, max_new_tokens=4)
+    with pytest.raises(DrafterError, match="max_new_tokens must be at least 1"):
+        plain_generate(target, [5], max_new_tokens=0)
+    with pytest.raises(DrafterError, match="draft_length must be at least 1"):
+        speculative_generate(target, drafter, None, [5], max_new_tokens=4, draft_length=0)

@@ -1,0 +1,61 @@
+"""Greedy decoding with drafts gives the tokens of plain decoding: a thousand prompts, all families, all shapes.
+
+Mixture of Attentions on every target, Medusa and the independent model on every family.
+"""
+
+import random
+
+import pytest
+
+from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.target.live import Target
+
+from ..conftest import FAMILIES, build_drafter, build_model
+from ..drafters.test_eagle3 import build_eagle3, trained_eagle3
+from ..drafters.test_independent import build_independent
+from ..drafters.test_medusa import build_medusa
+from .test_loop import bigram_target, silence
+
+SHAPES = (TreeShape(1), TreeShape(5), TreeShape(3, 2, 6), TreeShape(6, 8, 62), TreeShape(2, 8, 16))
+N_PROMPTS = 1000
+
+
+@pytest.mark.slow
+def test_a_thousand_prompts() -> None:
+    """Many of them with a drafter that is often right, so that deep branches are accepted; in batches of 1 to 8."""
+    chance = random.Random(0)
+    targets = [Target(build_model(family)) for family in FAMILIES] + [bigram_target(frozenset({3, 24}))] * len(FAMILIES)
+    for target in targets:
+        target.eos_token_ids = frozenset({3, 24})
+    sessions = []
+    for index, target in enumerate(targets):
+        n_target_layers = (0, 1, 2)[index % 3]
+        drafter = build_drafter(target.model, n_target_layers, seed=index)
+        is_bigram = index >= len(FAMILIES)
+        sessions.append((target, draft_session(target, silence(drafter) if is_bigram else drafter)))
+    for target in targets[: len(FAMILIES)]:
+        sessions += [
+            (target, draft_session(target, build(target.model)))
+            for build in (build_medusa, build_independent, build_eagle3)
+        ]
+    eagle3_target = Target(build_model(num_hidden_layers=2))
+    eagle3_target.eos_token_ids = frozenset({3, 24})
+    sessions.append((eagle3_target, draft_session(eagle3_target, trained_eagle3(eagle3_target))))
+    often_right = {*range(len(FAMILIES), 2 * len(FAMILIES)), len(sessions) - 1}
+    done, committed = 0, []
+    while done < N_PROMPTS:
+        place, shape = chance.randrange(len(sessions)), chance.choice(SHAPES)
+        target, session = sessions[place]
+        prompts = [
+            [chance.randrange(4, 60) for _ in range(chance.randint(1, 40))] for _ in range(chance.choice((1, 1, 3, 8)))
+        ]
+        n_new = chance.randint(1, 30)
+        found = generate_batch(target, prompts, max_new_tokens=n_new, open_session=session, tree=shape)
+        for prompt, generation in zip(prompts, found, strict=True):
+            plain = plain_generate(target, prompt, max_new_tokens=n_new)
+            assert generation.tokens == plain.tokens, (done, place, shape, prompt)
+            committed += generation.stats.committed_per_call if place in often_right else []
+        done += len(prompts)
+    assert max(committed) >= 6
+    assert sum(committed) / len(committed) > 1.3

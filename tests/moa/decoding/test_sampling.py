@@ -1,0 +1,237 @@
+"""Speculative sampling has the target's distribution: by enumeration of every draw, and by chi-square of whole runs."""
+
+import itertools
+
+import pytest
+import torch
+
+from moa_data.moa.decoding import sampling
+from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution
+from moa_data.moa.decoding.tree import DraftTree, TreeShape
+from moa_data.moa.errors import DrafterError
+from moa_data.moa.target.live import Target
+
+from ..conftest import build_drafter, build_model
+
+V = 4
+
+
+class Enumeration:
+    """Walks through every outcome of the draws of a procedure, depth first, with the probability of each."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(sampling, "_accepts", self._accepts)
+        monkeypatch.setattr(sampling, "draw", lambda probability, generator: self._pick(probability.tolist()))
+
+    def _accepts(self, probability, token, proposal, generator):
+        ratio = float(probability[token]) / (1.0 if proposal is None else float(proposal[token]))
+        return self._pick([1 - min(1.0, ratio), min(1.0, ratio)]) == 1
+
+    def _pick(self, weights):
+        total = sum(weights)
+        if self._depth == len(self._choices):
+            self._choices.append(next(i for i, weight in enumerate(weights) if weight > 0))
+            self._branches.append(weights)
+        choice = self._choices[self._depth]
+        self._depth += 1
+        self._probability *= weights[choice] / total
+        return choice
+
+    def outcomes(self, procedure):
+        self._choices, self._branches = [], []
+        while True:
+            self._depth, self._probability = 0, 1.0
+            yield procedure(), self._probability
+            while self._choices:
+                later = [i for i, w in enumerate(self._branches[-1]) if i > self._choices[-1] and w > 0]
+                if later:
+                    self._choices[-1] = later[0]
+                    break
+                self._choices.pop()
+                self._branches.pop()
+            else:
+                return
+
+
+@pytest.fixture
+def logits():
+    """Of a chain or tree with up to 6 nodes over a vocabulary of 4."""
+    return torch.randn(7, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
+
+
+CONFIGS = [SamplingConfig(1.0), SamplingConfig(0.7, top_p=0.8), SamplingConfig(1.3, top_k=2, repetition_penalty=1.5)]
+
+
+def expected_pairs(logits, node_of, config):
+    """Probability of every (first, second) token where the drafts say what follows; second is None beyond them."""
+    pairs = {}
+    first = distribution(logits[0], [1, 2], config)
+    for x in range(V):
+        node = node_of.get((x,))
+        if node is None:
+            pairs[x, None] = float(first[x])
+            continue
+        second = distribution(logits[node + 1], [1, 2, x], config)
+        pairs |= {(x, y): float(first[x] * second[y]) for y in range(V)}
+    return pairs
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_picked_trees_give_the_targets_distribution(monkeypatch, logits, config):
+    # Two children of the root, two and one grandchildren.
+    tree = DraftTree(torch.tensor([[0, 2, 1, 3, 0]]), torch.tensor([[-1, -1, 0, 0, 1]]))
+    got = {}
+
+    def procedure():
+        accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
+        path = [*(int(tree.tokens[0, node]) for node in accepted), bonus]
+        return path[0], path[1] if len(path) > 1 else None
+
+    for outcome, probability in Enumeration(monkeypatch).outcomes(procedure):
+        got[outcome] = got.get(outcome, 0.0) + probability
+    wanted = expected_pairs(logits, {(0,): 0, (2,): 1}, config)
+    assert sum(got.values()) == pytest.approx(1)
+    for outcome, probability in wanted.items():
+        assert got.get(outcome, 0.0) == pytest.approx(probability, abs=1e-12)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
+def test_drawn_chains_give_the_targets_distribution(monkeypatch, logits, config):
+    """The draft itself is drawn from q, so its draw belongs to the enumeration."""
+    proposal = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.0, 0.5, 0.4]], dtype=torch.float64)
+    first = [0.0] * V
+    enumeration = Enumeration(monkeypatch)
+
+    def procedure():
+        drafts = [enumeration._pick(row.tolist()) for row in proposal]
+        tree = DraftTree.chain(torch.tensor([drafts]), proposal[None])
+        accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
+        return ([drafts[node] for node in accepted] + [bonus])[0]
+
+    for outcome, probability in enumeration.outcomes(procedure):
+        first[outcome] += probability
+    assert first == pytest.approx(distribution(logits[0], [1, 2], config).tolist(), abs=1e-12)
+
+
+def test_distribution_follows_transformers():
+    from transformers import LogitsProcessorList
+    from transformers.generation import (
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    logits, previous = torch.randn(50), [3, 9, 9, 14]
+    for temperature, top_k, top_p, penalty in itertools.product((0.6, 1.7), (0, 8), (0.5, 1.0), (1.0, 1.4)):
+        chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)])
+        if top_k:
+            chain.append(TopKLogitsWarper(top_k))
+        if top_p < 1:
+            chain.append(TopPLogitsWarper(top_p))
+        expected = chain(torch.tensor([previous]), logits[None].clone())[0].softmax(-1)
+        got = distribution(logits, previous, SamplingConfig(temperature, top_p, top_k, penalty))
+        torch.testing.assert_close(got.float(), expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("config", [SamplingConfig(0.8, top_p=0.9), SamplingConfig(1.2, top_p=0.6, top_k=400)], ids=str)
+def test_top_p_of_a_large_vocabulary_equals_sorting_all_of_it(scale, config):
+    """Whether few tokens hold the mass or nearly all are needed; the logits stay as they are."""
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * scale
+    logits += torch.linspace(0, 1e-6, 3000, dtype=torch.float64)  # no ties
+    given = logits.clone()
+    scores = logits / config.temperature
+    if config.top_k:
+        scores = scores.masked_fill(scores < scores.sort(descending=True).values[config.top_k - 1], -torch.inf)
+    ordered, order = scores.sort(descending=True)
+    mass_before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
+    expected = torch.zeros(3000, dtype=torch.float64)
+    kept = order[mass_before < config.top_p]
+    expected[kept] = scores[kept].softmax(0)
+    got = distribution(logits, [], config)
+    assert torch.equal(got > 0, expected > 0)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+    assert torch.equal(logits, given)
+
+
+def test_few_tokens_are_not_sorted_with_all(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "sort", lambda *_args, **_kwargs: pytest.fail("sorted the vocabulary"))
+    logits = torch.randn(5000) * 5
+    assert float(distribution(logits, [3], SamplingConfig(0.8, 0.9, repetition_penalty=1.2)).sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("tree", [TreeShape(3), TreeShape(2, 2, 5)], ids=str)
+def test_whole_runs_have_the_targets_distribution(tree):
+    """Chi-square of the second and third token of many answers against the exact distribution."""
+    target = Target(build_model(num_hidden_layers=2))
+    target.eos_token_ids = frozenset()
+    drafter = build_drafter(target.model)
+    config, n_runs, prompt = SamplingConfig(1.0, top_k=3), 3000, [7, 8, 9]
+    runs = generate_batch(
+        target, [prompt] * n_runs, max_new_tokens=3, open_session=draft_session(target, drafter, None, config),
+        tree=tree, sampling=config, seed=11,
+    )  # fmt: skip
+    counts: dict[tuple[int, ...], int] = {}
+    for run in runs:
+        counts[tuple(run.tokens)] = counts.get(tuple(run.tokens), 0) + 1
+    chi_square, n_cells = 0.0, 0
+    for answer, probability in exact_answers(target, prompt, config, 3).items():
+        chi_square += (counts.pop(answer, 0) - n_runs * probability) ** 2 / (n_runs * probability)
+        n_cells += 1
+    assert not counts, "answers that the target never gives"
+    # Mean n - 1, variance 2 (n - 1): five standard deviations.
+    assert chi_square < n_cells - 1 + 5 * (2 * (n_cells - 1)) ** 0.5
+
+
+def exact_answers(target, prompt, config, n_tokens):
+    """Every answer of that length with its probability."""
+    answers = {(): 1.0}
+    for _ in range(n_tokens):
+        longer = {}
+        for answer, probability in answers.items():
+            path = [*prompt, *answer]
+            hidden = target.forward(torch.tensor([path]), target.new_cache())
+            following = distribution(target.logits(hidden[0, -1]), path, config)
+            longer |= {(*answer, t): probability * float(p) for t, p in enumerate(following.tolist()) if p > 0}
+        answers = longer
+    return answers
+
+
+@pytest.mark.parametrize("tree", [TreeShape(4), TreeShape(3, 2, 6)], ids=str)
+def test_seeds_decide_the_answer_alone_and_in_a_batch(tree):
+    target = Target(build_model(num_hidden_layers=2))
+    drafter = build_drafter(target.model)
+    config = SamplingConfig(0.9, top_p=0.9)
+    prompts = [[5, 6], [7, 8, 9, 10], [11]]
+    session = draft_session(target, drafter, None, config)
+    settings = {"max_new_tokens": 10, "sampling": config, "tree": tree}
+    together = generate_batch(target, prompts, open_session=session, seed=4, **settings)
+    for row, prompt in enumerate(prompts):
+        alone = speculative_generate(target, drafter, None, prompt, seed=4 + row, **settings)
+        assert alone.tokens == together[row].tokens
+    different = generate_batch(target, prompts, open_session=session, seed=40, **settings)
+    assert [run.tokens for run in different] != [run.tokens for run in together]
+
+
+def test_greedy_with_a_repetition_penalty_equals_transformers_and_plain():
+    target = Target(build_model(num_hidden_layers=2))
+    drafter, config = build_drafter(target.model), SamplingConfig(repetition_penalty=1.6)
+    for prompt in ([9, 4, 31], [50, 7]):
+        expected = target.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False, repetition_penalty=1.6, max_new_tokens=14,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        assert plain_generate(target, prompt, max_new_tokens=14, sampling=config).tokens == expected
+        for tree in (TreeShape(4), TreeShape(3, 3, 7)):
+            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=14, sampling=config, tree=tree)
+            assert fast.tokens == expected
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.2}, {"top_k": -1}, {"repetition_penalty": 0.0}]
+)
+def test_settings_without_a_meaning_are_refused(settings):
+    with pytest.raises(DrafterError, match=next(iter(settings))):
+        SamplingConfig(**settings)

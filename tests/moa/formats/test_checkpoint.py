@@ -1,0 +1,128 @@
+"""Both checkpoint layouts round-trip, and a wrong key, shape or target is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moa_data.moa.errors import CheckpointError, DrafterError, TargetMismatch
+from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
+from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.moa.target.live import Target
+
+from ..conftest import build_drafter, build_model
+
+
+def same_weights(one, other):
+    return one.state_dict().keys() == other.state_dict().keys() and all(
+        torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
+    )
+
+
+def test_own_layout_keeps_sizes_identity_and_target_layers(tmp_path):
+    drafter = build_drafter(build_model(), 2, target={"weights_sha256": "ab"})
+    save_drafter(drafter, tmp_path / "drafter")
+    for folder in (tmp_path / "drafter", tmp_path):
+        again = load_drafter(folder)
+        assert again.config == drafter.config
+        assert same_weights(again, drafter)
+
+
+@pytest.mark.parametrize(("family", "n_keys"), [("llama", 29), ("qwen2", 35)])
+def test_official_layout(tmp_path, family, n_keys):
+    model = build_model(family)
+    drafter = build_drafter(model, 2)
+    write_layout(drafter, LAYOUTS["moa"], tmp_path, target_config=model.config)
+    keys = set(load_file(tmp_path / "model.safetensors"))
+    assert len(keys) == n_keys
+    assert {"Ekv2E.weight", "Ekv2E.bias", "layer_self_attention.mlp.up_proj.weight"} <= keys
+    assert load_drafter(tmp_path).config == drafter.config
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == family
+    model.config.save_pretrained(tmp_path)  # the target's own, as the official checkpoints have it
+    again = load_drafter(tmp_path)
+    assert same_weights(again, drafter)
+    assert again.config == dataclasses.replace(drafter.config, target_layer_inference=0)
+
+
+def test_official_layout_as_pickle_and_its_faults(tmp_path):
+    model = build_model()
+    drafter = build_drafter(model)
+    write_layout(drafter, LAYOUTS["moa"], tmp_path, target_config=model.config)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert same_weights(load_drafter(tmp_path), drafter)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("moa_data")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
+    with pytest.raises(CheckpointError, match="is not the target's config"):
+        load_drafter(tmp_path)
+    for content in ([torch.zeros(1)], {"a": 1}):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="expected a state dict"):
+            load_drafter(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
+        load_drafter(tmp_path)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    drafter = build_drafter(build_model())
+    save_drafter(drafter, tmp_path / "run" / "drafter")
+    assert same_weights(load_drafter("~/run"), drafter)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"kind": []}', "there is no drafter"),
+        (b"[]", r"drafter\.json holds a list, expected names and values"),
+        (b"null", "holds a NoneType"),
+        (b"{", r"cannot read .*drafter\.json"),
+        (b"\xff", r"cannot read .*drafter\.json"),
+    ],
+)
+def test_a_description_that_is_none_is_named(tmp_path, content, message):
+    (tmp_path / "drafter.json").write_bytes(content)
+    with pytest.raises(DrafterError, match=message):
+        load_drafter(tmp_path)
+
+
+def test_strict_keys_and_shapes(tmp_path):
+    drafter = build_drafter(build_model())
+    save_drafter(drafter, tmp_path)
+    weights = load_file(tmp_path / "drafter.safetensors")
+    for change, message in (
+        (lambda w: w.pop("kv_to_hidden.bias"), "missing key kv_to_hidden.bias"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unexpected key extra"),
+        (lambda w: w.update({"kv_to_hidden.bias": torch.zeros(2)}), r"has shape \(2,\), expected \(48,\)"),
+    ):
+        changed = dict(weights)
+        change(changed)
+        save_file(changed, tmp_path / "drafter.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(tmp_path)
+    (tmp_path / "drafter.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
+        load_drafter(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no drafter"):
+        load_drafter(tmp_path / "nowhere")
+    (tmp_path / "drafter.json").write_text(json.dumps({"hidden": 1}))
+    with pytest.raises(Exception, match="unknown keys hidden"):
+        load_drafter(tmp_path)
+
+
+def test_another_target_is_refused(tmp_path):
+    model = build_model()
+    target = Target(model)
+    target._identity = {"weights_sha256": "cd" * 32}
+    check_drafter_matches(build_drafter(model, target={"weights_sha256": "cd" * 32}), target)
+    with pytest.raises(TargetMismatch, match="weights efefefefefef, this one has cdcdcdcdcdcd"):
+        check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)
+    with pytest.raises(TargetMismatch, match="kv_width 48, this target has 96"):
+        check_drafter_matches(build_drafter(model), Target(build_model(num_key_value_heads=4)))
+    with pytest.raises(TargetMismatch, match="vocab_size 67, this target has 80"):
+        check_drafter_matches(build_drafter(model), Target(build_model(vocab_size=80)))

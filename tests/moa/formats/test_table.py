@@ -1,0 +1,340 @@
+"""Drafters travel through every layout of other programs unchanged; a folder that does not fit is named."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from moa_data.moa.drafters.eagle import EagleDrafter, EagleSizes
+from moa_data.moa.drafters.eagle3 import Eagle3Drafter
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.errors import CheckpointError, TargetMismatch
+from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
+from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.target.live import Target
+
+from ..conftest import build_drafter, build_model
+from ..drafters.test_eagle3 import build_eagle3
+
+MOA = ("moa", "moa-vllm")
+ENGINES = ("eagle", "vllm-eagle", "sglang-eagle")
+
+
+def build_eagle(model, seed=1, **sizes):
+    drafter = EagleDrafter(EagleSizes.from_target(model.config, {"weights_sha256": "ab"}, **sizes))
+    drafter.initialize(torch.Generator().manual_seed(seed), std=0.15)
+    for name, weight in drafter.named_parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 0.0 if name.endswith("bias") else 1.0, 0.1)
+    return drafter.eval()
+
+
+def build(name, model=None, **sizes):
+    """A drafter that fits the layout."""
+    model = model or build_model(num_attention_heads=6)
+    if LAYOUTS[name].kind == "eagle3":
+        return build_eagle3(model, fused_layers=(0, 1, 2), draft_vocabulary=40, **sizes)
+    return build_drafter(model, **sizes) if LAYOUTS[name].kind == "moa" else build_eagle(model, **sizes)
+
+
+def write(drafter, name, folder, model, dtype=torch.float32):
+    write_layout(drafter, LAYOUTS[name], folder, dtype, model.config, model.model.embed_tokens.weight)
+
+
+@torch.no_grad()
+def features(drafter, model):
+    frozen = FrozenTarget.from_model(model)
+    tokens = torch.arange(3, 15)[None]
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(drafter, MoADrafter):
+        config = drafter.config
+        kv = torch.randn(1, 12, model.config.num_hidden_layers, config.kv_width, generator=generator)
+        return drafter.layer_self_attention.attend_self(
+            kv[0], drafter.layer_rotary(torch.arange(kv.shape[2])[None]), None
+        )
+    if isinstance(drafter, Eagle3Drafter):
+        states = torch.randn(1, 12, 3 * model.config.hidden_size, generator=generator)
+        x = drafter.join(frozen.embed(tokens), drafter.true_features(states))
+        rotation = drafter.rotary(torch.arange(12)[None])
+        made = drafter.midlayer(x, rotation, *drafter.midlayer.keys_values(x, rotation), None)
+        return drafter.draft_logits(frozen, made)
+    hidden = torch.randn(1, 12, model.config.hidden_size, generator=generator)
+    return drafter(drafter.join(frozen.embed(tokens), hidden))
+
+
+def without_own_key(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("moa_data")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_round_trip_is_exact(tmp_path, name):
+    model = build_model(num_attention_heads=4)
+    drafter = build(name, model)
+    write(drafter, name, tmp_path, model)
+    again = load_drafter(tmp_path)
+    assert again.config == drafter.config
+    weights = again.state_dict()
+    assert weights.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(value, weights[key]) for key, value in drafter.state_dict().items())
+    assert torch.equal(features(again, model), features(drafter, model))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_half_precision_rounds_once(tmp_path, name):
+    model = build_model()
+    drafter = build(name, model)
+    write(drafter, name, tmp_path, model, torch.bfloat16)
+    file = load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in file.values() if value.dtype not in (torch.int64, torch.bool)} == {torch.bfloat16}
+    weights = load_drafter(tmp_path).state_dict()
+    for key, value in drafter.state_dict().items():
+        rounded = value.to(torch.bfloat16).float() if value.is_floating_point() else value
+        assert torch.equal(weights[key], rounded), key
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_without_our_key_computes_the_same(tmp_path, name):
+    model = build_model()
+    drafter = build(name, model)
+    write(drafter, name, tmp_path, model)
+    without_own_key(tmp_path)
+    again = load_drafter(tmp_path)
+    check_drafter_matches(again, Target(model))
+    # With the layer that only hands on, the very same numbers come out of one layer more.
+    assert torch.equal(features(again, model), features(drafter, model))
+    with pytest.raises(TargetMismatch, match="this target has 80"):
+        check_drafter_matches(again, Target(build_model(vocab_size=80)))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("input_norm", [True, False])
+def test_first_layer_without_norm_needs_no_second(tmp_path, name, input_norm):
+    model = build_model()
+    write(build(name, model, eagle_input_norm=input_norm, eagle_layers=2), name, tmp_path, model)
+    keys = set(load_file(tmp_path / "model.safetensors"))
+    assert "layers.0.input_layernorm.weight" not in keys
+    assert ("layers.2.input_layernorm.weight" in keys) == input_norm
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2 + input_norm
+
+
+def test_keys_of_each_engine(tmp_path):
+    model = build_model("qwen2")
+    for name in ENGINES:
+        write(build(name, model, eagle_input_norm=False), name, tmp_path / name, model)
+    keys = {name: set(load_file(tmp_path / name / "model.safetensors")) for name in ENGINES}
+    assert keys["eagle"] - keys["vllm-eagle"] == {"embed_tokens.weight"}
+    assert keys["sglang-eagle"] - keys["vllm-eagle"] == {"fc.bias"}
+    configs = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ENGINES}
+    assert configs["vllm-eagle"]["architectures"] == ["LlamaForCausalLM"]
+    assert configs["vllm-eagle"]["qkv_bias"]
+    assert not configs["vllm-eagle"]["attention_bias"]
+    assert configs["sglang-eagle"]["architectures"] == ["Qwen2ForCausalLMEagle"]
+    assert {config["max_position_embeddings"] for config in configs.values()} == {96}
+
+
+def test_scaled_rotation_is_written_for_both_majors(tmp_path):
+    rope = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    model = build_model(rope_parameters=rope)
+    drafter = build("vllm-eagle", model)
+    write(drafter, "vllm-eagle", tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == 5e5
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    without_own_key(tmp_path)
+    assert load_drafter(tmp_path).config.rope_parameters == rope
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_official_eagle_checkpoint(tmp_path, file):
+    """Keys and config as yuhuili/EAGLE-* have them: fc with a bias, float16, a prefix, buffers, few config keys."""
+    model = build_model()
+    drafter = build_eagle(model, eagle_input_norm=False, eagle_fc_bias=True)
+    write(drafter, "eagle", tmp_path, model, torch.float16)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    (tmp_path / "model.safetensors").unlink()
+    if file.endswith("bin"):
+        torch.save({f"model.{name}": value for name, value in weights.items()}, tmp_path / file)
+    else:
+        save_file(weights, tmp_path / file)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-6,
+        "vocab_size": 67, "max_position_embeddings": 2048, "rope_theta": 10000.0, "bias": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = load_drafter(tmp_path)
+    assert again.config.eagle_fc_bias
+    assert not again.config.eagle_input_norm
+    assert torch.equal(features(again, model), features(drafter.half().float(), model))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "model", "message"),
+    [
+        ("moa", {"layer_attention_heads": 2}, {}, "2 heads of 24, and the MoA .* the target's 4 of 12"),
+        ("moa", {}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("moa-vllm", {"cross_attention_kv_heads": 2}, {}, "1 and 2 KV heads"),
+        ("moa-vllm", {"layer_attention_heads": 2}, {}, "2 heads over a KV width of 48"),
+        ("moa-vllm", {"n_target_layers": 1}, {}, "drafts through the target's last layers"),
+        ("vllm-eagle", {"eagle_fc_bias": True}, {}, "fc has a bias"),
+        ("moa-eagle", {"eagle_input_norm": False}, {}, "the first layer has no input norm"),
+        ("eagle", {}, {"head_dim": 16}, "the head dim is 16"),
+        ("moa", {}, {"head_dim": 16}, "the head dim is 16"),
+    ],
+)
+def test_what_the_other_program_would_run_differently_is_refused(tmp_path, name, sizes, model, message):
+    target = build_model(**model)
+    with pytest.raises(CheckpointError, match=f"cannot run this drafter as it was trained: .*{message}"):
+        write(build(name, target, **sizes), name, tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_biases_are_refused_where_they_would_be_dropped(tmp_path):
+    model = build_model("qwen2")
+    with pytest.raises(CheckpointError, match="q, k and v have biases"):
+        write(build("moa-vllm", model), "moa-vllm", tmp_path, model)
+
+
+def test_kind_and_missing_pieces_of_the_target(tmp_path):
+    model = build_model()
+    with pytest.raises(CheckpointError, match="of kind moa, this one is of kind eagle; formats for it: eagle, vllm"):
+        write_layout(build_eagle(model), LAYOUTS["moa"], tmp_path)
+    with pytest.raises(CheckpointError, match="holds the target's embeddings"):
+        write_layout(build_eagle(model), LAYOUTS["eagle"], tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds the target's config\.json"):
+        write_layout(build_drafter(model), LAYOUTS["moa"], tmp_path)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight has shape \(9, 48\), expected \(67, 48\)"):
+        write_layout(build_eagle(model), LAYOUTS["eagle"], tmp_path, embeddings=torch.zeros(9, 48))
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_wrong_tensors_are_named(tmp_path, name, own_key):
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    if not own_key:
+        without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    key = next(key for key in weights if key.endswith("o_proj.weight"))
+    for change, message in (
+        (lambda w: w.pop(key), f"missing key {key}"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unexpected key extra"),
+        (lambda w: w.update({key: torch.zeros(2, 3)}), rf"{key} has shape \(2, 3\), expected \("),
+        (lambda w: w.update({key: w[key].int()}), f"{key} is int32, expected float32 or bfloat16 or float16"),
+    ):
+        changed = dict(weights)
+        change(changed)
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(tmp_path)
+
+
+def test_wrong_configs_are_named(tmp_path):
+    model = build_model()
+    write(build_eagle(model), "sglang-eagle", tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    foreign = {name: value for name, value in config.items() if name != "moa_data"}
+    for text, message in (
+        ("{", "cannot read .*config.json"),
+        ("[]", "holds a list"),
+        (json.dumps(config | {"moa_data": 3}), "is not what this program writes"),
+        (json.dumps(config | {"moa_data": {"format": "new", "drafter": {}}}), "'new' is unknown"),
+        (json.dumps(config | {"moa_data": {"format": "eagle", "drafter": {"a": 1}}}), "unknown keys a"),
+        (json.dumps(foreign | {"hidden_size": None}), "lacks hidden_size"),
+        (json.dumps(foreign | {"hidden_size": 96}), r"fc.weight has shape \(48, 96\), expected \(96, 192\)"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"fc.bias": torch.ones(48)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"fc\.bias is not zero"):
+        load_drafter(tmp_path)
+    save_file({"some.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(foreign))
+    with pytest.raises(
+        CheckpointError, match=r"its tensors \(some.weight, ...\) are none of the layouts moa, moa-vllm"
+    ):
+        load_drafter(tmp_path)
+
+
+def test_eagle3_says_which_layers_it_joins(tmp_path):
+    model = build_model()
+    write(build("eagle3", model), "eagle3", tmp_path, model)
+    without_own_key(tmp_path)
+    assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    nested = config.pop("eagle_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
+    del config["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="does not say which layers"):
+        load_drafter(tmp_path)
+    nested["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_config": nested}))
+    with pytest.raises(TargetMismatch, match="reads layer 9"):
+        check_drafter_matches(load_drafter(tmp_path), Target(model))
+    with pytest.raises(CheckpointError, match="joins 2 layers of the target, and the engines join 3"):
+        write(build_eagle3(model), "eagle3", tmp_path / "two", model)
+
+
+def test_eagle3_under_the_name_that_vllm_gives_its_layer(tmp_path):
+    model = build_model()
+    drafter = build("eagle3", model)
+    write(drafter, "eagle3", tmp_path, model)
+    without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    again = load_drafter(tmp_path)
+    assert isinstance(again, Eagle3Drafter)
+    assert torch.equal(features(again, model), features(drafter, model))
+
+
+def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide():
+    """As in the official code: 4 heads over a KV width of 56 would be 14, 6 over 64 are 10, rounded down."""
+    model = build_model(num_attention_heads=6, num_key_value_heads=2, head_dim=16)
+    drafter = build_drafter(model, layer_attention_heads=6)
+    assert drafter.config.layer_attention_head_dim == 10
+    assert drafter.layer_self_attention.self_attn.q_proj.weight.shape == (60, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "input_norm"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", True)]
+)
+@torch.no_grad()
+def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path, family, input_norm):
+    """Transformers' layers, the first without its norm as in vLLM, SGLang and the EAGLE authors' code."""
+    model = build_model(family)
+    drafter = build_eagle(model, eagle_input_norm=input_norm)
+    write(drafter, "sglang-eagle", tmp_path, model)
+    weights, written = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    written |= {"architectures": None, "model_type": "llama", "attention_bias": written["qkv_bias"]}
+    config = LlamaConfig(**written, attn_implementation="eager")
+    hidden = torch.randn(1, 12, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    embeddings = model.model.embed_tokens(torch.arange(3, 15)[None])
+    x = torch.cat((embeddings, hidden), dim=-1) @ weights["fc.weight"].T + weights["fc.bias"]
+    rotation = LlamaRotaryEmbedding(config)(x, torch.arange(12)[None])
+    mask = torch.full((1, 1, 12, 12), float("-inf")).triu(1)
+    for index in range(config.num_hidden_layers):
+        layer = LlamaDecoderLayer(config, index).eval()
+        if not index:
+            layer.input_layernorm = torch.nn.Identity()
+        prefix = f"layers.{index}."
+        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        missing, unexpected = layer.load_state_dict(own, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"self_attn.o_proj.bias"}
+        if missing:
+            layer.self_attn.o_proj.bias.zero_()
+        x = layer(x, attention_mask=mask, position_embeddings=rotation)
+    torch.testing.assert_close(x, features(drafter, model), rtol=0, atol=2e-5)

@@ -1,0 +1,203 @@
+"""The one decoder block equals the decoder layer of every supported family, and incremental use equals whole use."""
+
+import pytest
+import torch
+
+from moa_data.moa.errors import DrafterError, TargetError
+from moa_data.moa.nn import kv as kv_layout
+from moa_data.moa.nn.kv import KVBuffer
+from moa_data.moa.nn.layers import RMSNorm, Rotary, attend_many_short, rotate
+from moa_data.moa.nn.masks import causal_mask
+from moa_data.moa.target.bundle import FrozenTarget, layer_sizes, save_target_bundle
+
+from ..conftest import FAMILIES, build_model
+from ..drafters.test_eagle3 import build_eagle3
+
+
+class NoTokenizer:
+    def save_pretrained(self, path):
+        """Nothing to save."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_layers_equal_the_target(family):
+    model = build_model(family)
+    tokens = torch.randint(0, 67, (2, 20))
+    states = {}
+    hooks = [
+        layer.register_forward_hook(lambda _m, _a, out, i=i: states.__setitem__(i, out))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    out = model(tokens)
+    for hook in hooks:
+        hook.remove()
+    frozen = FrozenTarget.from_model(model, n_layers=2)
+    x, positions = states[1], torch.arange(20)[None]
+    assert frozen.windows == {"mistral": [8, 8], "qwen2-mixed": [None, 6]}.get(family, [None, None])
+    for layer, window in zip(frozen.blocks, frozen.windows, strict=True):
+        x = layer.attend_self(x, frozen.rotary(positions), causal_mask(positions, 20, window))
+    torch.testing.assert_close(x, states[3], rtol=0, atol=2e-5)
+    torch.testing.assert_close(frozen.logits(frozen.norm(x)), out.logits, rtol=0, atol=5e-5)
+
+
+def test_attend_self_equals_forward_on_own_keys_in_value_and_gradient():
+    block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
+    rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
+    mask = torch.ones(7, 7).tril().bool()[None]
+    x = torch.randn(2, 7, 48, requires_grad=True)
+    whole = block.attend_self(x, rotation, mask)
+    (grad_whole,) = torch.autograd.grad(whole.square().sum(), x)
+    parts = block(x, rotation, *block.keys_values(x, rotation), mask)
+    (grad_parts,) = torch.autograd.grad(parts.square().sum(), x)
+    torch.testing.assert_close(whole, parts)
+    torch.testing.assert_close(grad_whole, grad_parts)
+
+
+def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights():
+    block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
+    block.input_layernorm.weight.data.normal_()
+    rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
+    x = torch.randn(60, 7, 48)
+    results = []
+    for data in (x, x.clone().requires_grad_(True)):
+        out = block.attend_self_means(data, rotation)
+        results.append((out, torch.autograd.grad(out.square().sum(), list(block.parameters()))))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    for got, expected in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_block_with_norms_of_its_own_attends_to_itself_alike(needs_gradient):
+    block = build_eagle3(build_model()).midlayer
+    rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
+    x = torch.randn(2, 7, 96, requires_grad=needs_gradient)
+    expected = block(x, rotation, *block.keys_values(x, rotation), None)
+    torch.testing.assert_close(block.attend_self(x, rotation, None), expected)
+    for sizes in ([7], [4, 3], [2, 2, 2, 1], [1] * 7):
+        means = torch.stack([group.mean(dim=1) for group in expected.split(sizes, dim=1)], dim=1)
+        torch.testing.assert_close(block.attend_self_means(x, rotation, len(sizes)), means)
+
+
+def test_incremental_use_equals_whole_use():
+    block = FrozenTarget.from_model(build_model(), 1).blocks[0]
+    rotary, x = Rotary(12, {"rope_theta": 1e4}, 96), torch.randn(1, 9, 48)
+    whole = block.attend_self(x, rotary(torch.arange(9)[None]), torch.ones(9, 9).tril().bool()[None])
+    buffer = KVBuffer(initial_capacity=2)
+    for position in range(9):
+        rotation, row = rotary(torch.tensor([[position]])), x[:, position : position + 1]
+        out = block.attend_behind(row, rotation, buffer.append, None)
+        torch.testing.assert_close(out, whole[:, position : position + 1], rtol=0, atol=1e-5)
+        assert torch.equal(out, block(row, rotation, *buffer.view(), None))
+
+
+def test_kv_buffer_grows_and_crops():
+    buffer = KVBuffer(initial_capacity=1)
+    with pytest.raises(DrafterError, match="empty"):
+        buffer.view()
+    first = torch.arange(6.0).view(1, 1, 3, 2)
+    buffer.append(first, -first)
+    buffer.crop([1])
+    keys, values = buffer.append(first[:, :, :2] + 10, first[:, :, :2])
+    assert keys[0, 0, :, 0].tolist() == [0, 10, 12]
+    assert values[0, 0, :, 1].tolist() == [-1, 1, 3]
+
+
+def test_kv_buffer_keeps_rows_of_different_lengths():
+    buffer = KVBuffer(n_rows=2, initial_capacity=1)
+    first = torch.arange(6.0).view(2, 1, 3, 1)
+    buffer.append(first, first, counts=[3, 1])
+    keys, values = buffer.append(first + 10, -first, counts=[1, 3])
+    assert keys[0, 0, :, 0].tolist()[:4] == [0, 1, 2, 10]
+    assert values[1, 0, :, 0].tolist() == [3, -3, -4, -5]
+    buffer.select_rows([1])
+    assert buffer.lengths == [4]
+    assert buffer.view()[0][0, 0, :, 0].tolist() == [3, 13, 14, 15]
+
+
+def test_rotary_stays_float32_and_uses_theta():
+    rotary = Rotary(8, {"rope_theta": 5e4, "rope_type": "default"}, 64).to(torch.bfloat16)
+    assert rotary.inv_freq.dtype == torch.float32
+    torch.testing.assert_close(rotary.inv_freq, 5e4 ** (-torch.arange(0, 8, 2) / 8))
+    with pytest.raises(DrafterError, match="even head dim"):
+        Rotary(5, {"rope_theta": 1e4}, 64)
+    with pytest.raises(DrafterError, match="changes with the length"):
+        Rotary(8, {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, 64)
+
+
+def test_llama3_rope_scaling_reaches_the_frozen_layers():
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    model = build_model(rope_parameters=rope)
+    torch.testing.assert_close(FrozenTarget.from_model(model).rotary.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cache_packing_round_trips(family):
+    model, cache = build_model(family), kv_layout.new_cache()
+    model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
+    assert cache.get_seq_length() == 20, "sliding windows must not drop keys"
+    packed = kv_layout.cache_kv(cache, 3, 11)
+    keys, values = kv_layout.cache_layers(cache)
+    for layer in range(4):
+        k, v = kv_layout.unpack_kv(packed[:, :, layer], 2)
+        assert torch.equal(k, keys[layer][:, :, 3:11])
+        assert torch.equal(v, values[layer][:, :, 3:11])
+
+
+def test_only_silu_layers_are_kept():
+    with pytest.raises(TargetError, match="hidden_act 'gelu' is not supported"):
+        FrozenTarget.from_model(build_model(hidden_act="gelu"), 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bundle_round_trip(family, tied, tmp_path):
+    model = build_model(family, tie_word_embeddings=tied)
+    save_target_bundle(model, NoTokenizer(), tmp_path, 2)
+    frozen = FrozenTarget.load(tmp_path, n_layers=2)
+    live = FrozenTarget.from_model(model, n_layers=2)
+    assert frozen.state_dict().keys() == live.state_dict().keys()
+    for name, value in live.state_dict().items():
+        assert torch.equal(frozen.state_dict()[name], value), name
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert layer_sizes(frozen.config) == layer_sizes(model.config)
+    with pytest.raises(TargetError, match="holds 2 decoder layers, 3 are needed"):
+        FrozenTarget.load(tmp_path, n_layers=3)
+    with pytest.raises(TargetError, match=r"no frozen\.safetensors"):
+        FrozenTarget.load(tmp_path / "elsewhere")
+
+
+def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient():
+    x = torch.randn(2, 3, 5, 12, dtype=torch.float64, requires_grad=True)
+    cos, sin = (part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(5)[None]))
+    first, second = x.chunk(2, dim=-1)
+    plain = x * cos[:, None] + torch.cat((second, first), dim=-1) * sin[:, None]
+    assert torch.equal(sin[..., :6], -sin[..., 6:])
+    torch.testing.assert_close(rotate(x, (cos, sin)), plain)
+    with torch.no_grad():
+        torch.testing.assert_close(rotate(x, (cos, sin)), plain)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, (cos, sin)), x)
+
+    norm = RMSNorm(12, eps=1e-5, dtype=torch.float64)
+    norm.weight.data.normal_()
+    torch.testing.assert_close(norm(x), x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight)
+    assert torch.autograd.gradcheck(lambda x, weight: type(norm).forward(norm, x), (x, norm.weight))
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), torch.nn.RMSNorm.forward(norm, x))
+
+
+@pytest.mark.parametrize("n_heads", [2, 6])
+def test_attention_of_many_short_sequences_equals_the_fused_kernel_in_value_and_gradient(n_heads):
+    q = torch.randn(40, 4, n_heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_(True)
+    k, v = (torch.randn(40, 2, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    got = attend_many_short(q, k, v)
+    torch.testing.assert_close(got, expected)
+    weight = torch.randn_like(got)
+    for ours, plain in zip(
+        torch.autograd.grad((got * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, plain)

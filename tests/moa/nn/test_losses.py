@@ -1,0 +1,162 @@
+"""The chunked loss equals the plain one; no logits of the whole batch are ever held."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from moa_data.moa.nn.losses import chunked_forward_kl, chunked_head_kl, feature_loss, forward_kl
+
+
+@pytest.mark.parametrize("chunk_bytes", [4 * 31, 4 * 31 * 3, 1 << 26])
+def test_chunked_equals_plain_in_value_and_gradient(chunk_bytes):
+    head = torch.randn(31, 6, dtype=torch.float64)
+    hidden = torch.randn(10, 6, dtype=torch.float64)
+    features = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(10, dtype=torch.float64)
+    plain = forward_kl(features @ head.T, hidden @ head.T)
+    chunked = chunked_forward_kl(features, hidden, head, chunk_bytes)
+    torch.testing.assert_close(chunked.double(), plain, rtol=1e-5, atol=1e-5)
+    (expected,) = torch.autograd.grad((plain * weight).sum(), features)
+    (got,) = torch.autograd.grad((chunked * weight).sum(), features)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_chunked_under_autocast_equals_plain_within_bfloat16():
+    torch.manual_seed(0)
+    head, hidden, features = torch.randn(31, 16), torch.randn(10, 16), torch.randn(10, 16, requires_grad=True)
+    plain = forward_kl(features @ head.T, hidden @ head.T)
+    (expected,) = torch.autograd.grad(plain.sum(), features)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = chunked_forward_kl(features, hidden, head, 4 * 31 * 3)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, plain, rtol=0.02, atol=0.05)
+    (got,) = torch.autograd.grad(low.sum(), features)
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+def test_logits_that_overflow_count_for_nothing():
+    """In float16, the one dtype in which a head and features of ordinary sizes give -inf."""
+    torch.manual_seed(0)
+    head = torch.randn(31, 6).half()
+    head[3] = torch.tensor([-60000.0, 0, 0, 0, 0, 0])
+    hidden, features = torch.rand(5, 6).half() * 0.01, torch.rand(5, 6).half()
+    features[1:4, 0] = 3.0
+    features.requires_grad_(True)
+    logits = torch.nn.functional.linear(features, head)
+    assert torch.isinf(logits[:, 3]).tolist() == [False, True, True, True, False]
+    goal = torch.nn.functional.linear(hidden, head)
+    plain = forward_kl(logits.float(), goal.float())
+    chunked = chunked_forward_kl(features, hidden, head, 4 * 31 * 2)
+    torch.testing.assert_close(chunked, plain)
+    given = (features.detach().float() @ head.float().T).requires_grad_(True)
+    draft = given.masked_fill(torch.isinf(logits), -torch.inf)
+    (expected,) = torch.autograd.grad(forward_kl(draft, goal.float()).sum(), given)
+    (got,) = torch.autograd.grad(chunked.sum(), features)
+    torch.testing.assert_close(got, expected.half() @ head, rtol=5e-3, atol=5e-3)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the values that are brought to the host, each of which waits for the device."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_chunks_wait_for_nothing():
+    head, hidden, features = torch.randn(31, 6), torch.randn(10, 6), torch.randn(10, 6, requires_grad=True)
+    with Waits() as waits:
+        chunked_forward_kl(features, hidden, head, 4 * 31 * 3).sum().backward()
+    assert waits.n == 0
+
+
+def test_no_rows_give_no_loss():
+    head, hidden, features = torch.randn(31, 6), torch.randn(0, 6), torch.randn(0, 6, requires_grad=True)
+    value = chunked_forward_kl(features, hidden, head)
+    assert value.shape == (0,)
+    value.sum().backward()
+    assert features.grad.shape == (0, 6)
+
+
+def test_infinite_logits_give_finite_value_and_gradient():
+    draft = torch.randn(3, 5)
+    draft[:, 2] = -torch.inf
+    draft.requires_grad_(True)
+    target = torch.randn(3, 5)
+    target[:, [0, 2]] = -torch.inf
+    value = forward_kl(draft, target)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert draft.grad[:, [0, 1, 3, 4]].isfinite().all()
+
+
+def test_feature_loss_is_smooth_l1_mean_over_width():
+    got = feature_loss(torch.tensor([[0.0, 3.0]]), torch.tensor([[0.5, 0.0]]))
+    assert got.tolist() == [pytest.approx((0.125 + 2.5) / 2)]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Records the peak of the bytes held by all tensors that operations made."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._live = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._live[leaf] = leaf.untyped_storage()
+        storages = {storage.data_ptr(): storage.nbytes() for storage in self._live.values()}
+        self.peak = max(self.peak, sum(storages.values()))
+        return out
+
+
+def test_peak_memory_does_not_grow_with_rows_times_vocabulary():
+    vocab, width, chunk_bytes = 4096, 8, 1 << 18
+    head = torch.randn(vocab, width)
+
+    def peak_bytes(loss, rows):
+        hidden, features = torch.randn(rows, width), torch.randn(rows, width, requires_grad=True)
+        with LiveBytes() as live:
+            loss(features, hidden).sum().backward()
+        return live.peak
+
+    def chunked(features, hidden):
+        return chunked_forward_kl(features, hidden, head, chunk_bytes)
+
+    def plain(features, hidden):
+        return forward_kl(features @ head.T, hidden @ head.T)
+
+    small, large = peak_bytes(chunked, 256), peak_bytes(chunked, 1024)
+    per_row = 8 * 4 * width
+    assert large - small < per_row * (1024 - 256)
+    assert large < 12 * chunk_bytes + per_row * 1024
+    assert peak_bytes(plain, 1024) > 1024 * vocab * 4 > 5 * large, "the measure must see the plain loss's logits"
+
+
+@pytest.mark.parametrize("n_tokens", [None, 7])
+def test_chunked_head_kl_equals_the_plain_one(n_tokens):
+    """In value and in both gradients, with chunks of one position; a weight of 0 leaves a step out."""
+    torch.manual_seed(3)
+    tokens = None if n_tokens is None else torch.randperm(20)[:n_tokens].sort().values
+    features = torch.randn(9, 3, 8, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(n_tokens or 20, 8, dtype=torch.float64, requires_grad=True)
+    hidden, target_head = torch.randn(9, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
+    weights = torch.rand(9, 3, dtype=torch.float64) * (torch.rand(9, 3) > 0.3)
+    got, by_step = chunked_head_kl(features, hidden, head, target_head, weights, tokens, chunk_bytes=1)
+    logits = features @ head.T
+    if tokens is not None:
+        logits = torch.full((9, 3, 20), -torch.inf, dtype=torch.float64).index_copy(-1, tokens, logits)
+    kl = forward_kl(logits, (hidden @ target_head.T)[:, None])
+    expected = (kl * weights).sum()
+    assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    torch.testing.assert_close(by_step.double(), (kl * (weights > 0)).sum(dim=0), rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(2 * got, (features, head))
+    for one, other in zip(found, torch.autograd.grad(2 * expected, (features, head)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

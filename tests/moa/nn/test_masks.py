@@ -1,0 +1,57 @@
+"""Masks as drawn in the module's docstring, and their limits."""
+
+import torch
+
+from moa_data.moa.nn import masks
+
+
+def test_the_docstring_example():
+    response = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    drafted = masks.drafted_positions(response, torch.tensor([4]))
+    assert drafted.int().tolist() == [[0, 0, 0, 1, 0, 1, 1, 1, 0]]
+    context = masks.last_context(drafted)
+    assert context.tolist() == [[0, 1, 2, 2, 4, 4, 4, 4, 8]]
+    query = torch.tensor([[6]])
+    seen = masks.cross_attention_mask(context[:, 6:7], 9)
+    assert seen[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+    plain = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[False]]), 9)
+    assert plain[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 6]
+    stairs = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[True]]), 9)
+    assert stairs[0, 0].nonzero().flatten().tolist() == [5, 6]
+
+
+def test_no_row_is_ever_empty():
+    generator = torch.Generator().manual_seed(0)
+    response = torch.rand(16, 40, generator=generator) < 0.6
+    bound = torch.randint(2, 9, (16,), generator=generator)
+    offset = torch.randint(0, 9, (16,), generator=generator)
+    drafted = masks.drafted_positions(response, bound, offset)
+    context = masks.last_context(drafted)
+    queries = torch.arange(40).expand(16, -1)
+    stairs = torch.rand(16, generator=generator) < 0.5
+    for mask in (
+        masks.cross_attention_mask(context, 40),
+        masks.self_attention_mask(queries, context, stairs[:, None], 40),
+        masks.drafted_block_mask(queries, context),
+    ):
+        assert mask.any(dim=-1).all()
+        assert not (mask & (torch.arange(40) > torch.arange(40)[:, None])).any(), "no query sees the future"
+    later = torch.arange(40) > context[:, :, None]
+    assert not (masks.cross_attention_mask(context, 40) & later).any()
+
+
+def test_a_round_sees_verified_positions_and_its_own_drafts():
+    queries = torch.tensor([[3, 4, 6, 4]])
+    context, passes = torch.tensor([[2, 2, 5, 3]]), torch.tensor([0, 0, 0, 1])
+    verified, own = masks.round_mask(queries, context, passes, 8).int().split((8, 4), dim=-1)
+    assert verified[0].tolist() == [[1] * 3 + [0] * 5, [1] * 3 + [0] * 5, [1] * 6 + [0] * 2, [1] * 4 + [0] * 4]
+    assert own[0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], "the last is of another pass"
+
+
+def test_without_a_bound_every_response_position_is_drafted():
+    response = torch.tensor([[0, 1, 1, 0]])
+    assert torch.equal(masks.drafted_positions(response, None), response.bool())
+
+
+def test_staircase_schedule():
+    assert [masks.staircase_drop_probability(p) for p in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 1.0]

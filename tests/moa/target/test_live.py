@@ -1,0 +1,73 @@
+"""A causal run in pieces, or without a mask, equals one call with the mask of all tokens; and it holds less."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moa_data.moa.target import live as target_module
+from moa_data.moa.target.live import Target
+
+from ..conftest import FAMILIES, build_model
+
+
+def with_full_mask(target, tokens, cache):
+    """The same call with each token's ancestors spelt out."""
+    n_rows, n_tokens = tokens.shape
+    return target.forward(tokens, cache, torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril().expand(n_rows, -1, -1))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 7, 1024])
+def test_causal_runs_equal_one_call_with_the_mask(family, attention, chunk, monkeypatch):
+    monkeypatch.setattr(target_module, "_CHUNK_TOKENS", chunk)
+    model = build_model(family)
+    model.config._attn_implementation = attention
+    target, tokens = Target(model), torch.randint(0, 67, (3, 40))
+    one, other = target.new_cache(3), target.new_cache(3)
+    # A prefill of ragged prompts padded on the right, a run behind each, a short one, a single token; then equal rows.
+    for n_tokens, kept in ((20, (20, 3, 11)), (12, (2, 12, 7)), (3, (1, 0, 2)), (1, (1, 1, 1)), (4, (0, 4, 4))):
+        part, tokens = tokens[:, :n_tokens], tokens[:, n_tokens:]
+        hidden, expected = target.forward(part, one), with_full_mask(target, part, other)
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=2e-5)
+        assert one.n_pending == n_tokens
+        for cache in (one, other):
+            cache.commit([range(count) for count in kept])
+        lengths = one.lengths
+        assert lengths == other.lengths
+        for row, length in enumerate(lengths):
+            got, wanted = one.packed([0] * 3, length)[row], other.packed([0] * 3, length)[row]
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
+
+
+class LargestBytes(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.n_bytes = max(self.n_bytes, leaf.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("n_rows", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(family, n_rows, monkeypatch):
+    """Nothing is larger than the cache or what the layers make anyway; with a window, than the mask of a piece."""
+    n_tokens, piece = 4096, 64
+    monkeypatch.setattr(target_module, "_CHUNK_TOKENS", piece)
+    model = build_model(family, max_position_embeddings=n_tokens)
+    target, tokens = Target(model), torch.randint(0, 67, (n_rows, n_tokens))
+    cache = target.new_cache(n_rows)
+    with LargestBytes() as made:
+        target.forward(tokens, cache)
+    cache_bytes = cache.layer_view(0, n_tokens)[0].untyped_storage().nbytes()
+    piece_bytes = piece * n_tokens * 8  # distances in int64
+    assert made.n_bytes <= max(cache_bytes, piece_bytes)
+    assert made.n_bytes < n_tokens * n_tokens

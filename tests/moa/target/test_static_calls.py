@@ -1,0 +1,143 @@
+"""Calls of static shapes give what others give, and a few graphs serve all rounds."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from moa_data.moa.decoding.loop import draft_session, generate_batch
+from moa_data.moa.decoding.session import DraftSession
+from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
+from moa_data.moa.target.cache import TargetCache
+from moa_data.moa.target.live import Target
+
+from ..conftest import build_drafter, build_model
+from ..drafters.test_eagle3 import build_eagle3
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: object, n_slots: int = 64) -> tuple[Target, CompileCounter]:
+    counter = CompileCounter()
+    target = Target(model)
+    target.compile(n_slots, backend=counter)
+    return target, counter
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str) -> None:
+    model = build_model(family)
+    static, counter = compiled(model)
+    plain = Target(model)
+    prompts = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 5, 0, 0]])
+    parents = torch.tensor([[-1, -1, 0, 0, 1], [-1, 0, 1, 2, 3]])
+    tree = torch.randint(4, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    found = []
+    for target in (plain, static):
+        cache = target.new_cache(2)
+        target.forward(prompts, cache)
+        cache.commit([range(5), range(3)])
+        hidden = [target.forward(tree, cache, ancestors(parents))]
+        cache.commit([[0, 1, 3], [0, 1, 2, 3]])
+        hidden.append(target.forward(tree[:, :3], cache))
+        cache.commit([[0], [0, 1, 2]])
+        hidden.append(target.forward(tree[:, :1], cache))
+        found.append((hidden, cache.packed([0, 0], 8)))
+    assert counter.frame_count == 3  # six tokens, three and one
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0][1][:, :8], found[1][1][:, :8], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [None, TreeShape(5), TreeShape(3, 2, 6)])
+def test_a_few_graphs_serve_all_rounds(shape: Shape | None) -> None:
+    model = build_model(eos_token_id=None)
+    target, counter = compiled(model)
+    session = draft_session(target, build_drafter(model)) if shape else None
+    found = [generate_batch(target, [p], max_new_tokens=40, open_session=session, tree=shape)[0] for p in PROMPTS[:1]]
+    n_graphs = counter.frame_count
+    assert 1 <= n_graphs <= 4  # rounds near the end are shallower
+    found += [generate_batch(target, [p], max_new_tokens=40, open_session=session, tree=shape)[0] for p in PROMPTS[1:]]
+    assert counter.frame_count == n_graphs
+    expected = generate_batch(Target(model), PROMPTS, max_new_tokens=40)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+def test_layer_outputs_come_out_of_the_compiled_calls_too() -> None:
+    """Of whichever layers the drafter reads, and beside calls of which none are wanted."""
+    model = build_model(eos_token_id=None, num_hidden_layers=3)
+    target, counter = compiled(model)
+    chain, n_graphs = TreeShape(3), []
+    expected = [one.tokens for one in generate_batch(Target(model), PROMPTS, max_new_tokens=12)]
+    for layers in ((0, 1), (0, 2), (0, 1)):
+        drafter = build_eagle3(model, fused_layers=layers)
+        for prompt, tokens in zip(PROMPTS[:2], expected, strict=False):
+            one, other = (
+                generate_batch(each, [prompt], max_new_tokens=12, open_session=draft_session(each, drafter), tree=chain)
+                for each in (target, Target(model))
+            )
+            assert one[0].tokens == tokens
+            assert one[0].stats.committed_per_call == other[0].stats.committed_per_call
+        n_graphs.append(counter.frame_count)
+        assert generate_batch(target, PROMPTS[:1], max_new_tokens=12)[0].tokens == expected[0]
+    assert 1 <= n_graphs[0] <= 3
+    assert n_graphs[2] == n_graphs[1]  # what was compiled serves again
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
+def test_layer_outputs_of_a_compiled_call_are_those_of_any_other() -> None:
+    model = build_model()
+    static, counter = compiled(model)
+    found = []
+    for target in (Target(model), static):
+        cache = target.new_cache(2)
+        cache.watched_layers = (1, 3)
+        target.forward(torch.tensor([[5, 6, 7], [8, 9, 0]]), cache)
+        cache.commit([range(3), range(2)])
+        target.forward(torch.tensor([[10, 11, 12], [13, 14, 15]]), cache)
+        found.append(cache.take_layer_outputs())
+    assert counter.frame_count == 1
+    assert found[0].shape == (2, 3, 2 * 48)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_of_the_given_length_fits_with_what_fills_up_its_calls() -> None:
+    model = build_model(eos_token_id=None, num_hidden_layers=1)
+    target, _ = compiled(model, n_slots=48)
+    capacity, session, caches = target.new_cache()._initial_slots, draft_session(target, build_drafter(model)), []
+
+    def open_session(cache: TargetCache, generators: list[torch.Generator]) -> DraftSession:
+        caches.append(cache)
+        return session(cache, generators)
+
+    for shape in (TreeShape(3), TreeShape(2, 8, 40)):
+        generate_batch(target, [[5] * 8], max_new_tokens=40, open_session=open_session, tree=shape)
+    assert [cache.capacity for cache in caches] == [capacity, capacity]
+    assert capacity < 2 * 48 + 64
+
+
+def test_a_buffer_is_known_to_stay_where_it_is_after_rows_have_left() -> None:
+    target, _ = compiled(build_model(num_hidden_layers=1))
+    cache = target.new_cache(3)
+    target.forward(torch.tensor([[5, 6], [7, 8], [9, 10]]), cache)
+    cache.commit([range(2)] * 3)
+    cache.select_rows([0, 2])
+    assert hasattr(cache._buffer, "_dynamo_static_input_type")
+
+
+def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
+    model = build_model(eos_token_id=None)
+    target, counter = compiled(model, n_slots=16)
+    session = draft_session(target, build_drafter(model))
+    found = generate_batch(target, PROMPTS, max_new_tokens=40, open_session=session, tree=TreeShape(2, 2, 4))
+    expected = generate_batch(Target(model), PROMPTS, max_new_tokens=40)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert counter.frame_count > 1

@@ -1,0 +1,74 @@
+"""Exported files hold what transformers calls the same states, and layers are numbered as the other projects do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from moa_data.errors import OptionInvalid
+from moa_data.pipeline.exchange.config import ExportConfig
+from moa_data.pipeline.exchange.conventions import default_layers, require_fields, vllm_layer_id
+from moa_data.pipeline.exchange.errors import FieldMissing
+from moa_data.pipeline.exchange.exporting import export_store
+
+BFLOAT16 = {"rtol": 2**-7, "atol": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def live(model: AutoModelForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The nine hidden states [n, E] of transformers: embeddings, after 1 to 7 layers, after the final norm."""
+    return tuple(state[0] for state in model(tokens[None], output_hidden_states=True).hidden_states)
+
+
+def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the_norm(
+    store: Path, model: AutoModelForCausalLM, tmp_path: Path
+) -> None:
+    export_store(ExportConfig(str(store), "speculators", str(tmp_path), max_sequences=1))
+    record = load_file(tmp_path / "hidden_states" / "hs_0.safetensors")
+    states = live(model, record["token_ids"])
+    slots = record["hidden_states"].float()
+    for slot, layers_passed in enumerate((2, 4, 5)):
+        torch.testing.assert_close(slots[:, slot], states[layers_passed], **BFLOAT16)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.model.norm(slots[:, 3]), states[8], rtol=2**-6, atol=2e-2)
+    assert not torch.allclose(slots[:, 3], states[8], **BFLOAT16)  # the norm of this target is seen
+
+
+def test_specforge_and_eagle_hold_the_last_state_after_the_norm(
+    store: Path, model: AutoModelForCausalLM, tmp_path: Path
+) -> None:
+    for name, file in (("specforge", "rows_0-2000/data_0.ckpt"), ("eagle", "0/data_0.ckpt")):
+        export_store(ExportConfig(str(store), name, str(tmp_path / name), max_sequences=1))
+        record = torch.load(tmp_path / name / file, weights_only=True)
+        states = live(model, record["input_ids"])
+        last = record["hidden_state"].float()
+        torch.testing.assert_close(last[0] if name == "specforge" else last, states[8], **BFLOAT16)
+        if name == "specforge":
+            aux = torch.cat([states[2], states[4], states[5]], dim=-1)
+            torch.testing.assert_close(record["aux_hidden_state"][0].float(), aux, **BFLOAT16)
+
+
+def test_default_layers_are_those_of_eagle_3() -> None:
+    assert default_layers(32) == (1, 15, 28)
+    assert [vllm_layer_id(layer) for layer in default_layers(32)] == [2, 16, 29]
+    assert default_layers(7) == (1, 2, 3)
+    for n_layers in (1, 3, 6):
+        with pytest.raises(OptionInvalid, match="--layers"):
+            default_layers(n_layers)
+
+
+def test_a_missing_field_names_the_command_that_adds_it() -> None:
+    with pytest.raises(FieldMissing, match="`moa-data add store --model MODEL --activations hidden:layer:7`,"):
+        require_fields(("hidden/layer_7",), ("tokens", "kv", "hidden/last"), "store", "speculators")
+    with pytest.raises(FieldMissing, match="before the final norm"):
+        require_fields(("hidden/layer_7",), ("tokens", "kv", "hidden/last"), "store", "speculators")
+    require_fields(("hidden/last",), ("tokens", "hidden/last"), "store", "eagle")

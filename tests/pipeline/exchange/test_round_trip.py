@@ -1,0 +1,303 @@
+"""Store -> export -> import gives the same store again, whatever interrupts it; foreign files are checked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+
+from moa_data.cli import main
+from moa_data.errors import FolderOccupied, OptionInvalid
+from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.exchange.config import FORMATS, ExportConfig, ImportConfig
+from moa_data.pipeline.exchange.errors import FieldMissing, ForeignInvalid, InteropError
+from moa_data.pipeline.exchange.exporting import export_store
+from moa_data.pipeline.exchange.importing import import_folder
+from moa_data.pipeline.extract import extract
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.read.store import ActivationStore
+
+
+def export(store: Path, name: str, out: Path, **options: Any) -> Path:
+    export_store(ExportConfig(str(store), name, str(out), **options))
+    return out
+
+
+def bring_in(folder: Path, name: str, target: Path, out: Path, **options: Any) -> ActivationStore:
+    import_folder(ImportConfig(str(folder), name, str(target), str(out), **options))
+    return ActivationStore(out)
+
+
+def by_id(store: ActivationStore) -> dict[str, int]:
+    return {sequence_id: i for i, sequence_id in enumerate(store.sequences["sequence_id"].to_pylist())}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the fingerprint that `datasets` draws at random."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("state.json", "dataset_info.json")
+    }
+
+
+def stop_at(n: int) -> Callable[[int, int, str], None]:
+    def progress(done: int, _total: int, message: str) -> None:
+        if done == n and not message.startswith("read"):
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.mark.parametrize(("name", "compress"), [*((name, False) for name in FORMATS), ("specforge", True)])
+def test_round_trip_keeps_every_bit(store: Path, target: Path, tmp_path: Path, name: str, compress: bool) -> None:
+    folder = export(store, name, tmp_path / "out", compress=compress)
+    back = bring_in(folder, name, target, tmp_path / "back", part_tokens=300)
+    original = ActivationStore(store)
+    assert len(back) == len(original)
+    assert back.n_parts_committed > 1
+    there = by_id(original)
+    exact = [field for field in back.fields if field != "hidden/last" or name != "speculators"]
+    assert len(exact) == {"speculators": 6, "specforge": 6, "eagle": 3}[name]
+    for sequence_id, i in by_id(back).items():
+        for field in exact:
+            np.testing.assert_array_equal(back.read(i, field), original.read(there[sequence_id], field))
+    assert verify_store(tmp_path / "back").ok
+    assert back.manifest.identities["target.weights_sha256"] == original.manifest.identities["target.weights_sha256"]
+    assert (tmp_path / "back" / "README.md").is_file()
+    assert FrozenTarget.load(back.target_path).n_layers == 0
+
+
+def test_speculators_last_state_goes_through_the_final_norm(store: Path, target: Path, tmp_path: Path) -> None:
+    back = bring_in(export(store, "speculators", tmp_path / "out"), "speculators", target, tmp_path / "back")
+    weight = FrozenTarget.load(back.target_path).norm.weight.double().numpy()
+    original, there = ActivationStore(store), by_id(ActivationStore(store))
+    for sequence_id, i in list(by_id(back).items())[:4]:
+        before = to_float32(back.read(i, "hidden/layer_7"), "bfloat16").astype(np.float64)
+        expected = before / np.sqrt((before**2).mean(-1, keepdims=True) + 1e-6) * weight
+        got = to_float32(back.read(i, "hidden/last"), "bfloat16")
+        np.testing.assert_allclose(got, expected, rtol=2**-8)  # one rounding to bfloat16
+        live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
+        np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)  # extraction rounded after the norm only
+
+
+def test_speculators_folder_is_what_its_trainer_reads(store: Path, tmp_path: Path) -> None:
+    folder = export(store, "speculators", tmp_path / "out")
+    rows = load_from_disk(str(folder))
+    original = ActivationStore(store)
+    assert rows.with_format(None)["seq_len"][:] == original.lengths.tolist()
+    for i in (0, 11):
+        record = load_file(folder / "hidden_states" / f"hs_{i}.safetensors")
+        assert torch.equal(record["token_ids"], rows[i]["input_ids"])
+        assert rows[i]["loss_mask"].tolist() == original.read(i, "response_mask").tolist()
+        assert record["hidden_states"].shape == (original.lengths[i], 4, 32)
+        assert record["hidden_states"].dtype == torch.bfloat16
+
+
+def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Path) -> None:
+    folder = export(store, "specforge", tmp_path / "out", layers=(4, 1), max_sequences=5)
+    record = torch.load(folder / "rows_0-2000" / "data_4.ckpt", weights_only=True)
+    assert record["aux_hidden_state"].shape[-1] == 64
+    assert not (folder / "rows_0-2000" / "data_5.ckpt").exists()
+    back = bring_in(folder, "specforge", target, tmp_path / "back", layers=(4, 1))
+    original = ActivationStore(store)
+    i = by_id(back)[original.sequences["sequence_id"][4].as_py()]
+    for field in ("hidden/layer_1", "hidden/layer_4"):
+        np.testing.assert_array_equal(back.read(i, field), original.read(4, field))
+    with pytest.raises(ForeignInvalid, match=r"expected 3 layers of 32.*--layers"):
+        bring_in(folder, "specforge", target, tmp_path / "wrong")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_path: Path, name: str) -> None:
+    whole = contents(export(store, name, tmp_path / "whole"))
+    config = ExportConfig(str(store), name, str(tmp_path / "out"))
+    with pytest.raises(KeyboardInterrupt):
+        export_store(config, progress=stop_at(5))
+    report = export_store(config)
+    assert report.n_sequences == 12
+    assert report.n_written == 7  # files on their way when it was stopped are finished
+    assert contents(tmp_path / "out") == whole
+    assert export_store(config).n_written == 0
+    assert not list((tmp_path / "out").rglob("*.partial*"))
+
+
+def test_an_interrupted_import_goes_on_and_ends_in_equal_files(store: Path, target: Path, tmp_path: Path) -> None:
+    folder = export(store, "specforge", tmp_path / "out")
+    bring_in(folder, "specforge", target, tmp_path / "whole", part_tokens=256)
+    config = ImportConfig(str(folder), "specforge", str(target), str(tmp_path / "back"), part_tokens=256)
+    with pytest.raises(KeyboardInterrupt):
+        import_folder(config, progress=stop_at(6))
+    assert 0 < import_folder(config).n_parts_done < ActivationStore(tmp_path / "back").manifest.n_parts
+    kept = [{k: v for k, v in contents(tmp_path / side).items() if not k.startswith(("runs/", "store.lock"))}
+            for side in ("whole", "back")]  # fmt: skip
+    assert kept[0] == kept[1]
+
+
+def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path, tmp_path: Path) -> None:
+    export(store, "eagle", tmp_path / "out", max_sequences=4)
+    with pytest.raises(FolderOccupied, match="format, fields differ"):
+        export(store, "specforge", tmp_path / "out")
+    with pytest.raises(FolderOccupied, match="store_sha256"):
+        export(recipe_store, "eagle", tmp_path / "out")
+    with pytest.raises(FolderOccupied, match="begun with 4 sequences"):
+        export(store, "eagle", tmp_path / "out", max_sequences=2)
+    assert export_store(ExportConfig(str(store), "eagle", str(tmp_path / "out"))).n_written == 8
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(FolderOccupied, match="not an empty folder"):
+        export(store, "eagle", tmp_path / "mine")
+
+
+def test_a_store_without_the_fields_is_refused_in_one_line(recipe_store: Path, tmp_path: Path) -> None:
+    with pytest.raises(FieldMissing, match=r"lacks hidden/layer_1, .*`moa-data add .*--activations hidden:layer:1,hid"):
+        export(recipe_store, "speculators", tmp_path / "out", layers=(1,))
+    result = CliRunner().invoke(
+        main, ["export", str(recipe_store), "--format", "specforge", "--layers", "2", "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 2
+    assert f"`moa-data add {recipe_store} --model MODEL --activations hidden:layer:2" in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_work(store: Path, target: Path, tmp_path: Path) -> None:
+    out, back = str(tmp_path / "out"), str(tmp_path / "back")
+    result = CliRunner().invoke(main, ["export", str(store), "--format", "eagle", "--out", out])
+    assert result.exit_code == 0, result.output
+    assert "12 written" in result.output
+    result = CliRunner().invoke(main, ["import", out, "--format", "eagle", "--model", str(target), "--out", back])
+    assert result.exit_code == 0, result.output
+    assert "12 sequences" in result.output
+
+
+def test_options_are_checked_before_anything_is_read(tmp_path: Path) -> None:
+    for config, text in (
+        (ExportConfig("s", "gguf", "o"), "format is 'gguf'"),
+        (ExportConfig("s", "eagle", "o", layers=(1,)), "no meaning"),
+        (ExportConfig("s", "speculators", "o", layers=(1, 1)), "repeats"),
+        (ExportConfig("s", "eagle", "o", compress=True), "specforge only"),
+        (ImportConfig("f", "eagle", "m", "o", max_sequences=0, target_layers=-1), "max_sequences is 0.*target_layers"),
+    ):
+        with pytest.raises(OptionInvalid, match=text):
+            config.check()
+
+
+def official_eagle(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
+    """Files as EAGLE's generator writes them: fp16, one folder for each rank."""
+    draw = torch.Generator().manual_seed(0)
+    for rank in (0, 1):
+        (folder / str(rank)).mkdir(parents=True)
+        for i in range(11):
+            record = {
+                "input_ids": torch.randint(0, 400, (5 + i,), generator=draw),
+                "hidden_state": torch.randn(5 + i, 32, generator=draw).to(dtype),
+                "loss_mask": torch.cat([torch.zeros(3), torch.ones(2 + i)]).long(),
+            }
+            torch.save(record, folder / str(rank) / f"data_{i}.ckpt")
+    return folder
+
+
+def test_official_eagle_files_come_in_as_they_are(target: Path, tmp_path: Path) -> None:
+    folder = official_eagle(tmp_path / "data")
+    back = bring_in(folder, "eagle", target, tmp_path / "back")
+    rows = back.sequences["source_row"].to_pylist()
+    assert sorted(rows) == list(range(22))
+    assert back.fields["hidden/last"].dtype == "float16"
+    i = rows.index(21)  # file 10 of rank 1: numbers are compared as numbers
+    record = torch.load(folder / "1" / "data_10.ckpt", weights_only=True)
+    np.testing.assert_array_equal(back.read(i, "hidden/last"), record["hidden_state"].numpy())
+    np.testing.assert_array_equal(back.read(i, "tokens"), record["input_ids"].numpy())
+
+
+def test_equal_texts_come_in_once(target: Path, tmp_path: Path) -> None:
+    folder = official_eagle(tmp_path / "data")
+    shutil.copy(folder / "0" / "data_3.ckpt", folder / "1" / "data_3.ckpt")
+    report = import_folder(ImportConfig(str(folder), "eagle", str(target), str(tmp_path / "back")))
+    assert (report.n_sequences, report.n_duplicates) == (21, 1)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch evil-was-run",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_state": torch.randn(4, 32)}, "shape"),
+        ({"hidden_state": torch.randn(5, 16)}, "width 16"),
+        ({"hidden_state": torch.randn(5, 32).double()}, "float64"),
+        ({"hidden_state": torch.full((5, 32), torch.nan).half()}, "NaN"),
+        ({"hidden_state": None}, "no tensor hidden_state"),
+        ({"input_ids": torch.tensor([1, 2, 3, 4, 4000])}, "vocabulary"),
+        ({"loss_mask": torch.tensor([0, 0, 2, 1, 1])}, "loss mask holds 2"),
+        ({"loss_mask": torch.ones(4)}, "loss mask of 4"),
+        ({"more": Evil()}, "more than tensors"),
+    ],
+)
+def test_a_bad_file_is_named(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = official_eagle(tmp_path / "data")
+    path = folder / "0" / "data_0.ckpt"
+    torch.save(torch.load(path, weights_only=True) | change, path)
+    with pytest.raises(ForeignInvalid, match=message) as caught:
+        bring_in(folder, "eagle", target, tmp_path / "back")
+    assert "data_0.ckpt" in str(caught.value)
+    assert not (tmp_path / "evil-was-run").exists()
+
+
+def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path: Path) -> None:
+    folder = export(store, "specforge", tmp_path / "gz", compress=True, max_sequences=2)
+    path = folder / "rows_0-2000" / "data_1.ckpt.gz"
+    for content in (path.read_bytes()[:-30], b"no gzip", gzip.compress(b"no checkpoint")):
+        path.write_bytes(content)
+        with pytest.raises(ForeignInvalid, match="data_1"):
+            bring_in(folder, "specforge", target, tmp_path / "back")
+    plain = export(store, "eagle", tmp_path / "eagle", max_sequences=2)
+    file = plain / "0" / "data_1.ckpt"
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ForeignInvalid, match="data_1"):
+        bring_in(plain, "eagle", target, tmp_path / "back")
+    with pytest.raises(ForeignInvalid, match="holds no file hs_"):
+        bring_in(plain, "speculators", target, tmp_path / "back")
+    with pytest.raises(InteropError, match="is no folder"):
+        bring_in(tmp_path / "nowhere", "eagle", target, tmp_path / "back")
+
+
+def test_speculators_files_must_belong_to_their_rows(store: Path, target: Path, tmp_path: Path) -> None:
+    folder = export(store, "speculators", tmp_path / "out", max_sequences=3)
+    path = folder / "hidden_states" / "hs_1.safetensors"
+    good = load_file(path)
+    save_file(good | {"token_ids": good["token_ids"] + 1}, path)
+    with pytest.raises(ForeignInvalid, match=r"hs_1.*row 1"):
+        bring_in(folder, "speculators", target, tmp_path / "back")
+    path.unlink()  # peers' folders may hold a part of the rows only
+    assert len(bring_in(folder, "speculators", target, tmp_path / "part")) == 2
+    (folder / "state.json").write_text(json.dumps({"_data_files": []}))
+    with pytest.raises(ForeignInvalid, match="no Arrow dataset"):
+        bring_in(folder, "speculators", target, tmp_path / "back")
+    (folder / "state.json").unlink()
+    with pytest.raises(ForeignInvalid, match="loss masks lie there"):
+        bring_in(folder, "speculators", target, tmp_path / "back")
+
+
+def test_extract_writes_the_card_again_and_equal(store: Path, extract_config: ExtractConfig) -> None:
+    card = (store / "README.md").read_bytes()
+    (store / "README.md").unlink()
+    extract(extract_config)
+    assert (store / "README.md").read_bytes() == card

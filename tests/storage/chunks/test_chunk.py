@@ -1,0 +1,51 @@
+"""One chunk: any bits come back, any damage is noticed."""
+
+import numpy as np
+import pytest
+
+from moa_data.storage.chunks.chunk import decode_chunk, encode_chunk
+from moa_data.storage.errors import ShardCorrupt
+
+
+def encoded() -> tuple[np.ndarray, np.ndarray]:
+    values = np.random.default_rng(0).integers(0, 1 << 16, (64, 2, 8)).astype(np.uint16)
+    return values, np.frombuffer(encode_chunk(values), np.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint8", "float32", "float16"])
+def test_round_trip(dtype: str):
+    values = np.random.default_rng(1).integers(0, 200, (64, 24)).astype(dtype)
+    out = np.empty_like(values)
+    decode_chunk(np.frombuffer(encode_chunk(values[:, ::1]), np.uint8), out)
+    np.testing.assert_array_equal(out, values)
+
+
+def test_encodes_views_in_any_memory_order():
+    values = np.arange(64 * 6, dtype=np.uint16).reshape(64, 6)
+    assert encode_chunk(values[:, 2:4]) == encode_chunk(values[:, 2:4].copy())
+
+
+def test_compresses_bfloat16_activations_near_their_entropy():
+    values = np.random.default_rng(0).normal(size=(64, 1, 8, 2, 128)).astype(np.float32).view(np.uint32) >> 16
+    chunk = values.astype(np.uint16)
+    assert len(encode_chunk(chunk)) < 0.72 * chunk.nbytes
+
+
+def test_every_flipped_byte_is_noticed():
+    values, data = encoded()
+    out = np.empty_like(values)
+    for at in range(0, len(data), 37):
+        damaged = data.copy()
+        damaged[at] ^= 1
+        with pytest.raises(ShardCorrupt, match="chunk checksum is"):
+            decode_chunk(damaged, out)
+
+
+def test_truncation_and_wrong_size_are_noticed():
+    values, data = encoded()
+    with pytest.raises(ShardCorrupt, match="checksum"):
+        decode_chunk(data[:-1], np.empty_like(values))
+    with pytest.raises(ShardCorrupt, match="shorter than its own header"):
+        decode_chunk(data[:10], np.empty_like(values))
+    with pytest.raises(ShardCorrupt, match=r"to 2048, expected \d+ bytes and 1024"):
+        decode_chunk(data, np.empty((32, 2, 8), np.uint16))

@@ -1,0 +1,107 @@
+"""Bits to components: against an exact search, the rate-distortion bound, and the codes themselves."""
+
+import numpy as np
+import pytest
+
+from moa_data.storage.codecs.transform.allocation import (
+    Options,
+    Quantisers,
+    allocate,
+    measure_options,
+    split_by_statistics,
+    water_level,
+)
+from moa_data.storage.codecs.transform.fit import quantise
+
+
+def entropy(codes: np.ndarray) -> float:
+    share = np.unique(codes, return_counts=True)[1] / len(codes)
+    return float(-(share * np.log2(share)).sum())
+
+
+def decode(codes: np.ndarray, q: Quantisers) -> np.ndarray:
+    shift = np.where(np.abs(codes) == 1, q.shift_one, q.shift_more)
+    return (codes - np.sign(codes) * shift) * q.step
+
+
+@pytest.mark.parametrize("bits", [0.3, 2.0, 9.0, 40.0])
+def test_water_level_spends_the_bits(bits: float) -> None:
+    variances = np.array([100.0, 30.0, 5.0, 1.0, 0.5, 0.01, 0.0])
+    level = water_level(variances, bits)
+    assert np.log2(np.maximum(variances / level, 1)).sum() / 2 == pytest.approx(bits)
+
+
+def test_allocation_is_the_optimum_of_an_exact_search() -> None:
+    rng = np.random.default_rng(0)
+    n_components, n_options = 9, 6
+    # Convex enough that the optimum is unique, in whole bits so that dynamic programming is exact.
+    bits = np.sort(rng.integers(0, 8, (n_components, n_options)), axis=1).astype(float)
+    bits[:, 0] = 0
+    error = rng.uniform(1, 50, (n_components, 1)) * 4.0**-bits * rng.uniform(0.9, 1.1, bits.shape)
+    filler = np.zeros_like(bits)
+    options = Options(Quantisers(filler, filler, filler, filler, filler), bits, error)
+    for budget in range(0, 40, 3):
+        chosen = allocate(options, budget)
+        spent, got = (np.take_along_axis(x, chosen[:, None], 1).sum() for x in (bits, error))
+        best = np.full(41, np.inf)
+        best[0] = 0
+        for c in range(n_components):
+            trial = np.full((n_options, 41), np.inf)
+            for o in range(n_options):
+                b = int(bits[c, o])
+                trial[o, b:] = best[: 41 - b] + error[c, o]
+            best = trial.min(0)
+        assert spent <= budget
+        assert got == pytest.approx(best[: int(spent) + 1].min())
+        assert got <= best[: max(0, budget - 7) + 1].min() * (1 + 1e-9)
+
+
+def test_measured_bits_and_errors_are_those_of_the_codes() -> None:
+    rng = np.random.default_rng(1)
+    sample = rng.laplace(size=(4000, 3)).astype(np.float32) * np.array([0.4, 3.0, 90.0], np.float32)
+    weights = np.array([1.0, 4.0, 0.25])
+    options = measure_options(sample, weights, 0.9)
+    for component in range(3):
+        for option in np.flatnonzero(np.isfinite(options.bits[component]))[::17]:
+            q = options.quantisers.chosen(np.full(3, option))
+            one = Quantisers(*(getattr(q, name)[component : component + 1] for name in q.__dataclass_fields__))
+            if one.levels[0] == 1:
+                continue
+            x = sample[:, component : component + 1]
+            codes = quantise(x / one.step, one.rounding, (one.levels - 1) // 2)
+            error = ((decode(codes, one) - x) ** 2).mean() * weights[component]
+            assert options.error[component, option] == pytest.approx(error, rel=2e-3)
+            above = options.bits[component, option] - entropy(codes[:, 0])
+            assert -0.02 < above < 0.6
+
+
+@pytest.mark.parametrize("bits", [1.0, 3.0])
+def test_gaussian_components_come_near_the_bound(bits: float) -> None:
+    rng = np.random.default_rng(2)
+    variances = 10.0 ** rng.uniform(-2, 2, 24)
+    sample = (rng.standard_normal((3000, 24)) * np.sqrt(variances)).astype(np.float32)
+    level = water_level(variances, bits * 24)
+    options = measure_options(sample, np.ones(24), float(np.sqrt(12 * level)))
+    chosen = allocate(options, bits * 24)[:, None]
+    error = np.take_along_axis(options.error, chosen, 1).sum()
+    low, high = level, variances.max()
+    for _ in range(60):
+        level = (low + high) / 2
+        low, high = (low, level) if np.minimum(variances, level).sum() > error else (level, high)
+    assert bits - np.log2(np.maximum(variances / level, 1)).sum() / 2 / 24 < 0.3
+
+
+def test_bytes_of_other_statistics_are_stored_apart() -> None:
+    rare, busy = np.zeros(256), np.full(256, 1 / 256)
+    rare[:2] = 0.95, 0.05
+    assert split_by_statistics(np.stack([rare] * 8 + [busy] * 8), 1024) == [8, 16]
+    assert split_by_statistics(np.stack([busy] * 16), 1024) == [16]
+
+
+def test_a_component_far_above_the_others_is_not_clipped() -> None:
+    rng = np.random.default_rng(3)
+    sample = (rng.standard_normal((2000, 2)) * np.array([1e5, 1.0])).astype(np.float32)
+    options = measure_options(sample, np.ones(2), 0.1)
+    chosen = options.quantisers.chosen(allocate(options, 18.0))
+    assert chosen.step[0] * (chosen.levels[0] // 2) > np.abs(sample[:, 0]).max()
+    assert options.error[0].min() < 1e-6 * (sample[:, 0] ** 2).mean()

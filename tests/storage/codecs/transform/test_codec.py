@@ -1,0 +1,277 @@
+"""The transform codec of a field, on small keys and values of low rank."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moa_data.storage.chunks.chunk import encode_chunk
+from moa_data.storage.chunks.field import LearnedCodec
+from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.codecs.transform.rope import Rope
+from moa_data.storage.codecs.transform.settings import TransformSettings
+from moa_data.storage.errors import WriteInvalid
+from moa_data.storage.schema import hidden_field, kv_field, tokens_field
+
+N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
+# One object: Rope holds arrays, so that the cache below goes by its identity.
+ROPE = Rope(100.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM), np.float32(1.2))
+SPEC = kv_field(N_LAYERS, N_HEADS, HEAD_DIM)
+
+
+def make_sequences(n_sequences: int, seed: int) -> list[np.ndarray]:
+    """Keys and values that say much the same in all layers, with constant first tokens."""
+    width = N_LAYERS * N_HEADS * 2 * HEAD_DIM
+    mixing = np.random.default_rng(99).standard_normal((10, width)) * 0.7 ** np.arange(10)[:, None]
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(n_sequences):
+        n = int(rng.integers(100, 180))
+        flat = rng.laplace(size=(n, 10)) @ mixing + 0.1 * rng.standard_normal((n, width)) + 1.0
+        flat[:3] = 5.0
+        values = flat.reshape(n, N_LAYERS, N_HEADS, 2, HEAD_DIM).astype(np.float32)
+        values[:, :, :, 0] = ROPE.rotate(values[:, :, :, 0])
+        sequences.append(values)
+    return sequences
+
+
+CALIBRATION, TEST = make_sequences(14, 0), make_sequences(6, 1)
+
+
+@functools.cache
+def make_codec(name: str, rope: Rope | None = ROPE) -> TransformCodec:
+    codec = TransformCodec(SPEC, TransformSettings.parse(name), rope)
+    codec.calibrate(CALIBRATION)
+    return codec
+
+
+def relative_error(codec: TransformCodec) -> float:
+    decoded = [codec.decode(codec.encode(values), 0, len(values)) for values in TEST]
+    error = sum(((a - b) ** 2).sum() for a, b in zip(TEST, decoded, strict=True))
+    return math.sqrt(error / sum((a**2).sum() for a in TEST))
+
+
+@pytest.fixture(scope="module", params=["transform:2@all", "transform:2@group3", "transform:2@layer"])
+def codec(request: pytest.FixtureRequest) -> TransformCodec:
+    return make_codec(request.param)
+
+
+def test_stored_bits_are_those_asked_for_and_buy_less_error() -> None:
+    errors = []
+    for bits in (0.5, 2.0):
+        codec = make_codec(f"transform:{bits}@all")
+        n_tokens = sum(len(values) for values in TEST)
+        encoded = [codec.encode(values) for values in TEST]
+        rows = [np.concatenate([codes[array.name] for codes in encoded]) for array in codec.arrays]
+        n_bytes = sum(len(encode_chunk(part[:512])) for part in rows) / min(512, n_tokens)
+        assert n_bytes * 8 / math.prod(SPEC.token_shape) == pytest.approx(bits, rel=0.15)
+        errors.append(relative_error(codec))
+    assert errors[1] < errors[0] / 2.5
+
+
+def test_taking_the_rotation_off_pays() -> None:
+    assert relative_error(make_codec("transform:1@all")) < 0.7 * relative_error(make_codec("transform:1@all", None))
+
+
+def test_slices_of_tokens_and_layers_are_slices_of_the_whole(codec: TransformCodec) -> None:
+    values = TEST[0]
+    codes = codec.encode(values)
+    whole = codec.decode(codes, 0, len(values))
+    assert whole.shape == values.shape
+    assert whole.dtype == np.float32
+    later = {name: rows[64:] for name, rows in codes.items()}
+    np.testing.assert_allclose(codec.decode(later, 64, 20), whole[64:84], atol=1e-4)
+    for layers in ([2], [3, 0], [0, 1, 2, 3], [1, 3, 2]):
+        needed = {array.name: codes[array.name] for array in codec.arrays_of(layers)}
+        np.testing.assert_allclose(codec.decode(needed, 0, 50, layers), whole[:50, layers], atol=1e-4)
+
+
+def test_a_reader_of_one_layer_needs_its_group_only() -> None:
+    for name, n_groups in (("transform:2@all", 1), ("transform:2@group3", 2), ("transform:2@layer", 4)):
+        codec = make_codec(name)
+        assert [len(group) for group in codec.groups] == {1: [4], 2: [3, 1], 4: [1] * 4}[n_groups]
+        of_layers = [codec.arrays_of([layer]) for layer in range(N_LAYERS)]
+        assert len(set(of_layers)) == n_groups
+        assert set().union(*of_layers) == set(codec.arrays) == set(codec.arrays_of(None))
+
+
+def test_rows_fit_the_declared_arrays(codec: TransformCodec) -> None:
+    codes = codec.encode(TEST[1])
+    assert list(codes) == [array.name for array in codec.arrays]
+    for array in codec.arrays:
+        assert codes[array.name].shape == (len(TEST[1]), *array.row_shape)
+        assert codes[array.name].dtype == np.dtype(array.dtype)
+    assert isinstance(codec, LearnedCodec)
+
+
+def test_torch_equals_numpy(codec: TransformCodec) -> None:
+    values = TEST[2]
+    codes = codec.encode(values)
+    on_torch = codec.encode(torch.from_numpy(values))
+    differing = [np.mean(on_torch[name].numpy() != rows) for name, rows in codes.items()]
+    assert np.mean(differing) < 1e-3  # a value on the edge between two codes may fall on either side
+    tensors = {name: torch.from_numpy(rows) for name, rows in codes.items()}
+    for layers in (None, [3, 1]):
+        got = codec.decode(tensors, 0, len(values), layers)
+        assert isinstance(got, torch.Tensor)
+        np.testing.assert_allclose(got.numpy(), codec.decode(codes, 0, len(values), layers), atol=1e-4)
+    assert codec.encode(torch.from_numpy(values).bfloat16()).keys() == codes.keys()
+
+
+def test_learned_state_decodes_the_same_and_is_reproducible(codec: TransformCodec) -> None:
+    state = codec.state()
+    other = TransformCodec(SPEC, codec.settings)
+    other.load_state({name: value.copy() for name, value in state.items()})
+    assert other.arrays == codec.arrays
+    assert other.describe() == codec.describe()
+    codes = codec.encode(TEST[0])
+    for name, rows in other.encode(TEST[0]).items():
+        np.testing.assert_array_equal(rows, codes[name])
+    np.testing.assert_array_equal(other.decode(codes, 0, 40), codec.decode(codes, 0, 40))
+    again = TransformCodec(SPEC, codec.settings, ROPE)
+    again.calibrate(CALIBRATION)
+    for name, value in again.state().items():
+        np.testing.assert_array_equal(value, state[name])
+
+
+def test_state_that_does_not_fit_is_refused() -> None:
+    state = make_codec("transform:1@all").state()
+    missing = {name: value for name, value in state.items() if not name.endswith("mean")}
+    narrow = {**state, "0/0/synthesis": state["0/0/synthesis"][:, 1:]}
+    short = {**state, "0/1/synthesis": state["0/1/synthesis"][:1]}
+    for broken in (missing, narrow, short):
+        with pytest.raises(ValueError, match="codec/"):
+            TransformCodec(SPEC, TransformSettings.parse("transform:1@all")).load_state(broken)
+
+
+def test_constant_first_tokens_cost_no_error() -> None:
+    codec = make_codec("transform:1@all")
+    decoded = codec.decode(codec.encode(TEST[0]), 0, 3)
+    np.testing.assert_allclose(decoded, TEST[0][:3], atol=1e-3)
+
+
+def test_the_metric_of_a_hidden_state_lowers_the_error_that_counts() -> None:
+    rng = np.random.default_rng(5)
+    sample = [rng.standard_normal((100, 16)).astype(np.float32) for _ in range(8)]
+    metric = np.diag(4.0 ** np.arange(16) / 4.0**15)
+    errors = {}
+    for name, given in (("plain", None), ("given", metric)):
+        codec = TransformCodec(hidden_field("last", 16), TransformSettings(1.0, 1.5), metric=given)
+        codec.calibrate(sample)
+        assert codec.describe()["error_metric"] == name
+        restored = TransformCodec(hidden_field("last", 16), TransformSettings(1.0, 1.5))
+        restored.load_state(codec.state())
+        assert restored.describe() == codec.describe()
+        error = restored.decode(codec.encode(sample[0]), 0, 100) - sample[0]
+        errors[name] = float(np.einsum("ni,ij,nj->", error, metric, error))
+    assert errors["given"] < 0.7 * errors["plain"]
+
+
+def test_what_tokens_say_is_not_stored() -> None:
+    rng = np.random.default_rng(6)
+    embeddings = rng.standard_normal((30, 12)).astype(np.float32)
+    said = rng.standard_normal((12, math.prod(SPEC.token_shape)))
+    unit = embeddings / np.sqrt((embeddings**2).mean(1, keepdims=True))
+    tokens = [rng.integers(0, 30, len(values)).astype(np.int32) for values in CALIBRATION]
+    sample = []
+    for values, ids in zip(CALIBRATION, tokens, strict=True):
+        by_token = (3 * unit[ids] @ said).reshape(len(ids), *SPEC.token_shape).astype(np.float32)
+        by_token[:, :, :, 0] = ROPE.rotate(by_token[:, :, :, 0])
+        sample.append(values + by_token)
+    errors = []
+    for given in (None, embeddings):
+        name = "transform:1@group2" if given is None else "transform:1,tokens@group2"
+        codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE, embeddings=given)
+        codec.calibrate(sample, tokens)
+        assert codec.needs_tokens == (given is not None)
+        restored = TransformCodec(SPEC, codec.settings)
+        restored.load_state(codec.state())
+        codes = codec.encode(sample[0], tokens[0]) | {"tokens": tokens[0]}
+        whole = restored.decode(codes, 0, 100)
+        later = restored.decode({k: v[64:] for k, v in codes.items()}, 64, 30, [3, 1])
+        np.testing.assert_allclose(later, whole[64:94, [3, 1]], atol=1e-3)
+        tensors = {name: torch.from_numpy(rows) for name, rows in codes.items()}
+        on_torch = restored.decode(tensors, 0, 100)
+        np.testing.assert_allclose(on_torch.numpy(), whole, atol=1e-3)
+        errors.append(np.square(whole - sample[0][:100]).sum())
+    assert errors[1] < errors[0] / 4
+    assert codec.describe()["token_features"] == 12
+    with pytest.raises(ValueError, match="tokens"):
+        codec.encode(sample[0])
+    del codes["tokens"]
+    with pytest.raises(ValueError, match="got none"):
+        codec.decode(codes, 0, 10)
+    with pytest.raises(ValueError, match="embeddings and tokens"):
+        codec.calibrate(sample)
+    without = {name: array for name, array in codec.state().items() if name != "tokens/features"}
+    with pytest.raises(ValueError, match="tokens/features"):
+        TransformCodec(SPEC, codec.settings).load_state(without)
+
+
+def test_a_constant_field_costs_next_to_nothing() -> None:
+    codec = TransformCodec(hidden_field("last", 6), TransformSettings(1.0, 1.0))
+    values = np.full((40, 6), 2.5, np.float32)
+    codec.calibrate([values] * 4)
+    assert len(codec.arrays) == 1
+    np.testing.assert_allclose(codec.decode(codec.encode(values), 0, 40), values)
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    codec = make_codec("transform:1@all")
+    values = TEST[0].copy()
+    values[5, 0, 0, 0, 0] = np.nan
+    with pytest.raises(WriteInvalid, match="NaN"):
+        codec.encode(values)
+    with pytest.raises(WriteInvalid, match="finite"):
+        codec.calibrate([values])
+
+
+def test_a_codec_that_has_learned_nothing_says_so() -> None:
+    codec = TransformCodec(SPEC, TransformSettings.parse("transform:1"))
+    with pytest.raises(ValueError, match="calibrate"):
+        codec.encode(TEST[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("transform:1.0", TransformSettings(1.0, 1.7, None)),
+        ("transform:0.5@all", TransformSettings(0.5, 0.85, 0)),
+        ("transform:1,hidden=2@layer", TransformSettings(1.0, 2.0, 1)),
+        ("transform:2@group4", TransformSettings(2.0, 3.4, 4)),
+        ("transform:1,tokens", TransformSettings(1.0, 1.7, None, True)),
+        ("transform:0.88,hidden=1.55,tokens@all", TransformSettings(0.88, 1.55, 0, True)),
+    ],
+)
+def test_names_say_bits_and_scope(name: str, expected: TransformSettings) -> None:
+    got = TransformSettings.parse(name)
+    assert (got.kv_bits, got.group_layers) == (expected.kv_bits, expected.group_layers)
+    assert got.from_tokens == expected.from_tokens
+    assert got.hidden_bits == pytest.approx(expected.hidden_bits)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transform", "transform:", "transform:0", "transform:99", "transform:1@group0", "transform:1,token",
+        "transform:1,tokens=1", "transform:1,tokens,hidden=2", "transform:1@all,tokens", "transform:tokens",
+        "transform:1,tokens,tokens", "transform:1,",
+    ],
+)  # fmt: skip
+def test_bad_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="transform:"):
+        TransformSettings.parse(name)
+
+
+def test_default_scope_is_bounded_by_width() -> None:
+    settings = TransformSettings.parse("transform:1")
+    assert settings.group_size(8, 128) == 8
+    assert settings.group_size(32, 1024) == 4
+    assert settings.group_size(2, 100_000) == 1
+
+
+def test_other_fields_are_refused() -> None:
+    with pytest.raises(ValueError, match="hidden"):
+        TransformCodec(tokens_field(), TransformSettings.parse("transform:1"))

@@ -1,0 +1,270 @@
+"""A batch equals its sequences read one by one, and what zarr-python and tensorstore read, whatever is asked for."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.errors import ShardCorrupt, ShardMissing, SliceInvalid, StoreNotFound, UnknownField
+from moa_data.storage.parts import layout
+from moa_data.storage.parts.files import LocalFile
+from moa_data.storage.read import batch as read_batch
+from moa_data.storage.read.store import ActivationStore
+
+NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
+KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
+
+
+def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers=None) -> np.ndarray:
+    """The batch, made of sequences that were read one by one."""
+    parts = [reader.read(i, name, layers) for i in rows]
+    out = np.zeros((len(rows), n_rows, *parts[0].shape[1:]), parts[0].dtype)
+    for b, part in enumerate(parts):
+        out[b, : len(part)] = part
+    return out
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_equals_zarr_and_tensorstore(recipe_of, data):
+    lengths = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5)))
+    recipe = recipe_of(lengths, part_tokens=data.draw(st.sampled_from([64, 256])))
+    row_bytes = 64 * 4 * 2 * 2 * 8 * 2
+    patch = pytest.MonkeyPatch()
+    patch.setattr(layout, "SHARD_BYTES", row_bytes * data.draw(st.sampled_from([1, 2, 1000])))
+    patch.setattr(layout, "MAX_CHUNK_BYTES", row_bytes // data.draw(st.sampled_from([1, 2, 4])))
+    patch.setattr(LocalFile, "max_read_bytes", data.draw(st.sampled_from([1, 3000, 1 << 20])))
+    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6))
+    layers = data.draw(st.sampled_from([None, [0], [3, 1], [2, 3], [1, 1, 0]]))
+    n_threads = data.draw(st.integers(1, 3))
+    extra = data.draw(st.integers(0, 70))
+    with (
+        patch.context(),
+        tempfile.TemporaryDirectory() as folder,
+        ActivationStore(recipe.write(Path(folder))) as reader,
+    ):
+        longest = max(reader.lengths[i] for i in rows)
+        out = {
+            name: np.full((len(rows), longest + extra, *shape), 9, reader.fields[name].storage_dtype)
+            for name in NAMES
+            if (shape := token_shape(reader, name, layers)) is not None
+        }
+        batch = reader.read_batch(rows, NAMES, out=out, layers=layers, n_threads=n_threads)
+        for name in NAMES:
+            assert batch[name] is out[name]
+            chosen = layers if name == "kv" else None
+            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows, name, longest + extra, chosen))
+            for b, i in enumerate(rows):
+                row = reader.sequences.slice(i, 1).to_pylist()[0]
+                for read in (by_zarr, by_tensorstore):
+                    want = read(Path(folder), name, row)
+                    want = want if chosen is None else want[:, chosen]
+                    np.testing.assert_array_equal(batch[name][b, : len(want)], want)
+    patch.undo()
+
+
+def token_shape(reader: ActivationStore, name: str, layers: list[int] | None) -> tuple[int, ...]:
+    shape = reader.fields[name].token_shape
+    return (len(layers), *shape[1:]) if name == "kv" and layers is not None else shape
+
+
+def by_zarr(store: Path, name: str, row: dict) -> np.ndarray:
+    group = zarr.open_group(store / f"parts/part-{row['part']:05d}.zarr", mode="r")
+    return group[name][row["first_token"] : row["first_token"] + row["n_tokens"]]
+
+
+def by_tensorstore(store: Path, name: str, row: dict) -> np.ndarray:
+    path = str(store / f"parts/part-{row['part']:05d}.zarr" / name)
+    array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+    return array[row["first_token"] : row["first_token"] + row["n_tokens"]].read().result()
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_new_arrays_and_strided_buffers(store: Path, n_threads: int):
+    with ActivationStore(store) as reader:
+        rows = np.array([3, -1, 3, 0])
+        batch = reader.read_batch(rows, NAMES, n_threads=n_threads)
+        assert list(batch) == NAMES
+        longest = max(reader.lengths[rows])
+        for name in NAMES:
+            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows.tolist(), name, longest))
+        wide = np.zeros((4, longest, 3, 16), np.uint16)
+        reader.read_batch(rows, "hidden/last", out={"hidden/last": wide[:, :, 1]}, n_threads=n_threads)
+        np.testing.assert_array_equal(wide[:, :, 1], batch["hidden/last"])
+        assert not wide[:, :, [0, 2]].any(), "nothing beside the buffer is written"
+        assert reader.read_batch([], "kv")["kv"].shape == (0, 0, 4, 2, 2, 8)
+        stored = reader.read_batch(rows, "kv", decoded=False)
+        np.testing.assert_array_equal(stored["kv"], batch["kv"])
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe, codec: str):
+    lossy = recipe.with_manifest(codec=StoreCodec(codec, recipe.manifest.fields).describe())
+    with ActivationStore(lossy.write(tmp_path / "lossy")) as reader:
+        rows = [3, 0, 3, 8]
+        longest = max(reader.lengths[rows])
+        batch = reader.read_batch(rows, NAMES, layers=[2, 0], n_threads=2)
+        for name in NAMES:
+            chosen = [2, 0] if name == "kv" else None
+            np.testing.assert_array_equal(batch[name], expected_batch(reader, rows, name, longest, chosen))
+        stored = reader.read_batch(rows, ["kv"], layers=[1], n_threads=2, decoded=False)
+        assert list(stored) == [array.name for array in reader.codec.fields["kv"].arrays]
+        for b, i in enumerate(rows):
+            for name, want in reader.read(i, "kv", [1], decoded=False).items():
+                np.testing.assert_array_equal(stored[name][b, : len(want)], want)
+                assert not stored[name][b, len(want) :].any()
+
+
+def test_one_chunk_is_decoded_once(store: Path, monkeypatch):
+    decoded = []
+    original = read_batch.ShardReader.decode
+
+    def counting(self, data, row, column, out):
+        decoded.append((self.path, row, column))
+        original(self, data, row, column, out)
+
+    monkeypatch.setattr(read_batch.ShardReader, "decode", counting)
+    with ActivationStore(store) as reader:
+        rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
+        reader.read_batch([*rows, *rows], ["tokens", "kv"])
+    assert len(decoded) == len(set(decoded))
+    assert sum("tokens" in str(path) for path, _, _ in decoded) == 1, "the sequences of a part share one chunk"
+
+
+def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe, monkeypatch):
+    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
+    columns = []
+    original = read_batch.ShardReader.decode
+
+    def noting(self, data, row, column, out):
+        columns.append((self.path.parts[-7], column))
+        original(self, data, row, column, out)
+
+    with ActivationStore(recipe.write(tmp_path / "store")) as reader:
+        rows = [3, 0, 8]
+        expected = expected_batch(reader, rows, "kv", max(reader.lengths[rows]), layers=[-1])
+        monkeypatch.setattr(read_batch.ShardReader, "decode", noting)
+        batch = reader.read_batch(rows, ["kv", "tokens"], layers=[-1])
+    np.testing.assert_array_equal(batch["kv"], expected)
+    assert {column for name, column in columns if name == "kv"} == {3}
+
+
+def test_wrong_requests_say_what_is_there(store: Path):
+    with ActivationStore(store) as reader:
+        with pytest.raises(SliceInvalid, match="there is no sequence 12"):
+            reader.read_batch([0, 12], "kv")
+        with pytest.raises(UnknownField, match="no field 'k'"):
+            reader.read_batch([0], ["kv", "k"])
+        with pytest.raises(UnknownField, match="'tokens' has no layers"):
+            reader.read_batch([0], "tokens", layers=[0])
+        with pytest.raises(SliceInvalid, match="no buffer for 'kv'; it has tokens"):
+            reader.read_batch([0], "kv", out={"tokens": np.zeros((1, 300), np.int32)})
+        for wrong in (np.zeros((1, 2, 4, 2, 2, 8), np.uint16), np.zeros((1, 300, 4, 2, 2, 8), np.int16)):
+            with pytest.raises(SliceInvalid, match=r"needs a buffer of uint16 with shape \[1, '>=\d+', 4, 2, 2, 8\]"):
+                reader.read_batch([0], "kv", out={"kv": wrong})
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_damage_is_named_and_ends_all_threads(store: Path, n_threads: int):
+    reader = ActivationStore(store)
+    data = bytearray((store / KV_SHARD).read_bytes())
+    data[100] ^= 1
+    (store / KV_SHARD).write_bytes(data)
+    with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD}: chunk checksum is .*tokens from 0 of the shard"):
+        reader.read_batch(range(len(reader)), "kv", n_threads=n_threads)
+    reader.close()
+    (store / KV_SHARD).unlink()
+    with pytest.raises(ShardMissing, match=f"{KV_SHARD} is missing"):
+        reader.read_batch(range(len(reader)), "kv", n_threads=n_threads)
+    reader.read_batch(range(len(reader)), "tokens", n_threads=n_threads)
+
+
+def checksum(reader: ActivationStore) -> int:
+    return int(reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64))
+
+
+def put_checksum(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
+    queue.put(checksum(reader))
+
+
+def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch):
+    monkeypatch.setattr(LocalFile, "max_read_bytes", 3000)  # enough reads for several threads
+    with ActivationStore(store) as reader:
+        expected = checksum(reader)
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(checksum, reader) for _ in range(12)]
+            context = multiprocessing.get_context("fork")
+            queue = context.Queue()
+            child = context.Process(target=put_checksum, args=(reader, queue))
+            child.start()
+            assert queue.get(timeout=30) == expected
+            child.join(30)
+            assert child.exitcode == 0
+            assert [job.result() for job in running] == [expected] * 12
+
+
+@pytest.fixture
+def remote_store(store: Path):
+    """The store copied into fsspec's file system in memory."""
+    filesystem = fsspec.filesystem("memory")
+    url = f"memory://bucket-{os.getpid()}/store"
+    filesystem.put(str(store), url, recursive=True)
+    yield url
+    filesystem.rm(f"memory://bucket-{os.getpid()}", recursive=True)
+
+
+def test_a_remote_store_reads_the_same(store: Path, remote_store: str, monkeypatch):
+    monkeypatch.setattr(read_batch, "REMOTE_WINDOW_BYTES", 4000)  # several windows
+    with ActivationStore(store) as local, ActivationStore(remote_store) as remote:
+        assert remote.sequences.equals(local.sequences)
+        for n_threads in (1, 3):
+            rows = list(range(len(local)))
+            one, other = (
+                reader.read_batch(rows, NAMES, n_threads=n_threads)
+                for reader in (local, pickle.loads(pickle.dumps(remote)))
+            )
+            for name in NAMES:
+                np.testing.assert_array_equal(one[name], other[name])
+        np.testing.assert_array_equal(remote.read(2, "kv", [1], slice(3, 80)), local.read(2, "kv", [1], slice(3, 80)))
+    with ActivationStore(f"file://{store}") as by_url:
+        assert by_url.path == store
+        assert len(by_url) == len(local)
+
+
+def test_remote_damage_is_named(remote_store: str):
+    filesystem = fsspec.filesystem("memory")
+    reader = ActivationStore(remote_store)
+    data = bytearray(filesystem.cat_file(f"{remote_store}/{KV_SHARD}"))
+    data[100] ^= 1
+    filesystem.pipe_file(f"{remote_store}/{KV_SHARD}", bytes(data))
+    i = reader.sequences["part"].to_pylist().index(1)
+    with pytest.raises(ShardCorrupt, match=f"{KV_SHARD}: chunk checksum"):
+        reader.read(i, "kv")
+    filesystem.rm_file(f"{remote_store}/{KV_SHARD}")
+    reader.close()
+    with pytest.raises(ShardMissing, match=f"{remote_store}/{KV_SHARD} is missing"):
+        reader.read(i, "kv")
+    with pytest.raises(ShardMissing, match=f"{KV_SHARD} is missing although it was committed"):
+        ActivationStore(remote_store)
+    with pytest.raises(StoreNotFound, match="memory://nowhere/store is not an activation store: there is no such"):
+        ActivationStore("memory://nowhere/store")
+    with pytest.raises(StoreNotFound, match="unheard-of://bucket/store cannot be opened as a store"):
+        ActivationStore("unheard-of://bucket/store")
+
+
+def test_the_target_of_a_remote_store_is_copied(store: Path, remote_store: str):
+    fsspec.filesystem("memory").pipe_file(f"{remote_store}/target/sub/config.json", b"{}")
+    reader = ActivationStore(remote_store)
+    assert (reader.target_path / "sub" / "config.json").read_bytes() == b"{}"
+    assert reader.target_path == reader.target_path

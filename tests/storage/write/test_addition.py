@@ -1,0 +1,368 @@
+"""Fields join a store: killed anywhere, it is the old store or the new one, and goes on to the bytes of a fresh one."""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from moa_data.storage import durable
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.summary import summarize_store
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.errors import DiskFull, PartIncomplete, ShardCorrupt, WriteInvalid
+from moa_data.storage.names import commit_path
+from moa_data.storage.parts import seal
+from moa_data.storage.parts.commit import read_commits
+from moa_data.storage.parts.plan import read_plan
+from moa_data.storage.read.store import ActivationStore, read_manifest
+from moa_data.storage.schema import hidden_field
+from moa_data.storage.write.addition import StoreAddition, addition_command, extended_codec, unfinished_fields
+from moa_data.storage.write.store import StoreWriter
+
+OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
+
+
+@pytest.fixture
+def recipe(recipe_of):
+    return recipe_of((70, 3, 130, 64), part_tokens=256)
+
+
+@pytest.fixture
+def wanted(recipe):
+    """The recipe of the store with two more fields."""
+    return recipe.with_manifest(
+        fields=(*recipe.manifest.fields, hidden_field("layer_1", 16), hidden_field("layer_2", 16)),
+        extraction={**recipe.manifest.extraction, "activations": 4},
+    )
+
+
+def write_bundle(writer: StoreWriter, weights: bytes) -> None:
+    with writer.target() as folder:
+        (folder / "config.json").write_text("{}")
+        (folder / "frozen").write_bytes(weights)
+
+
+def write_store(recipe, path: Path, weights: bytes = OLD_WEIGHTS) -> Path:
+    recipe.write(path)
+    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
+        write_bundle(writer, weights)
+    return path
+
+
+def opened(path: Path) -> StoreWriter:
+    return StoreWriter.create_or_resume(path, read_manifest(path), read_plan(path / "plan.parquet"))
+
+
+def write_fields(addition: StoreAddition, wanted, part: int) -> None:
+    with addition.part(part) as out:
+        for row in out.sequences.to_pylist():
+            for name in out.fields:
+                spec = next(spec for spec in wanted.manifest.fields if spec.name == name)
+                out.write(name, row["first_token"], wanted.values(spec, row))
+        out.commit()
+
+
+def add(path: Path, wanted) -> None:
+    """Do, or go on with, the addition."""
+    with opened(path) as writer:
+        if not writer.has_target or (writer.target_path / "frozen").read_bytes() != NEW_WEIGHTS:
+            write_bundle(writer, NEW_WEIGHTS)
+        addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
+        for part in addition.pending_parts():
+            write_fields(addition, wanted, part)
+        addition.finish()
+
+
+def check_whole(path: Path, wanted) -> bool:
+    """Read and verify everything, with the bundle; return whether the new fields are there."""
+    with ActivationStore(path) as store:
+        assert store.n_parts_committed == wanted.manifest.n_parts
+        for i, row in enumerate(store.sequences.to_pylist()):
+            for name, spec in store.fields.items():
+                np.testing.assert_array_equal(store.read(i, name), wanted.values(spec, row))
+        seal.check_target_bundle(path, store.target_path)
+        assert (store.target_path / "frozen").read_bytes() in (OLD_WEIGHTS, NEW_WEIGHTS)
+        assert (store.target_path / "config.json").exists()
+        n_fields = len(store.fields)
+    assert verify_store(path, n_threads=1).ok
+    return n_fields == len(wanted.manifest.fields)
+
+
+def then(real: Callable[..., None], after: Callable[[], None]) -> Callable[..., None]:
+    """A call with another behind it."""
+
+    def both(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
+        after()
+
+    return both
+
+
+def states_of(path: Path, wanted, tree: Callable[[Path], dict[str, bytes]], monkeypatch) -> list[dict[str, bytes]]:
+    """Run the addition; return what was on the disk after each call that changes it, and amid each write."""
+    states: list[dict[str, bytes]] = []
+
+    def note() -> None:
+        state = tree(path)
+        if not states or states[-1] != state:
+            states.append(state)
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
+            patch.setattr(os, name, then(getattr(os, name), note))
+        real_write = os.write
+
+        def write_in_two(fd: int, data: bytes) -> int:
+            half = real_write(fd, bytes(data[: max(1, len(data) // 2)]))
+            note()
+            return half
+
+        patch.setattr(durable.os, "write", write_in_two)
+        add(path, wanted)
+    note()
+    return states
+
+
+def put(state: dict[str, bytes], path: Path) -> Path:
+    for name, content in state.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    (path / "store.lock").touch()
+    return path
+
+
+def check_states(
+    recipe, wanted, tree: Callable[[Path], dict[str, bytes]], folder: Path, monkeypatch, every: int
+) -> None:
+    """Check the states in which something else than a file of a part has changed, of the others one in ``every``."""
+    expected = tree(write_store(wanted, folder / "fresh", NEW_WEIGHTS))
+    store = write_store(recipe, folder / "store")
+    before = tree(store)
+    with ActivationStore(store) as open_before:
+        states = states_of(store, wanted, tree, monkeypatch)
+        for i, row in enumerate(open_before.sequences.to_pylist()):
+            for name, spec in open_before.fields.items():
+                np.testing.assert_array_equal(open_before.read(i, name), wanted.values(spec, row))
+        assert len(open_before.fields) == len(recipe.manifest.fields)
+    assert tree(store) == states[-1] == expected
+    assert len(states) > 60
+    arrays = {name: content for name, content in before.items() if name.startswith("parts/")}
+    is_new, around_before = [], None
+    for number, state in enumerate(states):
+        assert {name: state[name] for name in arrays} == arrays
+        around = {name: content for name, content in state.items() if not name.startswith("parts/")}
+        if number % every == 0 or around != around_before:
+            path = put(state, folder / f"state-{number}")
+            is_new.append(check_whole(path, wanted))
+            if number % (3 * every - 2) == 0:
+                add(path, wanted)
+                assert tree(path) == expected, number
+        around_before = around
+    assert is_new == sorted(is_new)
+    assert is_new[0] < is_new[-1]
+
+
+def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
+    recipe, wanted, tree, tmp_path: Path, monkeypatch
+) -> None:
+    check_states(recipe, wanted, tree, tmp_path, monkeypatch, every=9)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_is_gone_on_from(recipe, wanted, tree, tmp_path: Path, monkeypatch) -> None:
+    check_states(recipe, wanted, tree, tmp_path, monkeypatch, every=1)
+
+
+def test_a_full_disk_at_any_write_leaves_a_whole_store(recipe, wanted, tree, tmp_path: Path, monkeypatch) -> None:
+    expected = tree(write_store(wanted, tmp_path / "fresh", NEW_WEIGHTS))
+    real, n_writes, at = os.write, 0, 0
+
+    def write(fd: int, data: bytes) -> int:
+        nonlocal n_writes
+        n_writes += 1
+        if n_writes > at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data)
+
+    store = write_store(recipe, tmp_path / "store")
+    n_full = 0
+    while True:
+        n_writes = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(durable.os, "write", write)
+            try:
+                add(store, wanted)
+                break
+            except DiskFull:
+                n_full += 1
+        assert not list(store.rglob("*.partial"))
+        check_whole(store, wanted)
+        at += 3
+    assert n_full > 3
+    assert tree(store) == expected
+
+
+def test_an_interrupt_in_a_part_leaves_the_part_as_it_was(recipe, wanted, tree, tmp_path: Path) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    before = tree(store)
+
+    def interrupted() -> None:
+        with opened(store) as writer:
+            addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
+            with addition.part(0) as out:
+                row = out.sequences.to_pylist()[0]
+                out.write("hidden/layer_1", 0, wanted.values(wanted.manifest.fields[-2], row))
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert tree(store) == before
+
+
+def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(recipe, wanted, tmp_path: Path) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    with opened(store) as writer:
+        addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
+        assert addition.pending_parts() == [0, 1]
+        write_fields(addition, wanted, 1)
+        with pytest.raises(PartIncomplete, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"):
+            addition.finish()
+        with pytest.raises(WriteInvalid, match="Part 1 lacks no field"):
+            addition.part(1)
+        with addition.part(0) as out, pytest.raises(WriteInvalid, match="no field 'kv'; this store has hidden/layer_1"):
+            out.write("kv", 0, np.zeros(1, np.uint16))
+        assert unfinished_fields(read_commits(store, (0, 1)).values(), writer.codec) == dict.fromkeys(
+            ("hidden/layer_1", "hidden/layer_2"), 1
+        )
+    assert not check_whole(store, wanted)
+    assert summarize_store(store).unfinished == {"hidden/layer_1": 1, "hidden/layer_2": 1}
+    # Its plain Zarr arrays are there already, and another extraction of the old fields has nothing to do.
+    recipe.write(store)
+    assert "hidden/layer_1" in zarr.open_group(store / "parts/part-00001.zarr", mode="r")
+    # One of the two alone can be finished; the part that has both keeps them.
+    one = replace(wanted, manifest=replace(wanted.manifest, fields=wanted.manifest.fields[:-1]))
+    add(store, one)
+    assert list(read_manifest(store).fields) == list(one.manifest.fields)
+    add(store, wanted)
+    assert check_whole(store, wanted)
+    assert summarize_store(store).unfinished == {}
+
+
+def test_only_fields_can_be_added(recipe, wanted, tmp_path: Path) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    with opened(store) as writer:
+        for manifest, message in (
+            (replace(wanted.manifest, identities={}), "may change fields only"),
+            (replace(wanted.manifest, fields=wanted.manifest.fields[1:]), "keeps all fields"),
+            (replace(wanted.manifest, fields=(*recipe.manifest.fields[:3], hidden_field("last", 8))), "keeps all"),
+        ):
+            with pytest.raises(WriteInvalid, match=message):
+                StoreAddition(writer, manifest, extended_codec(writer.codec, manifest.fields))
+
+
+def test_damage_of_an_added_field_is_named_and_repaired(recipe, wanted, tree, tmp_path: Path) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    add(store, wanted)
+    whole = tree(store)
+    for name in ("hidden/layer_2/c/0/0", "hidden/layer_1/zarr.json"):
+        path = store / "parts/part-00001.zarr" / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        plan = plan_repair(store)
+        assert plan.parts == (1,)
+        assert any(name in damage.path for damage in plan.damages)
+        drop_damage(plan)
+        assert verify_store(store).ok
+        wanted.write(store)
+        assert tree(store) == whole
+
+
+def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
+    recipe, wanted, tmp_path: Path, monkeypatch
+) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    real, calls = seal.read_file_records, []
+
+    def change_after_reading(path: Path) -> Any:
+        records = real(path)
+        if not calls:
+            calls.append(path)
+            add(store, wanted)
+        return records
+
+    monkeypatch.setattr(seal, "read_file_records", change_after_reading)
+    assert seal.find_seal_damage(store) == []
+    assert calls
+    monkeypatch.setattr(seal, "read_file_records", real)
+    content = (store / "store.json").read_bytes()
+    (store / "store.json").write_bytes(content[:-1] + b" ")
+    assert [path.name for path, _ in seal.find_seal_damage(store)] == ["store.json"]
+
+
+def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(recipe, tmp_path: Path, monkeypatch) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    real, calls = seal.read_target_commit, []
+
+    def change_after_reading(path: Path) -> Any:
+        records = real(path)
+        if not calls:
+            calls.append(path)
+            with opened(store) as writer:
+                write_bundle(writer, NEW_WEIGHTS)
+        return records
+
+    monkeypatch.setattr(seal, "read_target_commit", change_after_reading)
+    seal.check_target_bundle(store, store / "target")
+    assert calls
+
+
+def test_files_that_no_commit_lists_are_deleted_by_the_next_writer(recipe, tree, tmp_path: Path) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    before = tree(store)
+    for name in ("hidden/layer_1/c/0/0", "hidden/layer_1/zarr.json", "kv/extra", "empty/folder/x"):
+        path = store / "parts/part-00000.zarr" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    recipe.write(store)
+    assert tree(store) == before
+    assert not (store / "parts/part-00000.zarr/empty").exists()
+    assert commit_path(store, 0).exists()
+
+
+def test_the_command_that_adds_is_named_in_full() -> None:
+    assert addition_command("s", ["kv", "hidden/last", "hidden/layer_12"], 1) == (
+        "`moa-data add s --model MODEL --activations kv,hidden:last,hidden:layer:12 --target-layers 1`"
+    )
+    assert addition_command(Path("s"), [], 2) == "`moa-data add s --model MODEL --target-layers 2`"
+
+
+def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(
+    recipe, wanted, tmp_path: Path, monkeypatch
+) -> None:
+    store = write_store(recipe, tmp_path / "store")
+    real, calls = StoreCodec.open.__func__, []
+
+    def not_the_basis(cls: type[StoreCodec], manifest: Any, path: Path) -> StoreCodec:
+        calls.append(manifest)
+        if len(calls) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(StoreCodec, "open", classmethod(real))
+                add(store, wanted)
+            raise ShardCorrupt("another basis")
+        return real(cls, manifest, path)
+
+    monkeypatch.setattr(StoreCodec, "open", classmethod(not_the_basis))
+    with ActivationStore(store) as reader:
+        assert "hidden/layer_2" in reader.fields
+    assert len(calls) == 2
+    calls.clear()
+    with pytest.raises(ShardCorrupt, match="another basis"):
+        ActivationStore(store)

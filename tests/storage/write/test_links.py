@@ -1,0 +1,175 @@
+"""Writers refuse symbolic links inside a store before they change anything; readers follow them."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_data.pipeline.card import CardOrigin, write_card
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.errors import LinkRefused
+from moa_data.storage.parts.plan import read_plan
+from moa_data.storage.read.store import ActivationStore, read_manifest
+from moa_data.storage.schema import hidden_field
+from moa_data.storage.write.addition import StoreAddition, extended_codec
+from moa_data.storage.write.store import StoreWriter
+
+NAMES = (
+    "parts", "target", "commits", "codec", "runs", "store.json", "plan.parquet", "store.lock", "README.md",
+    "parts/part-00001.zarr", "parts/part-00001.zarr/kv", "parts/part-00001.zarr/kv/c",
+    "parts/part-00001.zarr/zarr.json", "parts/part-00001.zarr/kv/c/0/0/0/0/0", "parts/part-00077.zarr",
+    "parts/part-00001.zarr.partial", "target/config.json", "target/more", "target.partial", "commits/part-00001.json",
+    "commits/target.json", "commits/store.json", "commits/part-00001.json.partial", "codec/basis.safetensors",
+    "runs/1.json", "store.json.partial",
+)  # fmt: skip
+
+
+@pytest.fixture
+def recipe(recipe_of):
+    return recipe_of((70, 3, 130, 64), part_tokens=256)
+
+
+@pytest.fixture
+def store(tmp_path: Path, recipe) -> Path:
+    """A store with everything that a store may have, and damage for which a repair drops part and target."""
+    path = recipe.write(tmp_path / "store")
+    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
+        with writer.target() as folder:
+            (folder / "more").mkdir()
+            for name in ("config.json", "more/weights"):
+                (folder / name).write_text("{}" * 100)
+        writer.record_run({})
+    (path / "codec").mkdir()
+    (path / "codec/basis.safetensors").write_bytes(b"")
+    (path / "README.md").write_text("card")
+    for damaged in ("parts/part-00001.zarr/tokens/c/0", "target/more/weights"):
+        data = (path / damaged).read_bytes()
+        (path / damaged).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    return path
+
+
+def everything(folder: Path) -> dict[str, object]:
+    """What lies below a folder: content of files but the lock's, places of links, names of folders."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file() and path.name != "store.lock"
+        else None
+        for path in folder.rglob("*")
+    }
+
+
+def link(store: Path, name: str) -> Path:
+    """Move a file or folder of a store elsewhere and leave a link, or point one to a folder with something in it."""
+    elsewhere = store.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.txt").write_text("mine")
+    path = store / name
+    if os.path.lexists(path):
+        shutil.move(path, elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+    elif path.suffix == ".partial" and ".json" in path.name:
+        path.symlink_to(elsewhere / "mine.txt")
+    else:
+        path.symlink_to(elsewhere)
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_writers_refuse_a_link(store: Path, recipe, name: str) -> None:
+    plan = plan_repair(store)
+    assert (plan.parts, plan.target) == ((1,), True)
+    path = link(store, name)
+    before = everything(store.parent)
+    attempts: tuple[Callable[[], object], ...] = (lambda: recipe.write(store), lambda: drop_damage(plan))
+    for attempt in attempts:
+        with pytest.raises(LinkRefused, match="is a symbolic link") as caught:
+            attempt()
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert everything(store.parent) == before
+
+
+def test_a_link_to_nowhere_is_refused_too(store: Path, recipe) -> None:
+    shutil.rmtree(store / "parts")
+    (store / "parts").symlink_to(store.parent / "unplugged")
+    with pytest.raises(LinkRefused, match=r"parts is a symbolic link to '.*unplugged'.*move the whole store and link"):
+        recipe.write(store)
+    assert (store / "commits/part-00000.json").exists()
+
+
+def swap(path: Path) -> dict[str, object]:
+    """Put a link to a copy in a folder's place, as somebody might while a writer has the store open."""
+    elsewhere = Path(shutil.copytree(path, path.parent.parent / f"copy of {path.name}"))
+    shutil.rmtree(path)
+    path.symlink_to(elsewhere)
+    return everything(elsewhere)
+
+
+@pytest.mark.parametrize("name", ["parts", "commits", "target", "runs", "parts/part-00000.zarr"])
+def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe, name: str) -> None:
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        writer.drop_part(1)
+        wanted = recipe.with_manifest(fields=(*recipe.manifest.fields, hidden_field("layer_1", 16)))
+        addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
+        inside = swap(store / name)
+
+        def write_bundle() -> None:
+            with writer.target() as folder:
+                (folder / "config.json").write_text("other")
+
+        attempts: list[Callable[[], object]] = [lambda: writer.drop_part(0), lambda: addition.part(0)]
+        if "part-" not in name:
+            attempts += [lambda: writer.part(1), writer.drop_target, write_bundle, lambda: writer.record_run({})]
+            attempts += [lambda: writer.replace_manifest(wanted.manifest)]
+            attempts += [lambda: write_card(store, CardOrigin("a/model", "a/dataset"))]
+        for attempt in attempts:
+            with pytest.raises(LinkRefused, match="is a symbolic link"):
+                attempt()
+        assert everything((store / name).resolve()) == inside
+        assert not list(store.rglob("*.partial"))
+
+
+def test_a_link_in_the_bundle_that_is_being_written(store: Path, recipe) -> None:
+    (store.parent / "elsewhere").mkdir()
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        shutil.rmtree(store / "target/more")
+
+        def write_bundle() -> None:
+            with writer.target() as folder:
+                (store / "target/more").symlink_to(store.parent / "elsewhere")
+                (folder / "more").mkdir()
+                (folder / "more/weights").write_text("other")
+
+        with pytest.raises(LinkRefused, match="target/more is a symbolic link"):
+            write_bundle()
+    assert list((store.parent / "elsewhere").iterdir()) == []
+
+
+def test_a_linked_store_is_a_store(store: Path, recipe, tree) -> None:
+    linked = store.parent / "linked"
+    linked.symlink_to(store)
+    (store / "my notes").symlink_to("/nowhere")  # a name that no store has, so that no writer touches it
+    assert drop_damage(plan_repair(linked)) == (1,)
+    recipe.write(linked)
+    assert verify_store(linked).ok
+    assert (store / "my notes").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "name", ["parts", "parts/part-00000.zarr", "parts/part-00000.zarr/kv/c", "commits", "store.json"]
+)
+def test_readers_follow_links(tmp_path: Path, recipe, name: str) -> None:
+    store = recipe.write(tmp_path / "store")
+    link(store, name)
+    assert verify_store(store).ok
+    assert read_manifest(store) == recipe.manifest
+    assert read_plan(store / "plan.parquet").num_rows == 4
+    with ActivationStore(store) as reader:
+        for i, row in enumerate(reader.sequences.to_pylist()):
+            np.testing.assert_array_equal(reader.read(i, "kv"), recipe.values(reader.fields["kv"], row))

@@ -1,0 +1,385 @@
+"""Parts appear whole or not at all; a store goes on only from the inputs it was made from."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from moa_data.storage import durable
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.errors import (
+    DiskFull,
+    ManifestInvalid,
+    OutputOccupied,
+    PartIncomplete,
+    PlanInvalid,
+    SchemaVersionError,
+    StoreLocked,
+    StoreMismatch,
+    WriteInvalid,
+)
+from moa_data.storage.parts.seal import write_seal
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import hidden_field
+from moa_data.storage.write.store import StoreWriter
+
+
+@pytest.fixture
+def writer(tmp_path: Path, recipe):
+    with StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan) as opened:
+        yield opened
+
+
+def test_equal_inputs_give_equal_bytes(store: Path, tmp_path: Path, recipe, tree):
+    assert tree(recipe.write(tmp_path / "again")) == tree(store)
+
+
+def test_running_again_writes_nothing(store: Path, recipe):
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()}
+    recipe.write(store)
+    before.pop(store / "store.lock")
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+
+def test_pieces_of_any_size_give_equal_bytes(store: Path, tmp_path: Path, recipe, tree):
+    other = tmp_path / "pieces"
+    rng = np.random.default_rng(0)
+    with StoreWriter.create_or_resume(other, recipe.manifest, recipe.plan) as writer:
+        for part in reversed(writer.pending_parts()):
+            with writer.part(part) as out:
+                for field in recipe.manifest.fields:
+                    for row in out.sequences.to_pylist():
+                        values, at = recipe.values(field, row), 0
+                        while at < len(values):
+                            n = int(rng.integers(1, 90))
+                            out.write(field.name, row["first_token"] + at, values[at : at + n])
+                            at += n
+                out.commit()
+    assert tree(other) == tree(store)
+
+
+def test_leaving_without_commit_discards_the_part(writer, recipe):
+    row = writer.part_sequences(0).to_pylist()[0]
+    opened = []
+
+    def write_until_interrupted() -> None:
+        with writer.part(0) as out:
+            opened.append(out)
+            out.write("tokens", 0, recipe.values(recipe.manifest.fields[0], row))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_until_interrupted()
+    assert list((writer.path / "parts").iterdir()) == []
+    assert 0 in writer.pending_parts()
+    with pytest.raises(WriteInvalid, match="Part 0 is closed"):
+        opened[0].write("tokens", 0, np.zeros(1, np.int32))
+    recipe.write_part(writer, 0)
+    assert 0 not in writer.pending_parts()
+
+
+def test_a_part_is_opened_once_at_a_time(writer, recipe):
+    with writer.part(0) as out:
+        with pytest.raises(WriteInvalid, match="Part 0 is being written already"):
+            writer.part(0)
+        for row in out.sequences.to_pylist():
+            for field in recipe.manifest.fields:
+                out.write(field.name, row["first_token"], recipe.values(field, row))
+        out.commit()
+
+
+def test_wrong_writes_are_refused(writer, recipe):
+    recipe.write_part(writer, 1)
+    with pytest.raises(WriteInvalid, match="Part 1 is committed already"):
+        writer.part(1)
+    with pytest.raises(WriteInvalid, match=r"parts 0 to \d, got 99"):
+        writer.part(99)
+    with writer.part(0) as out:
+        with pytest.raises(WriteInvalid, match="no field 'kvs'; this store has tokens"):
+            out.write("kvs", 0, np.zeros(1, np.int32))
+        with pytest.raises(WriteInvalid, match=r"'kv' takes uint16 arrays of shape \[n, 4, 2, 2, 8\] \(bfloat16\)"):
+            out.write("kv", 0, np.zeros((1, 4, 2, 2, 8), np.float32))
+        with pytest.raises(WriteInvalid, match=r"got int32 \[3, 1\]"):
+            out.write("tokens", 0, np.zeros((3, 1), np.int32))
+        out.write("tokens", 0, np.zeros(10, np.int32))
+        with pytest.raises(WriteInvalid, match="token 9 comes before 10"):
+            out.write("tokens", 9, np.zeros(1, np.int32))
+        with pytest.raises(WriteInvalid, match=f"lie beyond the part's {out.allocated_tokens}"):
+            out.write("tokens", out.allocated_tokens, np.zeros(1, np.int32))
+
+
+def test_a_forgotten_sequence_is_not_committed(writer, recipe):
+    with writer.part(0) as out:
+        for row in out.sequences.to_pylist():
+            for field in recipe.manifest.fields:
+                n = row["n_tokens"] - (field.name == "kv" and row["first_token"] == 0)
+                out.write(field.name, row["first_token"], recipe.values(field, row)[:n])
+        with pytest.raises(PartIncomplete, match=r"1 of \d sequences were not written to 'kv', the first at tokens 0"):
+            out.commit()
+    assert 0 in writer.pending_parts()
+
+
+def test_two_writers_are_refused(writer, recipe):
+    with pytest.raises(StoreLocked, match=f"is being written by process {os.getpid()} on .*Wait until it ends"):
+        StoreWriter.create_or_resume(writer.path, recipe.manifest, recipe.plan)
+    writer.close()
+    recipe.write(writer.path)
+
+
+def test_every_changed_key_is_named(store: Path, recipe, tree):
+    before = tree(store)
+    changed = recipe.with_manifest(
+        identities={"target.weights_sha256": "XX", "dataset.sha256": "bb", "template.sha256": "new"},
+        extraction={"max_length": 128, "dtype": "bfloat16"},
+        fields=(*recipe.manifest.fields[:3], hidden_field("last", 16, "float32")),
+    )
+    with pytest.raises(StoreMismatch) as caught:
+        changed.write(store)
+    assert caught.value.changes == {
+        "identities.target.weights_sha256": ("aa", "XX"),
+        "identities.tokenizer.sha256": ("cc", "(absent)"),
+        "identities.template.sha256": ("(absent)", "new"),
+        "extraction.max_length": (256, 128),
+        "fields.hidden/last.dtype": ("bfloat16", "float32"),
+    }
+    for key, (old, new) in caught.value.changes.items():
+        assert f"{key}: store has {old!r}, given {new!r}" in str(caught.value)
+    assert "5 values differ" in str(caught.value)
+    assert "choose another output folder" in str(caught.value)
+    assert tree(store) == before
+
+
+def test_another_plan_is_named(store: Path, recipe):
+    ids = ["changed", *recipe.plan["sequence_id"].to_pylist()[1:]]
+    plan = recipe.plan.set_column(0, "sequence_id", pa.array(ids))
+    with pytest.raises(
+        StoreMismatch, match=r"plan: store has 'row 0: sequence_id=id-\d', given 'row 0: sequence_id=ch"
+    ):
+        replace(recipe, plan=plan).write(store)
+
+
+def test_manifest_and_plan_must_agree(tmp_path: Path, recipe):
+    with pytest.raises(ManifestInvalid, match="manifest says n_tokens 5, the plan has 881"):
+        recipe.with_manifest(n_tokens=5).write(tmp_path / "store")
+    with pytest.raises(PlanInvalid, match="must have the columns"):
+        replace(recipe, plan=recipe.plan.drop_columns(["part"])).write(tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter1.tex").write_text("x")
+    with pytest.raises(OutputOccupied, match=r"not an activation store \(it holds chapter1.tex\)"):
+        recipe.write(folder)
+    assert [path.name for path in folder.iterdir()] == ["chapter1.tex"]
+    (folder / "chapter1.tex").rename(folder / "store.json")
+    with pytest.raises(OutputOccupied, match="holds something else"):
+        recipe.write(folder)
+    with pytest.raises(OutputOccupied, match="is a file, not a folder"):
+        recipe.write(folder / "store.json")
+    (folder / "store.json").rename(folder / "parts")
+    with pytest.raises(OutputOccupied, match="it holds parts"):
+        recipe.write(folder)
+
+
+def test_an_empty_folder_is_fine(tmp_path: Path, recipe):
+    (tmp_path / "store").mkdir()
+    recipe.write(tmp_path / "store")
+
+
+def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe):
+    text = (store / "store.json").read_text().replace('"schema_version": 1', '"schema_version": 2')
+    (store / "store.json").write_text(text)
+    write_seal(store)  # as the release that wrote it did
+    with pytest.raises(SchemaVersionError, match="schema version 2"):
+        recipe.write(store)
+    assert (store / "store.json").read_text() == text
+
+
+@pytest.mark.parametrize("change", [('"schema_version": 1', '"schema_version": 3'), ("schema_", "sahema_")])
+def test_a_flipped_bit_in_the_schema_version_is_mended(store: Path, recipe, tree, change: tuple[str, str]):
+    before = tree(store)
+    (store / "store.json").write_text((store / "store.json").read_text().replace(*change))
+    recipe.write(store)
+    assert tree(store) == before
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "delete commit", "truncate commit"])
+def test_resume_redoes_exactly_the_damaged_part(store: Path, recipe, tree, damage: str):
+    before = tree(store)
+    shard, commit = store / "parts/part-00001.zarr/kv/c/0/0/0/0/0", store / "commits/part-00001.json"
+    path = commit if damage.endswith("commit") else shard
+    if damage.startswith("delete"):
+        path.unlink()
+    else:
+        os.truncate(path, 100)
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        assert writer.pending_parts() == [1]
+        assert writer.repaired_parts == (() if damage == "delete commit" else (1,))
+        recipe.write_part(writer, 1)
+    assert tree(store) == before
+
+
+def test_leftovers_are_deleted_and_other_files_kept(store: Path, recipe, tree):
+    before = tree(store)
+    for leftover in ("parts/part-00001.zarr.partial", "parts/part-00077.zarr", "target.partial"):
+        (store / leftover / "kv").mkdir(parents=True)
+    (store / "commits/part-00001.json.partial").write_text("{")
+    (store / "notes.txt").write_text("mine")
+    recipe.write(store)
+    assert tree(store) == before | {"notes.txt": b"mine"}
+    assert not (store / "target.partial").exists()
+
+
+def test_target_bundle_is_committed_whole(store: Path, recipe):
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+
+        def write_half() -> None:
+            with writer.target() as folder:
+                (folder / "config.json").write_text("{}")
+                raise RuntimeError("half")
+
+        with pytest.raises(RuntimeError, match="half"):
+            write_half()
+        assert not writer.has_target
+        assert not writer.target_path.exists()
+        for content in ("{}", '{"a": 1}'):
+            with writer.target() as folder:
+                (folder / "config.json").write_text(content)
+            assert writer.has_target
+            assert (writer.target_path / "config.json").read_text() == content
+    assert verify_store(store).ok
+    os.truncate(store / "target/config.json", 1)
+    report = verify_store(store)
+    assert [damage.path for damage in report.damages] == ["target/config.json"]
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        assert not writer.has_target
+
+
+def test_runs_are_recorded(writer):
+    path = writer.record_run({"argv": ["extract"], "seconds": 1.5})
+    assert json.loads(path.read_text()) == {"argv": ["extract"], "seconds": 1.5}
+    assert path.parent.name == "runs"
+    assert writer.record_run({}) != path
+
+
+@pytest.mark.parametrize(("call", "code"), [("write", errno.ENOSPC), ("fsync", errno.EDQUOT)])
+def test_disk_full_anywhere_loses_nothing(tmp_path: Path, recipe, tree, monkeypatch, call: str, code: int):
+    whole = tree(recipe.write(tmp_path / "whole"))
+    real = getattr(os, call)
+    messages: list[str] = []
+    for n_good_calls in range(0, 160, 23):
+        store = tmp_path / f"{n_good_calls}"
+        calls = iter(range(n_good_calls))
+
+        def fail(*arguments: object, calls=calls):
+            if next(calls, None) is None:
+                raise OSError(code, os.strerror(code))
+            return real(*arguments)
+
+        monkeypatch.setattr(durable.os, call, fail)
+        try:
+            recipe.write(store)
+        except DiskFull as error:
+            messages.append(str(error))
+        monkeypatch.setattr(durable.os, call, real)
+        assert list(store.rglob("*.partial")) == []
+        if (store / "store.json").exists():
+            assert verify_store(store).ok
+        assert tree(recipe.write(store)) == whole
+    assert len(messages) > 3
+    assert all("No space left" in text and "run the same command again" in text for text in messages)
+
+
+def mount_tmpfs(path: Path, n_kib: int) -> bool:
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={n_kib}k", "tmpfs", str(path)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def test_a_full_file_system(tmp_path: Path, recipe_of, tree):
+    recipe = recipe_of(tuple(range(100, 180)))
+    disk = tmp_path / "disk"
+    if not mount_tmpfs(disk, 2048):
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        with pytest.raises(DiskFull, match=r"No space left while writing .*Parts committed so far are safe"):
+            recipe.write(disk / "store")
+        assert list(disk.rglob("*.partial")) == []
+        with ActivationStore(disk / "store") as reader:
+            assert 0 < reader.n_parts_committed < recipe.manifest.n_parts
+        assert verify_store(disk / "store").ok
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert tree(recipe.write(disk / "store")) == tree(recipe.write(tmp_path / "whole"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+KILLED_RUNS = """
+import importlib.util, os, signal, sys
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
+kit = importlib.util.module_from_spec(spec)
+sys.modules["kit"] = kit
+spec.loader.exec_module(kit)
+recipe = kit.make_recipe()
+
+def kill_at(n):
+    # A write is torn in the middle; everything else does not happen at all.
+    left = [n]
+    def wrap(name):
+        real = getattr(os, name)
+        def call(*arguments, **options):
+            left[0] -= 1
+            if left[0] == 0:
+                if name == "write":
+                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+        setattr(os, name, call)
+    for name in ("write", "fsync", "rename", "replace", "mkdir"):
+        wrap(name)
+
+for n in range(1, 10_000, int(sys.argv[3])):
+    child = os.fork()
+    if child == 0:
+        kill_at(n)
+        recipe.write(Path(sys.argv[2]) / str(n))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        sys.exit(os.WEXITSTATUS(status))
+    assert os.WTERMSIG(status) == signal.SIGKILL
+"""
+
+
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe, tree, every: int):
+    whole = tree(recipe.write(tmp_path / "whole"))
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    conftest = Path(__file__).parents[1] / "conftest.py"
+    command = [sys.executable, "-c", KILLED_RUNS, str(conftest), str(killed), str(every)]
+    subprocess.run(command, check=True, timeout=1800)
+    folders = [folder for folder in killed.iterdir() if any(folder.iterdir())]
+    assert len(folders) > 5
+    n_partly_committed = 0
+    for folder in folders:
+        if (folder / "store.json").exists():
+            report = verify_store(folder)
+            assert report.ok
+            n_partly_committed += 0 < report.n_parts < recipe.manifest.n_parts
+        assert tree(recipe.write(folder)) == whole
+    assert n_partly_committed > 2

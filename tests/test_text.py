@@ -1,0 +1,150 @@
+"""Text of others reaches terminal, log and report with its control characters written out and nothing read in it."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.table import Table
+from rich.text import Text
+
+from moa_data.cli import main
+from moa_data.commands.console import StandardOutput, TokenStream
+from moa_data.commands.views import sample_view
+from moa_data.demo.config import DemoConfig
+from moa_data.demo.target import build_target, train_tokenizer
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.target.live import Target
+from moa_data.text import printable
+
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+ATTACK = "clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\r \x9b2J right \u202eleft\u2066 :smile: [red]x[/red] [/]"
+SHOWN = r"clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\x0d \x9b2J right \u202eleft\u2066 :smile: [red]x[/red] [/]"
+
+
+def run(*arguments: str | Path, **options: Any) -> Any:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/, drafter/, chats.jsonl and store/; the chats hold the attack."""
+    folder = tmp_path_factory.mktemp("escaping")
+    chats = [
+        [{"role": "user", "content": f"{n} {ATTACK}"}, {"role": "assistant", "content": f"{ATTACK} {n}"}]
+        for n in range(4)
+    ]
+    text = "\n".join(json.dumps({"messages": chat, "category": ATTACK}) for chat in chats)
+    (folder / "chats.jsonl").write_text(text + "\n", encoding="utf-8")
+    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
+    tokenizer = train_tokenizer([message["content"] for chat in chats for message in chat], config.vocab_size)
+    build_target(config, tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    target = Target.load(str(folder / "model"), device="cpu")
+    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), folder / "drafter")
+    made = run(
+        "extract", "--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store",
+        "--device", "cpu",
+    )  # fmt: skip
+    assert made.exit_code == 0, made.output
+    return folder
+
+
+def test_control_characters_are_written_out_and_all_else_is_kept() -> None:
+    assert printable(ATTACK) == SHOWN
+    assert printable(SHOWN) == SHOWN
+    for kept in ("line\n\ttab", "日本語 👩‍👩‍👧 é", "שלום \u200f", r"C:\x1b"):
+        assert printable(kept) == kept
+    everything = "".join(map(chr, range(0x110000)))
+    assert not CONTROLS.search(printable(everything))
+    printable(everything).encode()
+
+
+def test_a_terminal_shows_text_tables_and_styles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    terminal = StandardOutput()
+    terminal.print(ATTACK, end="|")
+    terminal.print(ATTACK.replace("\x1b", "\x1b\x1b"), style="green", end="|")
+    table = Table("a", title=ATTACK, width=300)
+    table.add_row(ATTACK)
+    terminal.print(table)
+    terminal.print(Text.assemble("a\x1bb\x9b", ("c", "bold")), end="|")
+    assert not CONTROLS.search(screen.getvalue())
+    assert screen.getvalue().startswith(SHOWN + "|")
+    assert screen.getvalue().count(SHOWN) == 3
+    assert r"a\x1bb\x9bc|" in screen.getvalue()
+
+
+def test_a_colour_terminal_still_has_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    StandardOutput().print("a\x1b[31mb", style="green", end="")
+    assert re.fullmatch("\x1b\\[32m" + re.escape(r"a\x1b[31mb") + "\x1b\\[0m", screen.getvalue())
+
+
+def test_streamed_tokens_are_escaped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    terminal = StandardOutput()
+    stream = TokenStream(lambda ids: "".join(map(chr, ids)))
+    for character in ATTACK:
+        for text, _ in stream.feed([ord(character)], [False]):
+            terminal.print(text, end="")
+    assert screen.getvalue() == SHOWN
+
+
+def test_inspect_shows_a_sample_without_obeying_it(room: Path) -> None:
+    result = run("inspect", room / "store", "--sample", "1")
+    assert result.exit_code == 0, result.output
+    assert not CONTROLS.search(result.output)
+    assert result.output.count(SHOWN) == 2
+    assert f"⟦{SHOWN}" in result.output.replace("⟦ ", "⟦")
+    view = sample_view({"sequence_id": ATTACK}, [1], [1], lambda ids: ATTACK)
+    assert view is not None
+
+
+def test_error_lines_quote_rows_and_names_without_obeying_them(room: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text(json.dumps({ATTACK: 1}) + "\n", encoding="utf-8")
+    arguments = ("plan", "--model", room / "model", "--out", tmp_path / "store", "--dataset")
+    result = run(*arguments, tmp_path / "odd.jsonl")
+    assert result.exit_code == 2
+    assert "columns: clear \\x1b[2J" in result.stderr
+    assert not CONTROLS.search(result.stderr.split("\r")[-1])
+    result = run(*arguments, tmp_path / "\x1b[2Jabsent.jsonl")
+    assert "/\\x1b[2Jabsent.jsonl does not exist" in result.stderr
+    assert not CONTROLS.search(result.stderr.split("\r")[-1])
+
+
+def test_generate_prints_what_a_target_says_without_obeying_it(room: Path) -> None:
+    """An untrained target says control bytes by itself."""
+    generate = ("generate", "--model", room / "model", "--drafter", room / "drafter", "--tree", "2", "--device", "cpu")
+    sampling = ("--temperature", "1.5", "--max-new-tokens", "96", "--no-plain")
+    one = run(*generate, *sampling, "--prompt", ATTACK)
+    two = run(*generate, *sampling, "--prompt", "a", "--prompt", "b")
+    for result in (one, two):
+        assert result.exit_code == 0, result.output
+        assert not CONTROLS.search(result.stdout)
+        assert re.search(r"\\x[0189][0-9a-f]", result.stdout)
+
+
+def test_reports_of_eval_are_escaped(room: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    result = run(
+        "eval", "--model", room / "model", "--drafter", room / "drafter", "--prompts", room / "chats.jsonl",
+        "--method", "plain,chain", "--max-new-tokens", "4", "--n-prompts", "2", "--device", "cpu", "--out", report,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for text in (result.stdout, result.stderr.replace("\r", "\n"), report.with_suffix(".md").read_text("utf-8")):
+        assert not CONTROLS.search(text)
+    categories = json.loads(report.read_text())["rows"][0]["category"]
+    assert categories == SHOWN
