@@ -1,7 +1,60 @@
 """Activations of large language models as a dataset, and drafters for speculative decoding trained from it.
 
 The folders are stages: ``pipeline`` writes what ``storage`` defines, ``trainer`` reads it and trains what ``moa``
-defines, ``evaluation`` decodes and measures. ``cli`` is the only place that prints and exits.
+defines, ``evaluation`` decodes and measures. The names below are the public ones; each is imported when it is first
+used, so that reading a store needs no torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import MoaDataError
+    from .evaluation.config import EvalConfig
+    from .evaluation.run import evaluate
+    from .moa.formats.checkpoint import load_drafter
+    from .moa.target.live import Target
+    from .pipeline.config import ExtractConfig
+    from .pipeline.extract import extract
+    from .storage.read.store import ActivationStore
+    from .trainer.config import TrainConfig
+    from .trainer.run import train
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ActivationStore": "storage.read.store",
+    "ExtractConfig": "pipeline.config",
+    "extract": "pipeline.extract",
+    "TrainConfig": "trainer.config",
+    "train": "trainer.run",
+    "Target": "moa.target.live",
+    "load_drafter": "moa.formats.checkpoint",
+    "EvalConfig": "evaluation.config",
+    "evaluate": "evaluation.run",
+    "MoaDataError": "errors",
+}
+
+__all__ = [
+    "ActivationStore",
+    "EvalConfig",
+    "ExtractConfig",
+    "MoaDataError",
+    "Target",
+    "TrainConfig",
+    "__version__",
+    "evaluate",
+    "extract",
+    "load_drafter",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
