@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import textwrap
 import zlib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,20 +16,10 @@ import pytest
 import zarr
 
 from moa_data.storage import schema
+from moa_data.tests.kit import stores as kit
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs" / "format.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def kit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("storage_kit", ROOT / "tests" / "storage" / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def block(language: str) -> str:
@@ -55,7 +43,7 @@ def test_every_manifest_key_and_plan_column_is_explained():
         assert f"`{name}`" in DOCUMENT
 
 
-def test_the_example_reads_a_store_with_tensorstore(kit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_example_reads_a_store_with_tensorstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = kit.make_recipe()
     recipe.write(tmp_path / "STORE")
     monkeypatch.chdir(tmp_path)
@@ -68,7 +56,7 @@ def test_the_example_reads_a_store_with_tensorstore(kit: ModuleType, tmp_path: P
     np.testing.assert_array_equal(names["values"].shape, (row["n_tokens"], 4, 2, 8))
 
 
-def test_zarr_python_reads_by_the_steps_of_the_document(kit: ModuleType, tmp_path: Path):
+def test_zarr_python_reads_by_the_steps_of_the_document(tmp_path: Path):
     recipe = kit.make_recipe()
     store = recipe.write(tmp_path / "store")
     for row in pq.read_table(store / "plan.parquet").to_pylist():
@@ -80,7 +68,7 @@ def test_zarr_python_reads_by_the_steps_of_the_document(kit: ModuleType, tmp_pat
             np.testing.assert_array_equal(got, recipe.values(spec, row))
 
 
-def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(kit: ModuleType, tmp_path: Path):
+def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp_path: Path):
     fields = (*kit.FIELDS, schema.hidden_field("layer_2", 16))
     recipe = kit.make_recipe(lengths=(70, 3, 200, 64, 1), fields=fields, part_tokens=300)
     recipe.write(tmp_path / "STORE")
@@ -107,7 +95,7 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(kit
                 np.testing.assert_array_equal(out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row))
 
 
-def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(kit: ModuleType, tmp_path: Path):
+def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(tmp_path: Path):
     from moa_data.storage.write.addition import StoreAddition, extended_codec
 
     recipe = kit.make_recipe(lengths=(70, 3, 200), part_tokens=300)
@@ -137,7 +125,7 @@ def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(kit: ModuleT
             np.testing.assert_array_equal(got, more.values(spec, row))
 
 
-def test_metadata_and_checksums_are_as_the_document_says(kit: ModuleType, tmp_path: Path):
+def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path):
     store = kit.make_recipe().write(tmp_path / "store")
     part = store / "parts" / "part-00000.zarr"
     for name, chunk_tokens in re.findall(r"^\| `(tokens|response_mask)` \|.*\| (\d+) \|$", DOCUMENT, re.MULTILINE):

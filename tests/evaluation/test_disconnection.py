@@ -24,8 +24,9 @@ from moa_data.moa.drafters.rounds import Draws, Rounds
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import Target
+from moa_data.tests.kit.chats import chat, write_jsonl
 
-from .conftest import MAX_POSITIONS, chat, write_lines
+from .conftest import MAX_POSITIONS
 
 PROMPTS = [
     Prompt(f"p{number}", "chat", (({"role": "user", "content": text},),))
@@ -179,7 +180,7 @@ def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> No
 
 
 def test_prompts_without_room_are_counted(config: DisconnectConfig, tmp_path: Path) -> None:
-    prompts = write_lines(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
+    prompts = write_jsonl(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
     report = disconnect(changed(config, prompts=str(prompts)))
     text = Path(config.out).with_suffix(".md").read_text()
     assert [report.prompts[name] for name in ("n_used", "n_cut_prompts", "n_skipped")] == [3, 2, 1]

@@ -6,12 +6,11 @@ import pytest
 
 from moa_data.evaluation.errors import PromptsError
 from moa_data.evaluation.prompts import CHATS, SPEC_BENCH, load_prompts
-
-from .conftest import chat, write_lines
+from moa_data.tests.kit.chats import chat, write_jsonl
 
 
 def test_a_chat_is_cut_before_its_last_answer(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", [chat("q1", "a1", "q2", "a2", prompt_id="x", category="math")])
+    path = write_jsonl(tmp_path / "p.jsonl", [chat("q1", "a1", "q2", "a2", prompt_id="x", category="math")])
     loaded = load_prompts(path)
     assert loaded.kind == CHATS
     (prompt,) = loaded.prompts
@@ -20,7 +19,7 @@ def test_a_chat_is_cut_before_its_last_answer(tmp_path: Path) -> None:
 
 
 def test_a_chat_may_end_with_the_question(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", [chat("q1"), chat("q1", "a1", "q2")])
+    path = write_jsonl(tmp_path / "p.jsonl", [chat("q1"), chat("q1", "a1", "q2")])
     first, second = load_prompts(path).prompts
     assert [message["content"] for message in first.turns[0]] == ["q1"]
     assert [message["content"] for message in second.turns[0]] == ["q1", "a1", "q2"]
@@ -28,7 +27,7 @@ def test_a_chat_may_end_with_the_question(tmp_path: Path) -> None:
 
 def test_sharegpt_roles(tmp_path: Path) -> None:
     row = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}
-    (prompt,) = load_prompts(write_lines(tmp_path / "p.jsonl", [row])).prompts
+    (prompt,) = load_prompts(write_jsonl(tmp_path / "p.jsonl", [row])).prompts
     assert prompt.turns == (({"role": "user", "content": "hi"},),)
 
 
@@ -46,7 +45,7 @@ def test_the_first_chats_are_chosen(chats_file: Path) -> None:
 
 def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
     def ids(rows: list, n_prompts: int | None = None) -> list[str]:
-        return [prompt.prompt_id for prompt in load_prompts(write_lines(tmp_path / "p.jsonl", rows), n_prompts).prompts]
+        return [prompt.prompt_id for prompt in load_prompts(write_jsonl(tmp_path / "p.jsonl", rows), n_prompts).prompts]
 
     chats = [chat("q", "a", **given) for given in ({"prompt_id": None, "id": "x"}, {"id": None}, {"prompt_id": 0}, {})]
     assert ids(chats) == ["x", "2", "0", "4"]
@@ -59,7 +58,7 @@ def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
 
 def test_line_separators_inside_text_do_not_split_a_line(tmp_path: Path) -> None:
     text = "one\u2028two\u0085three"
-    (prompt,) = load_prompts(write_lines(tmp_path / "p.jsonl", [chat(text, "a")])).prompts
+    (prompt,) = load_prompts(write_jsonl(tmp_path / "p.jsonl", [chat(text, "a")])).prompts
     assert prompt.turns[0][0]["content"] == text
 
 
@@ -85,7 +84,7 @@ def test_line_separators_inside_text_do_not_split_a_line(tmp_path: Path) -> None
 )
 def test_bad_files_are_refused(tmp_path: Path, rows: list, message: str) -> None:
     with pytest.raises(PromptsError, match=message):
-        load_prompts(write_lines(tmp_path / "p.jsonl", rows))
+        load_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
 
 
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
 def test_tools_and_the_system_column_are_kept(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     row = chat("q", "a", tools=tools, system="Be brief.")
-    (prompt,) = load_prompts(write_lines(tmp_path / "p.jsonl", [row])).prompts
+    (prompt,) = load_prompts(write_jsonl(tmp_path / "p.jsonl", [row])).prompts
     assert prompt.tools == tuple(tools)
     assert [message["role"] for message in prompt.turns[0]] == ["system", "user"]
     assert prompt.system == "Be brief."

@@ -32,11 +32,12 @@ from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.trainer.batch_reader import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.errors import MissingField
-
-from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer, random_chats, write_jsonl
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
 
@@ -336,7 +337,7 @@ def test_another_target_and_another_device_are_refused(
 ) -> None:
     before = begun(config)
     other = tmp_path / "other"
-    build_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
+    build_text_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(other)
     with pytest.raises(StoreMismatch, match=r"identities\.target\.weights_sha256: store has"):
         add(addition(config, model=str(other)))

@@ -15,8 +15,7 @@ from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import TargetDiffers
 from moa_data.pipeline.extract import extract
-
-from .conftest import random_chats, write_jsonl
+from moa_data.tests.kit.chats import random_chats, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.pipeline.prompts import tokenize_chat
 from moa_data.pipeline.rendering import MAX_CHAT_CHARS
 from moa_data.storage.parts.plan import plan_bytes
-
-from .conftest import LLAMA3_TEMPLATE, random_chats, write_jsonl
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 GOOD = [json.dumps(row) for row in random_chats(60)]
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -17,15 +17,14 @@ from moa_data.storage.errors import StoreNotFound
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
-
-from .exchange.conftest import load_kit
+from moa_data.tests.kit.stores import make_recipe
 
 ORIGIN = CardOrigin("owner/tiny", "owner/chats")
 
 
 @pytest.fixture
 def recipe_of() -> Callable:
-    return load_kit("storage").make_recipe
+    return make_recipe
 
 
 @pytest.fixture

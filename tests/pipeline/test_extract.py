@@ -30,8 +30,8 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
 from moa_data.storage.parts import shard
 from moa_data.storage.read.store import ActivationStore
-
-from .conftest import LLAMA3_TEMPLATE, build_tokenizer
+from moa_data.tests.kit.models import build_tokenizer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import DatasetError, NotEnoughDisk, SequenceTooLong, TemplateError, TooManyRejected
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan, format_bytes
-
-from .conftest import random_chats, write_jsonl
+from moa_data.tests.kit.chats import random_chats, write_jsonl
 
 
 def make_config(target: Path, dataset: Path, tmp_path: Path, **overrides: Any) -> ExtractConfig:

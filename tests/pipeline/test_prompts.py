@@ -9,8 +9,7 @@ import pytest
 from moa_data.pipeline.chats import Rejection, RejectReason
 from moa_data.pipeline.errors import TemplateError
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens, tokenize_chat
-
-from .conftest import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+from moa_data.tests.kit.templates import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
 Messages = list[dict[str, str]]
 

@@ -15,8 +15,8 @@ from moa_data.pipeline.repair import recorded_config, repair
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import RepairImpossible, StoreMismatch
-
-from .conftest import LLAMA3_TEMPLATE, build_model, build_tokenizer
+from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     assert (plan.parts, plan.target, plan.manifest) == ((1,), True, False)
 
     other = tmp_path / "other"
-    build_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
+    build_text_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(other)
     before = data_bytes(store)
     with pytest.raises(StoreMismatch, match="weights_sha256"):

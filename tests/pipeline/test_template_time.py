@@ -16,9 +16,7 @@ from moa_data.pipeline.errors import DatasetError
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens, tokenize_chat
-
-from .conftest import LLAMA3_TEMPLATE
-from .templates import LLAMA31_TEMPLATE, LLAMA32_DATE
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE, LLAMA31_TEMPLATE, LLAMA32_DATE
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 TIMED = "{{ 'Now ' + strftime_now('%A %d %B %Y, %H:%M:%S') }}" + LLAMA3_TEMPLATE

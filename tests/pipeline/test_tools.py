@@ -16,9 +16,13 @@ from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.errors import PromptUnusable, TemplateError
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens
 from moa_data.pipeline.sequences import tokenize_row
-
-from .conftest import CHATML_TEMPLATE, LLAMA3_TEMPLATE
-from .templates import LLAMA31_TEMPLATE, QWEN3_TEMPLATE, QWEN25_TEMPLATE
+from moa_data.tests.kit.templates import (
+    CHATML_TEMPLATE,
+    LLAMA3_TEMPLATE,
+    LLAMA31_TEMPLATE,
+    QWEN3_TEMPLATE,
+    QWEN25_TEMPLATE,
+)
 
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 WEATHER = {

@@ -1,88 +1,11 @@
 """A tiny store with known content, made afresh for each test that asks for one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
-from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.dtypes import bfloat16_bits
-from moa_data.storage.parts.plan import plan_parts
-from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
-from moa_data.storage.write.store import StoreWriter
-
-FIELDS = (tokens_field(), response_mask_field(), kv_field(4, 2, 8), hidden_field("last", 16))
-LENGTHS = (70, 3, 200, 64, 1, 129, 90, 33, 150, 64, 65, 12)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Inputs of a store: equal recipes give equal bytes."""
-
-    manifest: StoreManifest
-    plan: pa.Table
-
-    def values(self, field: FieldSpec, row: dict) -> np.ndarray:
-        """Content of a field for one row of the plan: [n_tokens, *token_shape], storage dtype."""
-        seed = [row["source_row"], [spec.name for spec in self.manifest.fields].index(field.name)]
-        rng = np.random.default_rng(seed)
-        shape = (row["n_tokens"], *field.token_shape)
-        if field.name == "response_mask":
-            return (np.arange(row["n_tokens"]) < row["n_response_tokens"]).astype(np.uint8)
-        if field.dtype == "int32":
-            return rng.integers(0, 100, shape, dtype=np.int32)
-        return bfloat16_bits(rng.normal(size=shape).astype(np.float32))
-
-    def write_part(self, writer: StoreWriter, part: int) -> None:
-        """Write and commit one part."""
-        with writer.part(part) as out:
-            for row in out.sequences.to_pylist():
-                for field in self.manifest.fields:
-                    out.write(field.name, row["first_token"], self.values(field, row))
-            out.commit()
-
-    def write(self, path: Path) -> Path:
-        """Write whatever of the store is missing."""
-        with StoreWriter.create_or_resume(path, self.manifest, self.plan) as writer:
-            for part in writer.pending_parts():
-                self.write_part(writer, part)
-        return path
-
-    def with_manifest(self, **changes: object) -> Recipe:
-        """Return a recipe with another manifest."""
-        return replace(self, manifest=replace(self.manifest, **changes))
-
-
-def make_recipe(
-    lengths: tuple[int, ...] = LENGTHS, fields: tuple[FieldSpec, ...] = FIELDS, part_tokens: int = 400
-) -> Recipe:
-    """Return a recipe for sequences of these lengths."""
-    n = len(lengths)
-    table = pa.table(
-        {
-            "sequence_id": [f"id-{row}" for row in range(n)],
-            "source_row": pa.array(range(n), pa.int64()),
-            "n_tokens": pa.array(lengths, pa.int32()),
-            "n_response_tokens": pa.array([length // 2 for length in lengths], pa.int32()),
-        }
-    )
-    plan = plan_parts(table, part_tokens, 64)
-    manifest = StoreManifest(
-        fields=fields,
-        target={"n_layers": 4, "n_kv_heads": 2, "head_dim": 8, "vocab_size": 100, "architecture": "Tiny"},
-        identities={"target.weights_sha256": "aa", "dataset.sha256": "bb", "tokenizer.sha256": "cc"},
-        extraction={"max_length": 256, "dtype": "bfloat16"},
-        n_sequences=n,
-        n_parts=int(plan["part"].to_numpy().max()) + 1,
-        n_tokens=sum(lengths),
-        codec=StoreCodec("lossless", ()).describe(),
-    )
-    return Recipe(manifest, plan)
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 
 @pytest.fixture
@@ -98,15 +21,6 @@ def recipe_of() -> Callable[..., Recipe]:
 @pytest.fixture
 def store(tmp_path: Path, recipe: Recipe) -> Path:
     return recipe.write(tmp_path / "store")
-
-
-def read_tree(path: Path) -> dict[str, bytes]:
-    """Return every file that equal inputs determine: relative path -> content."""
-    return {
-        file.relative_to(path).as_posix(): file.read_bytes()
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and file.name != "store.lock" and "runs" not in file.relative_to(path).parts
-    }
 
 
 @pytest.fixture

@@ -225,13 +225,10 @@ def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe, tree)
 
 # Root may read everything, so the checks run as another user, who has the working directory.
 NO_RIGHT_TO_READ = """
-import dataclasses, importlib.util, os, sys
+import dataclasses, os, sys
 from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
-kit = importlib.util.module_from_spec(spec)
-sys.modules["kit"] = kit
-spec.loader.exec_module(kit)
+from moa_data.tests.kit import stores as kit
 from moa_data.storage.errors import CheckIncomplete, StoreError
 from moa_data.storage.care.findings import VerifyReport
 from moa_data.storage.care.repair import drop_damage, plan_repair
@@ -256,7 +253,7 @@ def outcome(action):
     except StoreError as error:
         return error
 
-for name in sys.argv[2:]:
+for name in sys.argv[1:]:
     path = store / name
     mode = path.stat().st_mode
     path.chmod(0)
@@ -281,7 +278,6 @@ def test_no_right_to_read_is_no_damage(tmp_path: Path) -> None:
         SHARD, "parts/part-00001.zarr/kv/zarr.json", "parts/part-00001.zarr", "parts/part-00001.zarr/kv", "parts",
         "commits/part-00001.json", "commits", "commits/store.json", "store.json", "plan.parquet",
     ]  # fmt: skip
-    conftest = Path(__file__).with_name("conftest.py")
-    command = [sys.executable, "-c", NO_RIGHT_TO_READ, str(conftest), *names]
+    command = [sys.executable, "-c", NO_RIGHT_TO_READ, *names]
     done = subprocess.run(command, cwd=room, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -21,14 +21,11 @@ from moa_data.storage.write.store import StoreWriter
 # Each store is killed up to three times at random instants, its writer being a fork of a process that has imported
 # everything; then it is finished, also in a fork, and must not differ from an uninterrupted one.
 RANDOM_KILLS = """
-import importlib.util, os, random, signal, sys, time
+import os, random, signal, sys, time
 from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
-kit = importlib.util.module_from_spec(spec)
-sys.modules["kit"] = kit
-spec.loader.exec_module(kit)
-recipe, folder, n_kills = kit.make_recipe(), Path(sys.argv[2]), int(sys.argv[3])
+from moa_data.tests.kit import stores as kit
+recipe, folder, n_kills = kit.make_recipe(), Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(0)
 
 def start(store):
@@ -68,8 +65,7 @@ print(n_struck, "kills,", n_done, "stores")
 
 
 def random_kills(folder: Path, n_kills: int) -> None:
-    conftest = Path(__file__).with_name("conftest.py")
-    command = [sys.executable, "-c", RANDOM_KILLS, str(conftest), str(folder), str(n_kills)]
+    command = [sys.executable, "-c", RANDOM_KILLS, str(folder), str(n_kills)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) >= n_kills
@@ -163,16 +159,13 @@ def test_every_file_damaged_at_many_places(tmp_path: Path, recipe_of, tree) -> N
 # A repair that drops one part, and mends by the way what an opening mends, is killed before each call that changes
 # something; each time on a copy of the same damaged store.
 KILLED_REPAIRS = """
-import importlib.util, os, shutil, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
-kit = importlib.util.module_from_spec(spec)
-sys.modules["kit"] = kit
-spec.loader.exec_module(kit)
+from moa_data.tests.kit import stores as kit
 from moa_data.storage.care.repair import drop_damage, plan_repair
 
-damaged, folder = Path(sys.argv[2]), Path(sys.argv[3])
+damaged, folder = Path(sys.argv[1]), Path(sys.argv[2])
 
 def kill_at(n):
     left = [n]
@@ -213,8 +206,7 @@ def test_a_repair_killed_at_any_moment(tmp_path: Path, recipe_of, tree) -> None:
     (store / "commits/part-00002.json.partial").write_text("{")
     killed = tmp_path / "killed"
     killed.mkdir()
-    conftest = Path(__file__).with_name("conftest.py")
-    command = [sys.executable, "-c", KILLED_REPAIRS, str(conftest), str(store), str(killed)]
+    command = [sys.executable, "-c", KILLED_REPAIRS, str(store), str(killed)]
     subprocess.run(command, check=True, timeout=1800)
     folders = list(killed.iterdir())
     assert len(folders) > 20

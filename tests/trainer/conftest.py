@@ -1,83 +1,12 @@
-"""A small store of a random Llama, written once per test session through the real capture and writer."""
+"""A small store to train from, written once per test session."""
 
-import hashlib
+from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from moa_data.moa.target.bundle import save_target_bundle, target_sizes
-from moa_data.pipeline.capture import capture
-from moa_data.pipeline.config import parse_activations
-from moa_data.pipeline.plan import field_specs
-from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.parts.plan import plan_parts
-from moa_data.storage.schema import StoreManifest
-from moa_data.storage.write.store import StoreWriter
-
-N_LAYERS, VOCABULARY = 3, 61
-
-
-class NoTokenizer:
-    """Stands in for a tokenizer where only weights matter."""
-
-    def save_pretrained(self, path):
-        """Nothing to save."""
-
-
-def tiny_model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=N_LAYERS, intermediate_size=48,
-        vocab_size=VOCABULARY, max_position_embeddings=128, tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
-
-
-def build_store(
-    path, activations=("kv", "hidden:last", "hidden:layer:1"), n_sequences=60, dtype="float32", codec="lossless"
-):
-    """Sequences of 12..40 tokens that follow a simple pattern, so that a drafter can learn something."""
-    model, random = tiny_model(), np.random.default_rng(0)
-    sequences = {}
-    for _ in range(n_sequences):
-        start, stride, length = random.integers(VOCABULARY), random.integers(1, 4), random.integers(12, 41)
-        tokens = ((start + stride * np.arange(length)) % VOCABULARY).astype(np.int32)
-        response = (np.arange(length) >= random.integers(3, 6)).astype(np.uint8)
-        sequences[hashlib.sha256(tokens.tobytes() + response.tobytes()).hexdigest()] = (tokens, response)
-    table = pa.table(
-        {
-            "sequence_id": list(sequences),
-            "source_row": pa.array(range(len(sequences)), pa.int64()),
-            "n_tokens": pa.array([len(t) for t, _ in sequences.values()], pa.int32()),
-            "n_response_tokens": pa.array([int(m.sum()) for _, m in sequences.values()], pa.int32()),
-        }
-    )
-    plan, spec, sizes = plan_parts(table, 1024), parse_activations(activations, 1, N_LAYERS), target_sizes(model.config)
-    fields = field_specs(spec, sizes, dtype)
-    manifest = StoreManifest(
-        fields=fields, target=sizes, identities={"target.weights_sha256": "ab" * 32},
-        extraction={}, n_sequences=len(sequences), n_parts=int(plan["part"].to_numpy().max()) + 1,
-        n_tokens=int(plan["n_tokens"].to_numpy().sum()), codec=StoreCodec(codec, fields).describe(),
-    )  # fmt: skip
-    with StoreWriter.create_or_resume(path, manifest, plan) as writer:
-        with writer.target() as folder:
-            save_target_bundle(model, NoTokenizer(), folder, 1)
-        for index in writer.pending_parts():
-            with writer.part(index) as part:
-                for row in writer.part_sequences(index).to_pylist():
-                    tokens, response = sequences[row["sequence_id"]]
-                    host = capture(model, [tokens], spec, getattr(torch, dtype)).to_host()
-                    part.write("tokens", row["first_token"], tokens)
-                    part.write("response_mask", row["first_token"], response)
-                    for name in (*(["kv"] if spec.kv else []), *spec.hidden_fields):
-                        part.write(name, row["first_token"], host.array(name, 0))
-                part.commit()
-    return path
+from moa_data.tests.kit.training import build_store
 
 
 @pytest.fixture(scope="session")
-def store_path(tmp_path_factory):
+def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("trainer") / "store")

@@ -8,13 +8,12 @@ import torch
 
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.training import build_store
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import TrainingStream, ValidationBatches, draw
 from moa_data.trainer.run import train
-
-from .conftest import build_store
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 
 from moa_data.moa.drafters.rounds import Draws
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.training import build_store
 from moa_data.trainer import data as data_module
 from moa_data.trainer.batch_reader import MICRO_BATCH_BYTES, BatchReader
 from moa_data.trainer.config import TrainConfig
@@ -20,8 +21,6 @@ from moa_data.trainer.data import (
     split_sequences,
     sum_loss_weights,
 )
-
-from .conftest import build_store
 
 
 def config(**changes):

@@ -17,6 +17,7 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.target.live import Target
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.config import TrainConfig
@@ -25,7 +26,6 @@ from moa_data.trainer.data import StoreDataModule, draw
 from moa_data.trainer.errors import MissingField, TrainingError
 from moa_data.trainer.run import build_module
 
-from .conftest import VOCABULARY, build_store, tiny_model
 from .test_run import BASE, last_state, run
 
 EAGLE = {"drafter": "eagle", "step_bound_min": 5, "step_bound_max": 15}

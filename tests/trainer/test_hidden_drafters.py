@@ -10,12 +10,12 @@ from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.target.live import Target
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.training import build_store, tiny_model
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.errors import MissingField, TrainingError
 
-from .conftest import build_store, tiny_model
 from .test_run import BASE, last_state, run
 
 UNBOUNDED = {"step_bound_min": 5, "step_bound_max": 15}

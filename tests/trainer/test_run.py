@@ -20,6 +20,7 @@ from moa_data.errors import Interrupted
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.pipeline.recode import recode
+from moa_data.tests.kit.training import build_store
 from moa_data.trainer import callbacks
 from moa_data.trainer.checkpoints import read_checkpoint
 from moa_data.trainer.config import TrainConfig
@@ -27,8 +28,6 @@ from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, TrainingError
 from moa_data.trainer.module import DrafterModule
 from moa_data.trainer.run import train
-
-from .conftest import build_store
 
 BASE = {
     "batch_size": 8,

@@ -15,8 +15,9 @@ from moa_data.moa.decoding.shape_costs import WIDEST, AcceptanceLog, n_nodes_of
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.target.live import Target
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_model
 
-from ..conftest import build_drafter, build_model
 from ..drafters.test_eagle import build_eagle
 from ..drafters.test_medusa import build_medusa
 

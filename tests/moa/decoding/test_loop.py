@@ -21,8 +21,8 @@ from moa_data.moa.errors import DrafterError
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.cache import TargetCache
 from moa_data.moa.target.live import Target
-
-from ..conftest import FAMILIES, SIZES, build_drafter, build_model
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
 
 VOCABULARY, EOS, N_POSITIONS = SIZES["vocab_size"], SIZES["eos_token_id"], SIZES["max_position_embeddings"]
 Script = Callable[[list[int], list[int]], list[int]]

@@ -10,8 +10,9 @@ import pytest
 from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.target.live import Target
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import FAMILIES, build_model
 
-from ..conftest import FAMILIES, build_drafter, build_model
 from ..drafters.test_eagle3 import build_eagle3, trained_eagle3
 from ..drafters.test_independent import build_independent
 from ..drafters.test_medusa import build_medusa

@@ -10,8 +10,7 @@ from moa_data.moa.decoding.prompt_lookup import PromptLookupSession, prompt_look
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.target.live import Target
-
-from ..conftest import build_model
+from moa_data.tests.kit.models import build_model
 
 
 def proposed(*rows: list[int], length: int = 3) -> list[list[int]]:

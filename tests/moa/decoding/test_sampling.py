@@ -11,8 +11,8 @@ from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distr
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.target.live import Target
-
-from ..conftest import build_drafter, build_model
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_model
 
 V = 4
 

@@ -21,8 +21,8 @@ from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter,
 from moa_data.moa.nn import losses, masks
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import Target, layer_outputs
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
 
-from ..conftest import FAMILIES, SIZES, build_model
 from .test_eagle import random_prompts
 
 TREES = [TreeShape(1), TreeShape(4), TreeShape(3, 3, 8), StaticTree((-1, -1, 0, 0, 2), (0, 1, 0, 1, 0))]

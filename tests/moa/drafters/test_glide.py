@@ -16,8 +16,7 @@ from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import Target
-
-from ..conftest import FAMILIES, SIZES, build_model, random_prompts
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
 
 TREES = [TreeShape(1), TreeShape(4), TreeShape(3, 3, 8), TreeShape(5, 2, 6)]
 

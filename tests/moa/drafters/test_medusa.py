@@ -15,8 +15,8 @@ from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn import masks
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import Target
-
-from ..conftest import FAMILIES, SIZES, build_model, random_prompts, teach
+from moa_data.tests.kit.drafters import teach
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
 
 SHAPES = [TreeShape(1), TreeShape(4), TreeShape(3, 3, 8), TreeShape(6, 2, 9), StaticTree.likeliest(12)]
 NO_DRAWS = Draws(None, torch.zeros(2, dtype=torch.bool))

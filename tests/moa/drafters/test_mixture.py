@@ -11,8 +11,8 @@ from moa_data.moa.errors import DrafterError
 from moa_data.moa.nn import kv as kv_layout
 from moa_data.moa.nn import masks
 from moa_data.moa.target.bundle import FrozenTarget
-
-from ..conftest import FAMILIES, build_drafter, build_model
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import FAMILIES, build_model
 
 
 def activations(model, tokens):

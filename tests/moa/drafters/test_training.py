@@ -11,8 +11,9 @@ from moa_data.moa.drafters.training import TrainingInputs
 from moa_data.moa.nn import kv as kv_layout
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import layer_outputs
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_model
 
-from ..conftest import build_drafter, build_model
 from .test_eagle import build_eagle
 from .test_eagle3 import build_eagle3
 from .test_glide import build_glide

@@ -18,8 +18,8 @@ from moa_data.moa.nn import masks
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import Target
-
-from ..conftest import build_drafter, build_model
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_model
 
 N_TOKENS, PROMPT = 22, 9
 ROUNDS = {

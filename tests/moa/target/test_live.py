@@ -7,8 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from moa_data.moa.target import live as target_module
 from moa_data.moa.target.live import Target
-
-from ..conftest import FAMILIES, build_model
+from moa_data.tests.kit.models import FAMILIES, build_model
 
 
 def with_full_mask(target, tokens, cache):

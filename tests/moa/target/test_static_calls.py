@@ -11,8 +11,9 @@ from moa_data.moa.decoding.session import DraftSession
 from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
 from moa_data.moa.target.cache import TargetCache
 from moa_data.moa.target.live import Target
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_model
 
-from ..conftest import build_drafter, build_model
 from ..drafters.test_eagle3 import build_eagle3
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]

@@ -327,13 +327,10 @@ def test_a_full_file_system(tmp_path: Path, recipe_of, tree):
 
 
 KILLED_RUNS = """
-import importlib.util, os, signal, sys
+import os, signal, sys
 from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("kit", sys.argv[1])
-kit = importlib.util.module_from_spec(spec)
-sys.modules["kit"] = kit
-spec.loader.exec_module(kit)
+from moa_data.tests.kit import stores as kit
 recipe = kit.make_recipe()
 
 def kill_at(n):
@@ -352,11 +349,11 @@ def kill_at(n):
     for name in ("write", "fsync", "rename", "replace", "mkdir"):
         wrap(name)
 
-for n in range(1, 10_000, int(sys.argv[3])):
+for n in range(1, 10_000, int(sys.argv[2])):
     child = os.fork()
     if child == 0:
         kill_at(n)
-        recipe.write(Path(sys.argv[2]) / str(n))
+        recipe.write(Path(sys.argv[1]) / str(n))
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status):
@@ -370,8 +367,7 @@ def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe,
     whole = tree(recipe.write(tmp_path / "whole"))
     killed = tmp_path / "killed"
     killed.mkdir()
-    conftest = Path(__file__).parents[1] / "conftest.py"
-    command = [sys.executable, "-c", KILLED_RUNS, str(conftest), str(killed), str(every)]
+    command = [sys.executable, "-c", KILLED_RUNS, str(killed), str(every)]
     subprocess.run(command, check=True, timeout=1800)
     folders = [folder for folder in killed.iterdir() if any(folder.iterdir())]
     assert len(folders) > 5

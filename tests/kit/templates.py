@@ -1,4 +1,33 @@
-"""Chat templates of real families, shortened, with their tokens: what they write for tools is theirs, sign for sign."""
+"""Chat templates: short ones of each kind, and those of real families with the very text that they write for tools."""
+
+LLAMA3_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
+    "+ m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+CHATML_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+GENERATION_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim }}{{ '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] | trim }}{{ '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+BYTES_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<eot>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<eot>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
 
 LLAMA31_TEMPLATE = r"""{{- bos_token }}
 {%- if not date_string is defined %}

@@ -1,0 +1,37 @@
+"""Chats, and files of them."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from .models import TEXT
+
+WORDS = TEXT.split()
+
+
+def chat(*contents: str, **extra: Any) -> dict[str, Any]:
+    """A chat of alternating user and assistant messages."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)], **extra}
+
+
+def random_chats(n_chats: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Chats of one to three turns with answers of varied length."""
+    draw = random.Random(seed)
+    chats = []
+    for number in range(n_chats):
+        messages = []
+        for _ in range(draw.randint(1, 3)):
+            messages.append({"role": "user", "content": f"{number}: " + " ".join(draw.choices(WORDS, k=4))})
+            answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
+            messages.append({"role": "assistant", "content": answer})
+        chats.append({"messages": messages})
+    return chats
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    """Write rows as JSON lines; a string is written as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path

@@ -1,0 +1,62 @@
+"""The command line within the test's process, and what it says when it refuses."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from moa_data.cli import main
+from moa_data.demo.config import DemoConfig
+from moa_data.demo.target import build_target, train_tokenizer
+from moa_data.moa.drafters.mixture import MoADrafter
+from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.target.live import Target
+
+from .chats import write_jsonl
+
+TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
+
+
+def run(*arguments: str | Path, **options: Any) -> Any:
+    """Run the command line in this process."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
+
+
+def error_line(exit_code: int, stderr: str, expected: int = 2) -> str:
+    """Check that a command ended with one error line, which comes last, and return it."""
+    assert exit_code == expected, stderr
+    assert "Traceback" not in stderr
+    lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, stderr
+    assert stderr.rstrip().endswith(lines[0]), stderr
+    return lines[0]
+
+
+def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
+    """Check that a command refused in one line with these texts."""
+    line = error_line(result.exit_code, result.stderr + repr(result.exception) * (result.exit_code == 1), exit_code)
+    for text in texts:
+        assert text in line
+
+
+def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
+    """Fill a folder with model/, drafter/, chats.jsonl and store/ of several parts."""
+    write_jsonl(folder / "chats.jsonl", chats)
+    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
+    texts = [message["content"] for chat in chats for message in chat["messages"]]
+    tokenizer = train_tokenizer(texts, config.vocab_size)
+    build_target(config, tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    target = Target.load(str(folder / "model"), device="cpu")
+    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), folder / "drafter")
+    arguments = ("--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store")
+    done = run("extract", *arguments, "--part-tokens", "256", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def copied(room: Path, name: str, to: Path) -> Path:
+    """Copy what a room holds under a name into another folder."""
+    return Path(shutil.copytree(room / name, to / name))

@@ -1,0 +1,124 @@
+"""Tiny random targets of every supported family with tokenizers for them, all built in code."""
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from .templates import BYTES_TEMPLATE
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "vocab_size": 67,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.15,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 8, "head_dim": 12}),
+    # The last layer has a window, those before it see everything.
+    "qwen2-mixed": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3},
+    ),
+}
+SPECIAL_TOKENS = [
+    "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>",
+    "[INST]", "[/INST]", "</s>", "<pad>",
+]  # fmt: skip
+TEXT = "the cat sat on a warm mat and saw two small birds sing in some tall green trees near our old house"
+
+
+def build_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
+    """A random causal LM in float32; biases and norms are random too, so that none is forgotten unseen."""
+    config_class, model_class, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(SIZES | extra | overrides))).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    return model
+
+
+def build_text_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
+    """A random model for ``build_tokenizer``: 3 layers, 2 KV heads of 8 and width 32, in float32."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+        "max_position_embeddings": 256, "initializer_range": 0.2, "sliding_window": None,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 9,
+    }  # fmt: skip
+    return build_model(family, seed, **(sizes | overrides))
+
+
+def random_prompts(n: int, seed: int, longest: int = 20) -> list[list[int]]:
+    """Token ids of prompts for ``build_model``, without its special tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(4, SIZES["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(n)]
+
+
+@cache
+def _backend(bos: str | None) -> str:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    texts = [TEXT, "user assistant system", "def f(x):\n    return x\n\n", "Hello there, how are you?"]
+    backend.train_from_iterator(texts * 4, trainer)
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=True)]
+    if bos is not None:
+        steps.append(
+            processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+        )
+    backend.post_processor = processors.Sequence(steps)
+    return str(backend.to_str())
+
+
+def build_tokenizer(template: str | None, bos: str | None = "<|begin_of_text|>", eos: str = "<|eot_id|>") -> Any:
+    """A byte-level BPE tokenizer of 400 entries that also puts a BOS before plain text, as Llama-3's does."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_backend(bos)), bos_token=bos, eos_token=eos, pad_token="<pad>",
+        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in (bos, eos, "<pad>")],
+    )  # fmt: skip
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def build_byte_tokenizer() -> Any:
+    """One token per byte, after the tokens <pad>, <bos>, <eot>, <user> and <assistant>."""
+    special = ("<pad>", "<bos>", "<eot>", "<user>", "<assistant>")
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eot>", pad_token="<pad>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )  # fmt: skip
+    tokenizer.chat_template = BYTES_TEMPLATE
+    return tokenizer

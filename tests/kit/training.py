@@ -1,0 +1,80 @@
+"""A small store of a random Llama, written through the real capture and writer: what drafters are trained from."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from moa_data.moa.target.bundle import save_target_bundle, target_sizes
+from moa_data.pipeline.capture import capture
+from moa_data.pipeline.config import parse_activations
+from moa_data.pipeline.plan import field_specs
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.parts.plan import plan_parts
+from moa_data.storage.schema import StoreManifest
+from moa_data.storage.write.store import StoreWriter
+
+from .models import build_text_model
+
+N_LAYERS, VOCABULARY = 3, 61
+
+
+class NoTokenizer:
+    """Stands in for a tokenizer where only weights matter."""
+
+    def save_pretrained(self, path: Path) -> None:
+        """Nothing to save."""
+
+
+def tiny_model() -> Any:
+    """The target of ``build_store``."""
+    return build_text_model(num_hidden_layers=N_LAYERS, vocab_size=VOCABULARY, pad_token_id=0)
+
+
+def build_store(
+    path: Path,
+    activations: tuple[str, ...] = ("kv", "hidden:last", "hidden:layer:1"),
+    n_sequences: int = 60,
+    dtype: str = "float32",
+    codec: str = "lossless",
+) -> Path:
+    """Sequences of 12..40 tokens that follow a simple pattern, so that a drafter can learn something."""
+    model, random = tiny_model(), np.random.default_rng(0)
+    sequences = {}
+    for _ in range(n_sequences):
+        start, stride, length = random.integers(VOCABULARY), random.integers(1, 4), random.integers(12, 41)
+        tokens = ((start + stride * np.arange(length)) % VOCABULARY).astype(np.int32)
+        response = (np.arange(length) >= random.integers(3, 6)).astype(np.uint8)
+        sequences[hashlib.sha256(tokens.tobytes() + response.tobytes()).hexdigest()] = (tokens, response)
+    table = pa.table(
+        {
+            "sequence_id": list(sequences),
+            "source_row": pa.array(range(len(sequences)), pa.int64()),
+            "n_tokens": pa.array([len(t) for t, _ in sequences.values()], pa.int32()),
+            "n_response_tokens": pa.array([int(m.sum()) for _, m in sequences.values()], pa.int32()),
+        }
+    )
+    plan, spec, sizes = plan_parts(table, 1024), parse_activations(activations, 1, N_LAYERS), target_sizes(model.config)
+    fields = field_specs(spec, sizes, dtype)
+    manifest = StoreManifest(
+        fields=fields, target=sizes, identities={"target.weights_sha256": "ab" * 32},
+        extraction={}, n_sequences=len(sequences), n_parts=int(plan["part"].to_numpy().max()) + 1,
+        n_tokens=int(plan["n_tokens"].to_numpy().sum()), codec=StoreCodec(codec, fields).describe(),
+    )  # fmt: skip
+    with StoreWriter.create_or_resume(path, manifest, plan) as writer:
+        with writer.target() as folder:
+            save_target_bundle(model, NoTokenizer(), folder, 1)
+        for index in writer.pending_parts():
+            with writer.part(index) as part:
+                for row in writer.part_sequences(index).to_pylist():
+                    tokens, response = sequences[row["sequence_id"]]
+                    host = capture(model, [tokens], spec, getattr(torch, dtype)).to_host()
+                    part.write("tokens", row["first_token"], tokens)
+                    part.write("response_mask", row["first_token"], response)
+                    for name in (*(["kv"] if spec.kv else []), *spec.hidden_fields):
+                        part.write(name, row["first_token"], host.array(name, 0))
+                part.commit()
+    return path
