@@ -4,42 +4,29 @@ import ast
 import gzip
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from moa_data.cli import main
-from moa_data.demo.config import DemoConfig
-from moa_data.demo.target import build_target, train_tokenizer
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
-from moa_data.moa.formats.checkpoint import save_drafter
-from moa_data.moa.target.live import Target
 from moa_data.storage.names import target_commit_path
 from moa_data.storage.parts.commit import target_commit_json
 from moa_data.storage.parts.seal import write_seal
 from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.schema import StoreManifest
+from moa_data.tests.kit.command import TRAIN, copied, error_line, refused, run
+from moa_data.tests.kit.hostile import bounded_memory, endless
 
 ROOT = Path(__file__).resolve().parent.parent
-CHATS = [
-    [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
-    for n in range(12)
-]
-TRAIN = ("--max-steps", "1", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
 CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
 AUTO_MAP = {
     "AutoConfig": "evil.Evil",
@@ -47,46 +34,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "evil.Evil",
     "AutoTokenizer": ["evil.Evil", "evil.Evil"],
 }
-HEADROOM_BYTES = 3 << 29
-
 Arguments = tuple[str | Path, ...]
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input="y\n" * 100)
-
-
-def one_line(exit_code: int, stderr: str, *texts: str) -> None:
-    assert exit_code == 2, stderr
-    assert "Traceback" not in stderr
-    lines = [line for line in stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1, stderr
-    for text in texts:
-        assert text in lines[0]
-
-
-def refused(result: Any, *texts: str) -> None:
-    one_line(result.exit_code, result.stderr + repr(result.exception) * (result.exit_code == 1), *texts)
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/, chats.jsonl, store/ and drafter/."""
-    folder = tmp_path_factory.mktemp("hostile_folders")
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
-    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
-    tokenizer = train_tokenizer([message["content"] for chat in CHATS for message in chat], config.vocab_size)
-    build_target(config, tokenizer).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    arguments = ("--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store")
-    assert run("extract", *arguments, "--part-tokens", "256", "--device", "cpu").exit_code == 0
-    target = Target.load(str(folder / "model"), torch.float32, "cpu")
-    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), folder / "drafter")
-    return folder
-
-
-def copied(room: Path, name: str, to: Path) -> Path:
-    return Path(shutil.copytree(room / name, to / name))
 
 
 def change_json(file: Path, **values: Any) -> None:
@@ -212,7 +160,7 @@ def test_yes_to_the_real_command_line(room: Path, tmp_path: Path) -> None:
     put_code(store / "target", native=False)
     commit_target(store)
     done = yes_to("inspect", store, "--sample", "0")
-    one_line(done.returncode, done.stderr, "auto_map")
+    assert "auto_map" in error_line(done.returncode, done.stderr)
     assert not list(tmp_path.rglob("ran"))
 
 
@@ -228,7 +176,7 @@ def test_yes_to_every_command(room: Path, tmp_path: Path) -> None:
         with_store(store, room / "model", room / "drafter", tmp_path),
     ):
         done = yes_to(command, *arguments)
-        one_line(done.returncode, done.stderr, "auto_map")
+        assert "auto_map" in error_line(done.returncode, done.stderr)
     export = yes_to("export", store, "--format", "eagle", "--out", tmp_path / "export")  # reads nothing of target/
     assert export.returncode == 0, export.stderr
     assert not list(tmp_path.rglob("ran"))
@@ -236,7 +184,8 @@ def test_yes_to_every_command(room: Path, tmp_path: Path) -> None:
 
 def calls_that_load() -> Iterator[tuple[Path, ast.Call]]:
     for path in ROOT.rglob("*.py"):
-        if "tests" in path.parts or any(part.startswith(".") for part in path.relative_to(ROOT).parts):
+        parts = path.relative_to(ROOT).parts
+        if "tests" in parts or any(part.startswith(".") for part in parts):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -331,18 +280,6 @@ def test_token_ids_beyond_the_vocabulary_are_named(room: Path, tmp_path: Path) -
     refused(run("add", store, "--model", room / "model", "--activations", "hidden:layer:0"), message)
 
 
-@contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Let the process grow by so much and no more: whoever reads a file of a terabyte gets a MemoryError."""
-    n_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (n_bytes + HEADROOM_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 def test_a_gzip_bomb_is_refused(room: Path, tmp_path: Path) -> None:
     folder = tmp_path / "eagle"
     folder.mkdir()
@@ -423,11 +360,5 @@ def test_weights_that_are_fewer_than_the_config_calls_for(room: Path, tmp_path: 
 @pytest.mark.parametrize("kind", ["fifo", "sparse"])
 def test_files_of_a_model_folder_that_never_end(room: Path, tmp_path: Path, name: str, kind: str) -> None:
     model = copied(room, "model", tmp_path)
-    (model / name).unlink()
-    if kind == "fifo":
-        os.mkfifo(model / name)
-    else:
-        with open(model / name, "wb") as file:
-            file.truncate(1 << 40)
-    with bounded_memory():
+    with bounded_memory(), endless(model / name, kind):
         refused(run("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu"), str(model))

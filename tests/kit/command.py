@@ -21,6 +21,7 @@ TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--val
 
 def run(*arguments: str | Path, **options: Any) -> Any:
     """Run the command line in this process."""
+    options = {"input": "y\n" * 100} | options  # whoever asks gets a yes, so that nothing hides behind a question
     return CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
 
 

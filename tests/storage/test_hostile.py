@@ -1,15 +1,13 @@
 """Hostile files: whatever stands in a store, readers raise the store's own errors and allocate no absurd sizes."""
 
-import copy
 import hashlib
 import json
-import os
 import resource
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moa_data.pipeline.errors import PipelineError
@@ -30,7 +28,7 @@ from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.dtypes import from_float32
 from moa_data.storage.durable import crc32c
-from moa_data.storage.errors import CheckIncomplete, ManifestInvalid, ShardCorrupt, StoreError
+from moa_data.storage.errors import ManifestInvalid, ShardCorrupt, StoreError
 from moa_data.storage.parts.commit import PartCommit, read_part_commit
 from moa_data.storage.parts.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.parts.seal import write_seal
@@ -38,41 +36,22 @@ from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
-
-HEADROOM_BYTES = 3 << 29
-FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-QUICK = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=FIXTURE)
-LONG = settings(max_examples=2000, deadline=None, suppress_health_check=FIXTURE)
-
-HOSTILE = st.sampled_from(
-    [None, True, -1, 0, 1, 2, 3, 64, 2**31, 2**40, 2**63, 2**64, 10**30, 0.5, 1e308, "", "x", "/etc", "../..", "a\0b",
-     "\ud800", "n" * 5000, [], {}, [0], [-1], [2**40], [[1]], [None], {"a": 1}, ["token"], ["token", "token"]]
-)  # fmt: skip
-
-
-@contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Let the process grow by so much and no more: what allocates absurd sizes gets a MemoryError."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    n_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * page_bytes
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (n_bytes + HEADROOM_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+from moa_data.tests.kit.hostile import (
+    LONG,
+    QUICK,
+    bounded_memory,
+    changed,
+    changed_bytes,
+    endless,
+    only_own_errors,
+    replaced,
+)
+from moa_data.tests.kit.stores import make_recipe
 
 
 def use(store: Path) -> None:
     """Do all that readers do; only the store's own errors may come of it."""
-    with bounded_memory():
-        for action in (summarize_store, verify_everything, read_everything):
-            try:
-                action(store)
-            except CheckIncomplete:
-                raise  # what allocates absurd sizes ends in it
-            except StoreError:
-                continue
+    only_own_errors(*(partial(action, store) for action in (summarize_store, verify_everything, read_everything)))
 
 
 def verify_everything(store: Path) -> None:
@@ -86,108 +65,24 @@ def read_everything(store: Path) -> None:
                 reader.read(i, name)
 
 
-@contextmanager
-def replaced(path: Path, content: bytes) -> Iterator[None]:
-    good = path.read_bytes()
-    path.write_bytes(content)
-    try:
-        yield
-    finally:
-        path.write_bytes(good)
-
-
 RUN_RECORD = b'{"config": {"model": "m", "dataset": "d", "out": "o", "activations": ["kv"]}, "provenance": {}}'
 
 
 @pytest.fixture(scope="module")
-def sealed(tmp_path_factory: pytest.TempPathFactory, recipe_of) -> Path:
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small store with checksums of store.json and plan.parquet, and a record of a run."""
-    store = recipe_of((70, 3)).write(tmp_path_factory.mktemp("sealed") / "store")
+    store = make_recipe((70, 3)).write(tmp_path_factory.mktemp("sealed") / "store")
     (store / "runs").mkdir(exist_ok=True)
     (store / "runs/1.json").write_bytes(RUN_RECORD)
     return store
 
 
 @pytest.fixture(scope="module")
-def unsealed(tmp_path_factory: pytest.TempPathFactory, recipe_of) -> Path:
+def unsealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small store without checksums of store.json and plan.parquet, so that what they say is believed so far."""
-    store = recipe_of((70, 3, 130, 64), part_tokens=256).write(tmp_path_factory.mktemp("hostile") / "store")
+    store = make_recipe((70, 3, 130, 64), part_tokens=256).write(tmp_path_factory.mktemp("hostile") / "store")
     (store / "commits/store.json").unlink()
     return store
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to every value in a JSON document."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places(item, (*path, key))
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of a JSON document, chosen without knowing the document."""
-
-    place: int
-    kind: str
-    key: str
-    value: Any
-
-    def apply(self, document: Any) -> None:
-        """Change the value at a place, counted around all there are."""
-        ways = [way for way in places(document) if way]
-        if not ways:
-            return
-        *way, last = ways[self.place % len(ways)]
-        owner = document
-        for key in way:
-            owner = owner[key]
-        if self.kind == "remove":
-            del owner[last]
-        elif self.kind == "add" and isinstance(owner, dict):
-            owner[self.key] = copy.deepcopy(self.value)  # the next change may go into it
-        else:
-            owner[last] = copy.deepcopy(self.value)
-
-
-CHANGES = st.lists(
-    st.builds(
-        Change,
-        st.integers(0, 2**16),
-        st.sampled_from(["replace", "replace", "replace", "remove", "add"]),
-        st.text(max_size=3),
-        HOSTILE,
-    ),
-    min_size=1,
-    max_size=2,
-)
-
-
-def changed_document(text: bytes) -> st.SearchStrategy[bytes]:
-    """A JSON document with a few values replaced, removed or added."""
-
-    def change(changes: list[Change]) -> bytes:
-        document = json.loads(text)
-        for one in changes:
-            one.apply(document)
-        return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
-
-    return CHANGES.map(change)
-
-
-@st.composite
-def changed_bytes(draw: Callable[..., Any], content: bytes) -> bytes:
-    """A file with bytes overwritten, inserted or cut off."""
-    data = bytearray(content)
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(len(data) - 1, 0)))
-        piece = draw(st.binary(max_size=8) | st.sampled_from([b"[" * 100_000, b"\xff" * 8, b"1" * 5000, b"NaN"]))
-        kind = draw(st.sampled_from(["overwrite", "insert", "cut"]))
-        if kind == "cut":
-            del data[at:]
-        else:
-            data[at : at + len(piece) * (kind == "overwrite")] = piece
-    return bytes(data)
 
 
 DOCUMENTS = ("store.json", "commits/part-00000.json", "parts/part-00000.zarr/kv/zarr.json")
@@ -196,7 +91,7 @@ DOCUMENTS = ("store.json", "commits/part-00000.json", "parts/part-00000.zarr/kv/
 def check_documents(store: Path, data: Any) -> None:
     path = store / data.draw(st.sampled_from(DOCUMENTS))
     good = path.read_bytes()
-    content = data.draw(changed_document(good) | changed_bytes(good))
+    content = data.draw(changed(good))
     with replaced(path, content):
         if path.name == "zarr.json":  # or the commit's size would give it away
             commit_path = store / "commits/part-00000.json"
@@ -310,27 +205,6 @@ def expect_refusal(store: Path) -> None:
             read_everything(store)
 
 
-@contextmanager
-def in_the_place_of(path: Path, kind: str) -> Iterator[None]:
-    """Put what has no end in the place of a file."""
-    good = path.with_name(f".{path.name}.good")
-    path.rename(good)
-    try:
-        if kind == "fifo":
-            os.mkfifo(path)
-        elif kind == "device":
-            path.symlink_to("/dev/zero")
-        elif kind == "folder":
-            path.mkdir()
-        else:
-            with open(path, "wb") as file:
-                file.truncate(1 << 40)
-        yield
-    finally:
-        path.rmdir() if kind == "folder" else path.unlink()
-        good.rename(path)
-
-
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "sparse"])
 @pytest.mark.parametrize(
     "name",
@@ -344,31 +218,31 @@ def in_the_place_of(path: Path, kind: str) -> Iterator[None]:
     ],
 )
 @pytest.mark.parametrize("has_seal", [True, False])
-def test_files_that_never_end_are_not_read(recipe_of, tmp_path: Path, name: str, kind: str, has_seal: bool) -> None:
-    store = recipe_of((70, 3)).write(tmp_path / "store")
+def test_files_that_never_end_are_not_read(tmp_path: Path, name: str, kind: str, has_seal: bool) -> None:
+    store = make_recipe((70, 3)).write(tmp_path / "store")
     if not has_seal:
         if name == "commits/store.json":
             pytest.skip("it is that file")
         (store / "commits/store.json").unlink()
-    with in_the_place_of(store / name, kind):
+    with endless(store / name, kind):
         expect_refusal(store)
 
 
-def test_a_sparse_shard_of_the_size_of_its_commit(recipe_of, tmp_path: Path) -> None:
+def test_a_sparse_shard_of_the_size_of_its_commit(tmp_path: Path) -> None:
     """A shard, a plan and a manifest of a terabyte that their commits agree with are not read either."""
-    store = recipe_of((70, 3)).write(tmp_path / "store")
+    store = make_recipe((70, 3)).write(tmp_path / "store")
     for name in ("store.json", "plan.parquet"):
         seal = store / "commits/store.json"
         records = json.loads(seal.read_text())
         records["files"][name]["bytes"] = 1 << 40
         content = (json.dumps(records, indent=1, sort_keys=True) + "\n").encode()
-        with replaced(seal, content), in_the_place_of(store / name, "sparse"):
+        with replaced(seal, content), endless(store / name, "sparse"):
             expect_refusal(store)
 
 
-def test_an_error_of_the_system_is_no_damage(recipe_of, tmp_path: Path) -> None:
+def test_an_error_of_the_system_is_no_damage(tmp_path: Path) -> None:
     """Who has no file descriptor left has not seen a damaged plan."""
-    store = recipe_of((70, 3)).write(tmp_path / "store")
+    store = make_recipe((70, 3)).write(tmp_path / "store")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
@@ -389,10 +263,10 @@ def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory, recipe_of) -> Path:
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small store whose codec has learned a basis, with predictions from tokens."""
     fields = (tokens_field(), response_mask_field(), kv_field(2, 1, 8), hidden_field("last", 16))
-    recipe = recipe_of((70, 130), fields)
+    recipe = make_recipe((70, 130), fields)
     codec, rng = StoreCodec("transform:2.0,tokens", fields), np.random.default_rng(0)
     kv, last = codec.learned["kv"], codec.learned["hidden/last"]
     assert isinstance(kv, TransformCodec)
@@ -477,7 +351,7 @@ def test_many_bases(learned: Path, data: Any) -> None:
 def check_seal_and_runs(store: Path, data: Any) -> None:
     path = store / data.draw(st.sampled_from(["commits/store.json", "runs/1.json"]))
     good = (store / "commits/store.json").read_bytes() if path.name == "store.json" else RUN_RECORD
-    with replaced(path, data.draw(changed_document(good) | changed_bytes(good))):
+    with replaced(path, data.draw(changed(good))):
         use(store)
         with bounded_memory(), suppress(PipelineError):
             recorded_config(store)

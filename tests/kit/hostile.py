@@ -1,0 +1,160 @@
+"""Generated changes to files, and the check that only the package's own errors come of them.
+
+A test draws a changed version of a file, puts it in the file's place and opens every door that reads it, in a process
+that may grow by 1.5 GB and no more: what allocates absurd sizes gets a MemoryError, which is no error of the package.
+"""
+
+import copy
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from moa_data.errors import MoaDataError
+from moa_data.storage.errors import CheckIncomplete
+
+HEADROOM_BYTES = 3 << 29
+_UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+QUICK = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=_UNCHECKED)
+LONG = settings(max_examples=1000, deadline=None, suppress_health_check=_UNCHECKED)
+HOSTILE = st.sampled_from(
+    [None, True, -1, 0, 1, 2, 3, 7, 64, 2**31, 2**40, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "", "x", "load", "/etc",
+     "../..", "a\0b", "\ud800", "n" * 5000, [], {}, [0], [-1], [2**40], [[1]], [None], {"a": 1}, ["x"],
+     ["token", "token"], "{{ 1 / 0 }}", "{% for %}"]
+)  # fmt: skip
+PIECES = [b"[" * 100_000, b"\xff" * 8, b"1" * 5000, b"NaN", b"{{ 1 / 0 }}"]
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Let the process grow by so much and no more."""
+    n_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes + HEADROOM_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def only_own_errors(*doors: Callable[[], object]) -> None:
+    """Open every door: it does its work, or ends in an error of the package that says what is wrong with the file."""
+    with bounded_memory():
+        for door in doors:
+            try:
+                door()
+            except CheckIncomplete:
+                raise  # a check that ran out of memory ends in it
+            except MoaDataError:
+                continue
+
+
+@contextmanager
+def replaced(path: Path, content: bytes) -> Iterator[None]:
+    """Put other content in the place of a file."""
+    good = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(good)
+
+
+@contextmanager
+def endless(path: Path, kind: str) -> Iterator[None]:
+    """Put what has no end in the place of a file: a fifo, a device, a folder, or a file of a terabyte."""
+    good = path.with_name(f".{path.name}.good")
+    path.rename(good)
+    try:
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            with open(path, "wb") as file:
+                file.truncate(1 << 40)
+        yield
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()
+        good.rename(path)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to every value in a JSON document, but not to all of a vocabulary."""
+    if path:
+        yield path
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    for key, item in items[:24]:
+        yield from _places(item, (*path, key))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One change of a JSON document, chosen without knowing the document."""
+
+    place: int
+    kind: str
+    key: str
+    value: Any
+
+    def apply(self, document: Any) -> None:
+        ways = list(_places(document))
+        if not ways:
+            return
+        *way, last = ways[self.place % len(ways)]
+        owner = document
+        for key in way:
+            owner = owner[key]
+        if self.kind == "remove":
+            del owner[last]
+        elif self.kind == "add" and isinstance(owner, dict):
+            owner[self.key] = copy.deepcopy(self.value)  # the next change may go into it
+        else:
+            owner[last] = copy.deepcopy(self.value)
+
+
+_KINDS = st.sampled_from(["replace", "replace", "replace", "remove", "add"])
+_CHANGES = st.lists(
+    st.builds(_Change, st.integers(0, 2**16), _KINDS, st.text(max_size=3), HOSTILE), min_size=1, max_size=2
+)
+
+
+@st.composite
+def changed_bytes(draw: Callable[..., Any], content: bytes) -> bytes:
+    """A file with bytes overwritten, inserted or cut off."""
+    data = bytearray(content)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        piece = draw(st.binary(max_size=8) | st.sampled_from(PIECES))
+        kind = draw(st.sampled_from(["overwrite", "insert", "cut"]))
+        if kind == "cut":
+            del data[at:]
+        else:
+            data[at : at + len(piece) * (kind == "overwrite")] = piece
+    return bytes(data)
+
+
+def changed(content: bytes) -> st.SearchStrategy[bytes]:
+    """A file with values of its JSON replaced, removed or added, or with other bytes."""
+    document = None
+    with suppress(ValueError):
+        document = json.loads(content)
+
+    def rewritten(changes: list[_Change]) -> bytes:
+        changing = copy.deepcopy(document)
+        for change in changes:
+            change.apply(changing)
+        return (json.dumps(changing, indent=1, sort_keys=True) + "\n").encode()
+
+    if document is None:
+        return changed_bytes(content)
+    return st.one_of(_CHANGES.map(rewritten), _CHANGES.map(rewritten), changed_bytes(content))
