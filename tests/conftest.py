@@ -15,6 +15,13 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give slow tests an hour instead of the five minutes of pyproject.toml."""
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(scope="session")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/, drafter/, chats.jsonl and store/ of several parts; tests change copies of them."""
