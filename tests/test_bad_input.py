@@ -14,39 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import LlamaForCausalLM
 
-from moa_data.cli import main
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.target.live import Target
 from moa_data.pipeline.chats import RejectReason
-
-TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
-    assert result.exit_code == exit_code, (result.output, result.exception)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1, result.stderr
-    assert result.stderr.rstrip().endswith(lines[0]), result.stderr
-    for text in texts:
-        assert text in lines[0]
+from moa_data.tests.kit.command import TRAIN, copied, refused, run
 
 
 def extract(room: Path, out: Path, *options: str, model: Path | None = None) -> Any:
     arguments = ["--model", model or room / "model", "--dataset", room / "chats.jsonl", "--out", out]
     return run("extract", *arguments, "--part-tokens", "256", "--device", "cpu", *options)
-
-
-def copied(room: Path, name: str, to: Path) -> Path:
-    return Path(shutil.copytree(room / name, to / name))
 
 
 def halve(file: Path) -> None:
@@ -205,8 +185,8 @@ def test_empty_prompt() -> None:
     ("given", "standard_input"), [("-", "Un café".encode("latin-1")), ("Un caf\udce9", b""), ("-", b"\xff\xfeH\0i\0")]
 )
 def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
-    arguments = ["generate", "--model", "m", "--drafter", "d", "--prompt", given]
-    refused(CliRunner().invoke(main, arguments, input=standard_input), "the prompt is no UTF-8 text", "iconv")
+    result = run("generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input)
+    refused(result, "the prompt is no UTF-8 text", "iconv")
 
 
 @pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])

@@ -5,22 +5,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from rich.table import Table
 from rich.text import Text
 
-from moa_data.cli import main
 from moa_data.commands.console import StandardOutput, TokenStream
 from moa_data.commands.views import sample_view
-from moa_data.demo.config import DemoConfig
-from moa_data.demo.target import build_target, train_tokenizer
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
-from moa_data.moa.formats.checkpoint import save_drafter
-from moa_data.moa.target.live import Target
+from moa_data.tests.kit.chats import chat
+from moa_data.tests.kit.command import build_room, run
 from moa_data.text import printable
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -28,32 +21,11 @@ ATTACK = "clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\r \x9b2J right \u202ele
 SHOWN = r"clear \x1b[2J copy \x1b]52;c;cm0=\x07 back\x08\x0d \x9b2J right \u202eleft\u2066 :smile: [red]x[/red] [/]"
 
 
-def run(*arguments: str | Path, **options: Any) -> Any:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], **options)
-
-
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/, drafter/, chats.jsonl and store/; the chats hold the attack."""
-    folder = tmp_path_factory.mktemp("escaping")
-    chats = [
-        [{"role": "user", "content": f"{n} {ATTACK}"}, {"role": "assistant", "content": f"{ATTACK} {n}"}]
-        for n in range(4)
-    ]
-    text = "\n".join(json.dumps({"messages": chat, "category": ATTACK}) for chat in chats)
-    (folder / "chats.jsonl").write_text(text + "\n", encoding="utf-8")
-    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
-    tokenizer = train_tokenizer([message["content"] for chat in chats for message in chat], config.vocab_size)
-    build_target(config, tokenizer).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    target = Target.load(str(folder / "model"), device="cpu")
-    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), folder / "drafter")
-    made = run(
-        "extract", "--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store",
-        "--device", "cpu",
-    )  # fmt: skip
-    assert made.exit_code == 0, made.output
-    return folder
+    texts = [(f"{n} {ATTACK}", f"{ATTACK} {n}") for n in range(4)]
+    return build_room(tmp_path_factory.mktemp("escaping"), [chat(*pair, category=ATTACK) for pair in texts])
 
 
 def test_control_characters_are_written_out_and_all_else_is_kept() -> None:

@@ -37,7 +37,8 @@ def error_line(exit_code: int, stderr: str, expected: int = 2) -> str:
 
 def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
     """Check that a command refused in one line with these texts."""
-    line = error_line(result.exit_code, result.stderr + repr(result.exception) * (result.exit_code == 1), exit_code)
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    line = error_line(result.exit_code, result.stderr, exit_code)
     for text in texts:
         assert text in line
 
