@@ -1,10 +1,14 @@
 """What all tests share: property tests draw the same examples in every run, and a model with chats and a store."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import build_room
@@ -13,6 +17,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 # Tiny matrices are slower on several threads, and the bytes must not depend on how many there are.
 torch.set_num_threads(1)
+# No test takes the machine's power away, and waiting for a disk is a third of the time that small stores take. What
+# counts or refuses these calls wraps this; a descriptor that is closed is still an error.
+os.fsync = lambda fd: None if os.fstat(fd) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,6 +27,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") is not None:
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def blank_picture(figure: Figure, file: Any, **options: Any) -> None:
+    """Write the beginning of a PNG instead of drawing, which is most of the time that a tiny training takes."""
+    if hasattr(file, "write"):
+        file.write(b"\x89PNG")
+    else:
+        Path(file).write_bytes(b"\x89PNG")
+
+
+@pytest.fixture(autouse=True)
+def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw no pictures but in tests marked as ``draws``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("draws") is None:
+            patch.setattr(Figure, "savefig", blank_picture)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ TINY = DemoConfig(
 )  # fmt: skip
 
 
+@pytest.mark.draws
 def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = dataclasses.replace(TINY, out=str(tmp_path / "demo"))
     real_eval = run._Run.run_eval

@@ -48,6 +48,7 @@ def config(target_folder: Path, chats_file: Path, out: Path, *runs: Path) -> Com
     )
 
 
+@pytest.mark.draws
 def test_a_comparison_and_its_files(
     target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def changed(config: DisconnectConfig, **values: object) -> DisconnectConfig:
     return DisconnectConfig(**{**vars(config), **values})  # type: ignore[arg-type]
 
 
+@pytest.mark.draws
 def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text("def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n")

@@ -37,6 +37,7 @@ def changed(config: EvalConfig, **values: object) -> EvalConfig:
     return EvalConfig(**{**vars(config), **values})  # type: ignore[arg-type]
 
 
+@pytest.mark.draws
 def test_report_files(config: EvalConfig) -> None:
     report = evaluate(config, provenance={"argv": ["moa-data", "eval"]})
     out = Path(config.out)

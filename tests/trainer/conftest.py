@@ -1,5 +1,6 @@
 """A small store to train from, written once per test session."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,3 +11,12 @@ from moa_data.tests.kit.training import build_store
 @pytest.fixture(scope="session")
 def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("trainer") / "store")
+
+
+@pytest.fixture(autouse=True)
+def curves(request: pytest.FixtureRequest, pictures: None) -> Iterator[None]:
+    """Lay out no curves but in tests marked as ``draws``: it takes as long as training for ten steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("draws") is None:
+            patch.setattr("moa_data.trainer.run.plot_curves", lambda run, out: out.touch())
+        yield

@@ -55,6 +55,7 @@ def last_state(out):
     return read_checkpoint(out / "checkpoints" / "last.ckpt")
 
 
+@pytest.mark.draws
 def test_it_learns_and_leaves_everything_behind(store_path, tmp_path):
     report = run(store_path, tmp_path / "run", max_steps=150, validate_every=25)
     out = tmp_path / "run"
