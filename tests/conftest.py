@@ -17,9 +17,17 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 # Tiny matrices are slower on several threads, and the bytes must not depend on how many there are.
 torch.set_num_threads(1)
-# No test takes the machine's power away, and waiting for a disk is a third of the time that small stores take. What
-# counts or refuses these calls wraps this; a descriptor that is closed is still an error.
-os.fsync = lambda fd: None if os.fstat(fd) else None
+
+
+def fsync_nothing(fd: int) -> None:
+    """Stand in for os.fsync: no test takes the power away, and waiting for the disk is a third of a small store's time.
+
+    What counts or refuses the calls wraps this one, and a closed descriptor is still an error.
+    """
+    os.fstat(fd)
+
+
+os.fsync = fsync_nothing  # type: ignore[assignment]  # it takes any object with a fileno
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -153,7 +153,8 @@ def test_a_divergence_is_located_with_its_logit_gap(target: Target) -> None:
 
 
 def test_the_logit_gap_is_that_of_the_logits_that_tokens_are_chosen_from(target: Target) -> None:
-    sampling, prompt = SamplingConfig(repetition_penalty=1.8), target.tokenizer("the quick brown fox jumps over the lazy dog")["input_ids"]
+    sampling = SamplingConfig(repetition_penalty=1.8)
+    prompt = target.tokenizer("the quick brown fox jumps over the lazy dog")["input_ids"]
     (answer,) = generate_batch(target, [prompt], max_new_tokens=12, sampling=sampling)
     text = [*prompt, *answer.tokens]
     hidden = target.forward(torch.tensor([text]), target.new_cache())
