@@ -263,8 +263,9 @@ def test_remote_damage_is_named(remote_store: str):
         ActivationStore("unheard-of://bucket/store")
 
 
+@pytest.mark.filterwarnings("ignore:Implicitly cleaning up")  # the copy lives as long as its reader
 def test_the_target_of_a_remote_store_is_copied(store: Path, remote_store: str):
     fsspec.filesystem("memory").pipe_file(f"{remote_store}/target/sub/config.json", b"{}")
-    reader = ActivationStore(remote_store)
-    assert (reader.target_path / "sub" / "config.json").read_bytes() == b"{}"
-    assert reader.target_path == reader.target_path
+    with ActivationStore(remote_store) as reader:
+        assert (reader.target_path / "sub" / "config.json").read_bytes() == b"{}"
+        assert reader.target_path == reader.target_path
