@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
-from matplotlib.figure import Figure
-
-from moa_data.tests.kit.chats import chat
-from moa_data.tests.kit.command import build_room
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
-# Tiny matrices are slower on several threads, and the bytes must not depend on how many there are.
-torch.set_num_threads(1)
+# Tiny matrices are slower on several threads, and the bytes must not depend on how many there are. Set before the first
+# import of torch, which nothing at the top of this file does: pytest-xdist reads it in a process that runs no test.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def fsync_nothing(fd: int) -> None:
@@ -37,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(3600))
 
 
-def blank_picture(figure: Figure, file: Any, **options: Any) -> None:
+def blank_picture(figure: object, file: Any, **options: Any) -> None:
     """Write the beginning of a PNG instead of drawing, which is most of the time that a tiny training takes."""
     if hasattr(file, "write"):
         file.write(b"\x89PNG")
@@ -50,12 +46,15 @@ def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Draw no pictures but in tests marked as ``draws``."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("draws") is None:
-            patch.setattr(Figure, "savefig", blank_picture)
+            patch.setattr("matplotlib.figure.Figure.savefig", blank_picture)
         yield
 
 
 @pytest.fixture(scope="session")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/, drafter/, chats.jsonl and store/ of several parts; tests change copies of them."""
+    from moa_data.tests.kit.chats import chat
+    from moa_data.tests.kit.command import build_room
+
     chats = [chat(f"What is {n} plus {n}?", f"It is {2 * n}.") for n in range(12)]
     return build_room(tmp_path_factory.mktemp("room"), chats)

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -269,17 +270,13 @@ def test_usage_errors_are_one_line() -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_ctrl_c_on_the_real_process_while_planning(room: Path, tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom moa_data.cli import main\nimport moa_data.pipeline.extract as stage\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "def build_plan(*args, **kwargs):\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
-        "stage.build_plan = build_plan\nsys.argv = ['moa-data', *sys.argv[1:]]\nmain()\n"
-    )
-    arguments = ["extract", "--model", room / "model", "--dataset", room / "chats.jsonl", "--out", tmp_path / "out"]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 130, done.stderr
-    assert "nothing was written. Run the same command again" in done.stderr
+def test_ctrl_c_while_planning(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def struck(*args: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("moa_data.pipeline.extract.build_plan", struck)
+    result = extract(room, tmp_path / "out")
+    refused(result, "nothing was written. Run the same command again", exit_code=130)
     assert not (tmp_path / "out").exists()
 
 

@@ -155,15 +155,6 @@ def yes_to(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", f"yes | {command}"], capture_output=True, text=True, timeout=300)
 
 
-def test_yes_to_the_real_command_line(room: Path, tmp_path: Path) -> None:
-    store = copied(room, "store", tmp_path)
-    put_code(store / "target", native=False)
-    commit_target(store)
-    done = yes_to("inspect", store, "--sample", "0")
-    assert "auto_map" in error_line(done.returncode, done.stderr)
-    assert not list(tmp_path.rglob("ran"))
-
-
 @pytest.mark.slow
 def test_yes_to_every_command(room: Path, tmp_path: Path) -> None:
     model, store = copied(room, "model", tmp_path), copied(room, "store", tmp_path)
