@@ -71,8 +71,8 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
     """Run a target over chats and store its activations.
 
     Run the same command again to go on after an interruption: committed parts are kept. If anything that shapes the
-    data has changed meanwhile, the command refuses and names what. More --activations or --target-layers than the store
-    has are added to it, as `moa-data add` does; what is there is kept.
+    data has changed meanwhile, the command refuses and names what; more --activations or --target-layers than the store
+    has are what `moa-data add` is for.
 
     \b
     Examples:
@@ -107,15 +107,12 @@ def plan(config: ExtractConfig) -> None:
 
 
 def _print_plan(config: ExtractConfig) -> None:
-    from .pipeline.add_plan import addition_of, plan_addition
+    from .pipeline.add_plan import refuse_addition
     from .pipeline.plan import build_plan
 
     with ProgressLine("chat") as progress:
         extraction_plan = build_plan(config, progress=progress)
-    addition = addition_of(extraction_plan)
-    if addition is not None:
-        out.print(plan_addition(addition).describe())
-        out.print("\nThe whole store, of which the rest is there or is still to be extracted:")
+    refuse_addition(extraction_plan)
     out.print(extraction_plan.describe())
     extraction_plan.check_disk()
 

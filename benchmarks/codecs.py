@@ -5,7 +5,7 @@ raw and to the order-0 entropy floor of lossless coding, relative L2 error of ke
 the teacher's next-token distribution from decoded hidden states, the KL of the target's own next-token distribution
 when it goes on from decoded KV, and the acceptance length of drafters trained from the store at equal steps and seeds.
 
-    python benchmarks/codecs.py MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 int4 transform:1]
+    python benchmarks/codecs.py MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 int6 transform:1]
         [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
         [--layer-groups 1] [--no-unrotated-keys]
@@ -43,7 +43,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.run import train
 
-CODECS = ("lossless", "int8", "fp8", "int6", "int4", "transform:2", "transform:1", "transform:0.5")
+CODECS = ("lossless", "int8", "int6", "transform:2", "transform:1", "transform:0.5")
 COLUMNS = {
     "bytes_per_token": ("bytes per token", "{:,.0f}"),
     "times_smaller": ("times smaller than raw", "{:.1f}"),

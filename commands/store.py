@@ -46,7 +46,7 @@ def inspect(store: Path, sample: int | None) -> None:
 @click.option(
     "--codec",
     required=True,
-    help="lossless, int8, fp8, int6, int4 or transform:<bits per value>[,hidden=<bits>][,tokens][@<scope>].",
+    help="lossless, int8, int6 or transform:<bits per value>[,hidden=<bits>][,tokens][@<scope>].",
 )
 @click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the new store.")
 def recode(store: Path, codec: str, folder: Path) -> None:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..text import printable
+from ..text import format_bytes, printable
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import Generation
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from ..trainer.run import TrainReport
 
 BAR_CELLS = 40
-
-
-def format_bytes(n_bytes: float) -> str:
-    """A size in decimal units: 1500 -> '1.5 kB'."""
-    value = float(n_bytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 1000 or unit == "TB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable: the last unit returns")
 
 
 def format_count(count: float) -> str:

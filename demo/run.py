@@ -12,13 +12,12 @@ from typing import Any
 from ..errors import Interrupted
 from ..pipeline.config import ExtractConfig
 from ..storage.names import COMMITS_NAME
+from ..text import Progress
 from ..trainer.config import PRESETS, TrainConfig
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, TRAIN_FILE, corpus_stats, generate_corpus, read_jsonl, write_jsonl
 from .errors import DemoError
 from .state import PHASES, REPORT_FILE, DemoState
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

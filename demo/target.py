@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
@@ -41,8 +42,6 @@ VALIDATE_EVERY = 100
 PROMPT_WEIGHT = 0.1
 WARMUP_STEPS = 40
 IGNORED_LABEL = -100
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from ..moa.decoding.session import DrafterSession
 from ..moa.decoding.tree import TreeShape
 from ..moa.target.cache import TargetCache
 from ..moa.target.live import Target
+from ..text import Progress
 from .drafters import LoadedDrafter
 from .errors import EvaluationError
-from .measure import Progress, opening_tokens
+from .measure import opening_tokens
 from .prompts import Prompt
 from .scorer import Scorer
 

@@ -4,7 +4,7 @@ All methods are counted by the same code: tokens are the ids that a method gener
 prefill included. So a method measured against itself gives equal counts, and a speed ratio of 1 up to noise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,10 @@ from ..moa.target.live import Target
 from ..pipeline.chats import Message
 from ..pipeline.errors import PromptUnusable, TemplateError
 from ..pipeline.prompts import check_prompt, prompt_tokens
+from ..text import Progress
 from .errors import PromptsError
 from .methods import Generate
 from .prompts import Prompt
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

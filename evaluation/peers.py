@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..moa.decoding.clock import DeviceClock, Mark
 from ..moa.decoding.loop import DecodeStats, Generation
 from ..moa.decoding.sampling import SamplingConfig
+from ..moa.target.clock import DeviceClock, Mark
 from ..moa.target.live import Target
 from .errors import EvaluationError
 

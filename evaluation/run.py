@@ -10,6 +10,7 @@ import torch
 from ..errors import OptionInvalid
 from ..moa.target.live import Target
 from ..pipeline.prompts import check_template
+from ..text import Progress
 from .comparison import KIND as COMPARISON
 from .comparison import ComparisonReport, build_comparison, comparison_markdown
 from .config import CompareConfig, DisconnectConfig, EvalConfig
@@ -19,7 +20,7 @@ from .disconnection_report import DisconnectionReport, build_disconnection_repor
 from .drafters import load_drafters
 from .figures import comparison_figure, disconnection_figure, write_figures
 from .markdown import markdown_report, write_report
-from .measure import Progress, measure, opening_tokens
+from .measure import measure, opening_tokens
 from .methods import build_methods
 from .prompts import PromptFile, load_prompts
 from .report import EvaluationReport, build_report, check_output

@@ -24,16 +24,15 @@ from ..storage.parts.plan import read_plan
 from ..storage.read.store import ActivationStore
 from ..storage.write.addition import StoreAddition, load_next_basis, save_next_basis
 from ..storage.write.store import StoreWriter
+from ..text import Progress, activation_name, format_bytes, format_hours
 from .add_plan import AddPlan, plan_addition
 from .audit import stored_tolerance
 from .calibrate import calibrate
 from .capture import capture
 from .card import CardOrigin, public_name, write_card
-from .chats import Progress
 from .config import ActivationSpec, AddConfig, ExtractConfig
 from .errors import AdditionRefused, RepairRefused
 from .forwards import Forwards, Timings, batches, run_parts, save_bundle
-from .plan import format_bytes, format_hours
 from .records import recorded_config
 from .sequences import content_id
 
@@ -199,19 +198,11 @@ class _Addition:
             batch_tokens=plan.batch_tokens,
             uses_cache=plan.uses_cache,
             text=self._text,
+            n_tokens=plan.n_tokens,
         )
-        n_tokens = {part: read_part_commit(commit_path(plan.store, part)).n_tokens for part in pending}
-        timings.n_before_tokens = plan.n_tokens - sum(n_tokens.values())
-        start = time.perf_counter()
-
-        def tell() -> None:
-            if self.progress:
-                n_done = addition.n_parts - len(addition.pending_parts())
-                rate = timings.n_tokens / (time.perf_counter() - start)
-                done = timings.n_before_tokens + timings.n_tokens
-                self.progress(done, plan.n_tokens, f"add {n_done}/{addition.n_parts} parts, {rate:,.0f} tok/s")
-
-        run_parts(forwards, addition, pending, timings, tell)
+        n_left = sum(read_part_commit(commit_path(plan.store, part)).n_tokens for part in pending)
+        timings.n_before_tokens = plan.n_tokens - n_left
+        run_parts(forwards, addition, timings, "add", self.progress)
 
     def _learn(self, codec: StoreCodec, target: Target) -> None:
         """Let the new fields learn from the sequences that the old ones learned from."""
@@ -255,7 +246,8 @@ class _Addition:
         n_values = n_other = 0
         error = norm = 0.0
         for b, key in enumerate(ids):
-            rows = {LAST: copied.array(LAST, b)} if codec.is_lossless else copied.codes(LAST, b)
+            own_rows = copied.rows(LAST, b)
+            rows = own_rows if isinstance(own_rows, dict) else {LAST: own_rows}
             stored = reader.read(self.rows[key], LAST, decoded=False)
             n_values += sum(values.size for values in rows.values())
             n_other += sum(int((stored[name] != values).sum()) for name, values in rows.items())
@@ -301,7 +293,7 @@ def _recorded(plan: AddPlan) -> ExtractConfig | None:
         recorded = recorded_config(plan.store)
     except RepairRefused:
         return None
-    names = tuple(name.replace("hidden/layer_", "hidden:layer:").replace("/", ":") for name in plan.all_activations)
+    names = tuple(map(activation_name, plan.all_activations))
     return dataclasses.replace(recorded, model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)
 
 

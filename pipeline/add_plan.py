@@ -21,8 +21,9 @@ from ..storage.parts.seal import find_seal_damage
 from ..storage.read.store import ActivationStore, read_manifest
 from ..storage.schema import StoreManifest
 from ..storage.write.addition import extended_codec, lacking_fields
+from ..text import add_command, format_bytes, format_hours
 from .config import ActivationSpec, AddConfig, parse_activations, parse_fields
-from .errors import AdditionRefused, NotEnoughDisk
+from .errors import AdditionRefused, AdditionWanted, NotEnoughDisk
 from .identity import check_weights, target_identities
 from .plan import (
     FORWARD_EFFICIENCY,
@@ -30,8 +31,6 @@ from .plan import (
     count_parameters,
     expected_bytes,
     field_specs,
-    format_bytes,
-    format_hours,
     matmul_flops,
     weight_bytes,
 )
@@ -205,33 +204,35 @@ def plan_addition(config: AddConfig) -> AddPlan:
     )
 
 
-def addition_of(plan: ExtractPlan) -> AddConfig | None:
-    """Return the addition that makes a store what an extraction asks for; None where it differs otherwise, or is new.
+def refuse_addition(plan: ExtractPlan) -> None:
+    """Refuse an extraction to a store that agrees with it but lacks some of its fields or decoder layers.
 
-    Args:
-        plan: of the extraction; its fields are a superset of the store's, and all else agrees.
+    An extraction would have to run the target again over parts that are whole, which is more than a resumption.
+
+    Raises:
+        AdditionWanted: naming what the store lacks, and the command that adds it.
     """
     path = Path(plan.config.out).expanduser()
     if find_seal_damage(path):
-        return None  # opening the store for writing mends it, or names the damage
+        return  # opening the store for writing mends it, or names the damage
     try:
         old, old_table = read_manifest(path), read_plan(path / PLAN_NAME)
     except (StoreNotFound, ManifestInvalid, SchemaVersionError):
-        return None
+        return
     new = plan.manifest
-    n_layers = [manifest.extraction.get("target_layers", -1) for manifest in (old, new)]
-    is_more = (set(old.fields) < set(new.fields) and n_layers[0] <= n_layers[1]) or (
-        set(old.fields) == set(new.fields) and n_layers[0] < n_layers[1]
-    )
+    n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))
+    lacking = [spec.name for spec in new.fields if spec not in old.fields]
+    if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):
+        return
     settings = dict(new.extraction) | {key: old.extraction.get(key) for key in ("activations", "target_layers")}
     identities = {key: value for key, value in old.identities.items() if key in new.identities}
     alike = dataclasses.replace(new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities)
-    if not is_more or alike != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
-        return None
-    if not old_table.equals(plan.table.replace_schema_metadata(None)):
-        return None
-    config = plan.config
-    return AddConfig(str(path), config.model, config.activations, config.target_layers, config.device)
+    if alike != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
+        return
+    if old_table.equals(plan.table.replace_schema_metadata(None)):
+        what = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
+        command = add_command(path, lacking, n_new if n_old < n_new else 0)
+        raise AdditionWanted(f"{path} lacks {', '.join(what)}; what it has is whole. Add with {command}.")
 
 
 def _without(layers: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:

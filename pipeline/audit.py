@@ -19,8 +19,8 @@ from ..moa.target.live import Target, resolve_model_folder
 from ..storage.documents import parse_object, read_bounded
 from ..storage.dtypes import to_float32
 from ..storage.read.store import ActivationStore
+from ..text import Progress
 from .capture import Capture, capture
-from .chats import Progress
 from .config import ActivationSpec
 from .dataset import ChatSource
 from .errors import DatasetError, TargetDiffers
@@ -33,7 +33,7 @@ LOGIT_CHUNK_TOKENS = 512
 
 TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 """Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored."""
-CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "fp8": 0.06, "int6": 0.07, "int4": 0.25, "transform": 0.6}
+CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "int6": 0.07, "transform": 0.6}
 """What a codec may add to it, about twice what it measures in a store's worst layer; a transform codec's error depends
 on the bits that it was given, so that only something else than the codec's error is caught."""
 LOW_PRECISION_FACTOR = 5.0

@@ -7,8 +7,8 @@ needed; what is computed at the padding is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..moa.nn.kv import cache_layers, new_cache, pack_kv
 from ..moa.target.live import layer_outputs
-from ..storage.chunks.field import FieldCodec
+from ..storage.chunks.field import StoredArray
 from ..storage.codecs.registry import StoreCodec
 from .config import ActivationSpec
 from .errors import NonFiniteActivation
@@ -25,33 +25,32 @@ from .errors import NonFiniteActivation
 
 @dataclass(frozen=True)
 class Capture:
-    """Activations of one batch, on the target's device.
+    """Activations of one batch, on the target's device or, after :meth:`to_host`, in host memory.
 
     Attributes:
         n_tokens: length of each sequence, without padding.
-        fields: store field -> [B, T, *token_shape] in the storage dtype: kv [B, T, L, H_kv, 2, d] with keys after
-            RoPE, hidden/last and hidden/layer_k [B, T, E].
-        finite: store field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
-        tokens: int64 [B, T], what the target saw; beyond a sequence's length arbitrary.
-        codecs: the fields that have been encoded, and with what.
+        tokens: int64 [B, T] on the device, what the target saw; beyond a sequence's length arbitrary.
+        finite: field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
+        fields: field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys after RoPE,
+            hidden/last and hidden/layer_k [B, T, E].
+        codes: field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one after the
+            other, with the array that they belong to.
+        arrived: event after which the copies in host memory are complete; None where nothing is under way.
     """
 
     n_tokens: tuple[int, ...]
-    fields: dict[str, Tensor]
-    finite: dict[str, Tensor]
     tokens: Tensor
-    codecs: Mapping[str, FieldCodec] = field(default_factory=dict)
+    finite: dict[str, Tensor]
+    fields: dict[str, Tensor]
+    codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
         """Encode, on the device, the fields that the store keeps encoded.
 
         Args:
             codec: the store's.
-            names: what to call each sequence of the batch.
-
-        Returns:
-            A capture whose `fields` hold, under the names of the stored arrays, the rows of all sequences one after the
-            other: [n_rows, *row_shape]. Fields that are stored as they are stay as they are.
+            names: what to call each sequence of the batch in an error.
 
         Raises:
             NonFiniteActivation: a value is NaN or infinite.
@@ -59,77 +58,51 @@ class Capture:
         codecs = {name: codec.fields[name] for name in self.fields if not codec.fields[name].is_identity}
         if not codecs:
             return self
-        _check_finite(self.finite, names)
-        fields = {name: values for name, values in self.fields.items() if name not in codecs}
+        self.check_finite(names)
+        codes: dict[str, dict[StoredArray, Tensor]] = {}
         with torch.inference_mode():
             for name, field_codec in codecs.items():
                 encoded = [
                     field_codec.encode(self.fields[name][index, :n_tokens], self.tokens[index, :n_tokens])
                     for index, n_tokens in enumerate(self.n_tokens)
                 ]
-                for array in field_codec.arrays:
-                    fields[array.name] = _concatenate([codes[array.name] for codes in encoded])
-        return Capture(self.n_tokens, fields, self.finite, self.tokens, codecs)
+                codes[name] = {
+                    array: _concatenate([rows[array.name] for rows in encoded]) for array in field_codec.arrays
+                }
+        plain = {name: values for name, values in self.fields.items() if name not in codecs}
+        return replace(self, fields=plain, codes=codes)
 
-    def to_host(self) -> HostCapture:
+    def to_host(self) -> Capture:
         """Start copying to the host; on a GPU into pinned memory on a stream of its own, without waiting."""
-        tensors = {**self.fields, **{f"finite:{name}": flags for name, flags in self.finite.items()}}
-        if next(iter(tensors.values())).device.type != "cuda":
-            return HostCapture(
-                self.n_tokens, {name: tensor.cpu() for name, tensor in tensors.items()}, None, self.codecs
-            )
-        stream = _copy_stream(next(iter(tensors.values())).device)
+        if self.tokens.device.type != "cuda":
+            return self._mapped(Tensor.cpu)
+        stream = _copy_stream(self.tokens.device)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        copies = {}
+
+        def pinned(tensor: Tensor) -> Tensor:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)  # its memory is not given to others before the copy is done
+            return copy
+
         with torch.cuda.stream(stream):
-            for name, tensor in tensors.items():
-                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                copies[name].copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)
-            done = torch.cuda.Event()
-            done.record(stream)
-        return HostCapture(self.n_tokens, copies, done, self.codecs)
+            copies = self._mapped(pinned)
+            arrived = torch.cuda.Event()
+            arrived.record(stream)
+        return replace(copies, arrived=arrived)
 
-
-@dataclass(frozen=True)
-class HostCapture:
-    """A capture on its way to, or in, host memory.
-
-    Attributes:
-        n_tokens: length of each sequence, without padding.
-        tensors: as `Capture.fields`, and the flags under `finite:<field>`.
-        done: set once the copies have arrived; None where they already have.
-        codecs: the fields that have been encoded, and with what.
-    """
-
-    n_tokens: tuple[int, ...]
-    tensors: dict[str, Tensor]
-    done: Any
-    codecs: Mapping[str, FieldCodec] = field(default_factory=dict)
-
-    @property
-    def plain_fields(self) -> list[str]:
-        """The fields that are stored as they are."""
-        encoded = {array.name for codec in self.codecs.values() for array in codec.arrays}
-        return [name for name in self.tensors if not name.startswith("finite:") and name not in encoded]
-
-    def codes(self, field: str, index: int) -> dict[str, np.ndarray]:
-        """Rows of the stored arrays of one sequence of an encoded field."""
-        rows = {}
-        for array in self.codecs[field].arrays:
-            start = sum(array.n_rows(n_tokens) for n_tokens in self.n_tokens[:index])
-            rows[array.name] = self.tensors[array.name][start : start + array.n_rows(self.n_tokens[index])].numpy()
-        return rows
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> Capture:
+        return replace(
+            self,
+            finite={name: move(flags) for name, flags in self.finite.items()},
+            fields={name: move(values) for name, values in self.fields.items()},
+            codes={name: {array: move(rows) for array, rows in codes.items()} for name, codes in self.codes.items()},
+        )
 
     def wait(self) -> None:
         """Block until the copies have arrived."""
-        if self.done is not None:
-            self.done.synchronize()
-
-    def array(self, field: str, index: int) -> np.ndarray:
-        """Values of one sequence, [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16)."""
-        values = self.tensors[field][index, : self.n_tokens[index]]
-        return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+        if self.arrived is not None:
+            self.arrived.synchronize()
 
     def check_finite(self, names: Sequence[str]) -> None:
         """Refuse NaN and infinity.
@@ -140,10 +113,29 @@ class HostCapture:
         Raises:
             NonFiniteActivation: naming the first sequence, field and layer.
         """
-        prefix = "finite:"
-        _check_finite(
-            {key[len(prefix) :]: flags for key, flags in self.tensors.items() if key.startswith(prefix)}, names
-        )
+        for name, flags in self.finite.items():
+            if not bool(flags.all()):
+                index, layer = (int(value) for value in (~flags).nonzero()[0])
+                where = f"kv of layer {layer}" if name == "kv" else name
+                raise NonFiniteActivation(
+                    f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
+                    "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
+                )
+
+    def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:
+        """Return what ``PartWriter.write`` takes of one sequence of a field; in host memory only, without a copy.
+
+        Returns:
+            [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or the rows of an encoded field.
+        """
+        if name in self.fields:
+            values = self.fields[name][index, : self.n_tokens[index]]
+            return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+        found = {}
+        for array, rows in self.codes[name].items():
+            start = sum(array.n_rows(n_tokens) for n_tokens in self.n_tokens[:index])
+            found[array.name] = rows[start : start + array.n_rows(self.n_tokens[index])].numpy()
+        return found
 
 
 def _concatenate(rows: Sequence[Tensor]) -> Tensor:
@@ -151,23 +143,6 @@ def _concatenate(rows: Sequence[Tensor]) -> Tensor:
     if rows[0].dtype == torch.uint16:
         return torch.cat([part.view(torch.int16) for part in rows]).view(torch.uint16)
     return torch.cat(list(rows))
-
-
-def _check_finite(finite: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Refuse NaN and infinity.
-
-    Args:
-        finite: store field -> bool [B, L or 1].
-        names: what to call each sequence of the batch.
-    """
-    for name, flags in finite.items():
-        if not bool(flags.all()):
-            index, layer = (int(value) for value in (~flags).nonzero()[0])
-            where = f"kv of layer {layer}" if name == "kv" else name
-            raise NonFiniteActivation(
-                f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
-                "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
-            )
 
 
 def capture(
@@ -209,7 +184,7 @@ def capture(
         for layer in spec.layers:
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
         finite = {name: _finite_rows(values, valid) for name, values in fields.items()}
-    return Capture(n_tokens, fields, finite, input_ids)
+    return Capture(n_tokens, input_ids, finite, fields)
 
 
 def _finite_rows(values: Tensor, valid: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]
-Progress = Callable[[int, int, str], None]
 
 _ROLES = {
     "system": "system",

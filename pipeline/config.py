@@ -43,7 +43,7 @@ class ExtractConfig:
     device: str = "auto"
     """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
     codec: str = "lossless"
-    """Codec of the activations: lossless, int8, fp8, int6, int4, or transform:B[,hidden=B][,tokens][@all, @layer or
+    """Codec of the activations: lossless, int8, int6, or transform:B[,hidden=B][,tokens][@all, @layer or
     @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's embeddings."""
     part_tokens: int = 65_536
     """Tokens per part, the unit of work, resume and loss."""

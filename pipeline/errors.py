@@ -43,5 +43,9 @@ class AdditionRefused(PipelineError, ValueError):
     """Nothing can be added to this store, or not this."""
 
 
+class AdditionWanted(PipelineError, ValueError):
+    """A store lacks fields or layers that an extraction asks for; the command `add` gives it those."""
+
+
 class RepairRefused(PipelineError):
     """The damaged parts of a store cannot be extracted again."""

@@ -19,15 +19,14 @@ from ..storage.chunks.field import TOKENS
 from ..storage.names import commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.write.store import StoreWriter
-from .add import AddReport, add
-from .add_plan import addition_of
+from ..text import Progress, format_bytes, format_hours
+from .add_plan import refuse_addition
 from .calibrate import calibrate, learned_before
 from .capture import capture
 from .card import CardOrigin, public_name, write_card
-from .chats import Progress
 from .config import ExtractConfig
 from .forwards import Forwards, Timings, run_parts, save_bundle
-from .plan import ExtractPlan, build_plan, format_bytes, format_hours
+from .plan import ExtractPlan, build_plan
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class ExtractReport:
         n_duplicates: rows whose sequence was there already.
         timings: of this run.
         dataset: the dataset, and which split and files of it were read, for people.
-        added: what was added to a store that lacked some of the fields.
     """
 
     store: Path
@@ -64,7 +62,6 @@ class ExtractReport:
     n_duplicates: int
     timings: Timings = field(repr=False)
     dataset: str = ""
-    added: AddReport | None = None
 
     def describe(self) -> str:
         """The report as text for people."""
@@ -78,11 +75,7 @@ class ExtractReport:
             f"rejected     {sum(self.rejections.values()):,} of {self.n_rows:,} rows, {self.n_duplicates:,} duplicates "
             "left out" + "".join("\n" + line for line in self.rejection_lines),
         ]
-        if self.added is not None:
-            lines.append(self.added.describe())
         if not self.n_parts_done:
-            if self.added is not None:
-                return "\n".join(lines)
             return "\n".join([*lines, "this run     nothing to do, every part was there"])
         lines.append(
             f"this run     {self.n_parts_done:,} parts, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
@@ -100,8 +93,6 @@ def extract(
 ) -> ExtractReport:
     """Extract activations to a store, or go on where an earlier run stopped.
 
-    A store that lacks only some of the fields, or of the target's kept layers, is given them; the others stay.
-
     Args:
         config: what to extract.
         progress: called with (done, total, message): chats while tokenising, then tokens.
@@ -113,6 +104,7 @@ def extract(
 
     Raises:
         PipelineError: the input cannot be used, or Interrupted after Ctrl-C.
+        AdditionWanted: all that the store lacks are fields or decoder layers, which `add` gives it.
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
     """
@@ -125,8 +117,7 @@ def extract(
             "Interrupted while planning; nothing was written. Run the same command again to start."
         ) from error
     plan.check_disk()
-    addition = addition_of(plan)
-    added = add(addition, progress, provenance) if addition is not None else None
+    refuse_addition(plan)
     try:
         plan, target = _learn_codec(plan, progress)
     except KeyboardInterrupt as error:
@@ -140,7 +131,13 @@ def extract(
         pending = store.pending_parts()
         try:
             if pending or not store.has_target:
-                _extract_pending(plan, store, target, timings, progress)
+                target = target or _load_target(plan)
+            if target is not None and not store.has_target:
+                save_bundle(store, target, plan.folder, plan.config.target_layers)
+            if target is not None and pending:
+                is_done = np.isin(plan.table["part"].to_numpy(), pending, invert=True)
+                timings.n_before_tokens = int(plan.table["n_tokens"].to_numpy()[is_done].sum(dtype=np.int64))
+                run_parts(_forwards(plan, target), store, timings, "extract", progress)
         except KeyboardInterrupt as error:
             n_done = store.n_parts - len(store.pending_parts())
             raise Interrupted(
@@ -151,7 +148,7 @@ def extract(
         licences = config.target_license, config.dataset_license
         write_card(store.path, CardOrigin(*names, "moa-data extract", *licences))
         timings.wall_s = time.perf_counter() - start
-        report = dataclasses.replace(_report(plan, store, len(pending), timings), added=added)
+        report = _report(plan, store, len(pending), timings)
         store.record_run(_run_record(plan, report, provenance))
     return report
 
@@ -185,17 +182,8 @@ def _load_target(plan: ExtractPlan) -> Target:
     return Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
 
 
-def _extract_pending(
-    plan: ExtractPlan, store: StoreWriter, target: Target | None, timings: Timings, progress: Progress | None
-) -> None:
-    target = target or _load_target(plan)
-    if not store.has_target:
-        save_bundle(store, target, plan.folder, plan.config.target_layers)
-    start = time.perf_counter()
-    pending = store.pending_parts()
-    is_done = np.isin(store.plan["part"].to_numpy(), pending, invert=True)
-    timings.n_before_tokens = int(store.plan["n_tokens"].to_numpy()[is_done].sum(dtype=np.int64))
-    forwards = Forwards(
+def _forwards(plan: ExtractPlan, target: Target) -> Forwards:
+    return Forwards(
         target=target,
         spec=plan.spec,
         codec=plan.codec,
@@ -203,19 +191,8 @@ def _extract_pending(
         batch_tokens=plan.batch_tokens,
         uses_cache=plan.spec.kv,
         text=lambda key: (plan.sequences.tokens(key), plan.sequences.response_mask(key)),
+        n_tokens=plan.n_tokens,
     )
-    run_parts(forwards, store, pending, timings, lambda: _report_progress(plan, store, timings, start, progress))
-
-
-def _report_progress(
-    plan: ExtractPlan, store: StoreWriter, timings: Timings, start: float, progress: Progress | None
-) -> None:
-    if progress is None:
-        return
-    n_done = store.n_parts - len(store.pending_parts())
-    rate = timings.n_tokens / (time.perf_counter() - start)
-    done = timings.n_before_tokens + timings.n_tokens
-    progress(done, plan.n_tokens, f"extract {n_done}/{store.n_parts} parts, {rate:,.0f} tok/s")
 
 
 def _report(plan: ExtractPlan, store: StoreWriter, n_parts_done: int, timings: Timings) -> ExtractReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import pyarrow as pa
 import torch
 
 from ..moa.target.bundle import save_target_bundle
+from ..moa.target.clock import DeviceClock, Mark
 from ..moa.target.live import Target, load_target_config, load_target_model
 from ..storage.codecs.registry import StoreCodec
+from ..storage.write.addition import StoreAddition
+from ..storage.write.part import PartWriter
 from ..storage.write.store import StoreWriter
-from .background import BackgroundWriter, PartSink, PartTasks
-from .capture import capture
+from ..text import Progress
+from .background import BackgroundWriter
+from .capture import Capture, capture
 from .config import ActivationSpec
 
 
@@ -69,6 +74,7 @@ class Forwards:
         uses_cache: whether the forward fills a key/value cache, whatever is kept; a forward of equal batches with an
             equal cache gives equal bits.
         text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
+        n_tokens: tokens of all parts, for progress.
     """
 
     target: Target
@@ -78,45 +84,90 @@ class Forwards:
     batch_tokens: int
     uses_cache: bool
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
+    n_tokens: int
 
 
 def run_parts(
-    forwards: Forwards, store: PartSink, parts: Sequence[int], timings: Timings, on_batch: Callable[[], None]
+    forwards: Forwards,
+    store: StoreWriter | StoreAddition,
+    timings: Timings,
+    verb: str,
+    progress: Progress | None = None,
 ) -> None:
-    """Run the target over whole parts, and write and commit each.
+    """Run the target over the pending parts of a store, and write and commit each.
 
     Args:
         forwards: what is run and kept.
-        store: takes the parts; when this fails, the parts in flight are discarded.
-        parts: their numbers.
-        timings: counts up.
-        on_batch: called after each forward.
+        store: takes the parts, or more fields of them; when this fails, the parts in flight are discarded.
+        timings: counts up; ``n_before_tokens`` is set.
+        verb: for the progress message, e.g. ``"extract"``.
+        progress: called after each batch with (tokens done, tokens in all, message).
 
     Raises:
         PipelineError: a value is NaN or infinite.
         StoreError: the store cannot take a part.
     """
     start = time.perf_counter()
+    clock = DeviceClock(forwards.target.device)
     writer = BackgroundWriter()
-    open_parts: list[PartTasks] = []
+    open_parts: list[PartWriter] = []
     try:
-        for part in parts:
-            tasks = PartTasks(store, part)
-            open_parts = [*open_parts[-1:], tasks]  # the part before may still be on its way to the disk
-            writer.submit(tasks.open)
-            for batch in batches(store.part_sequences(part), forwards.batch_tokens):
-                _run_batch(forwards, batch, tasks, writer, timings)
-                on_batch()
-            writer.submit(tasks.commit)
+        for part in store.pending_parts():
+            out = store.part(part)
+            open_parts = [*open_parts[-1:], out]  # the part before may still be on its way to the disk
+            for batch in batches(out.sequences, forwards.batch_tokens):
+                ids, rows = batch["sequence_id"].to_pylist(), batch["source_row"].to_pylist()
+                names = [f"{key[:12]} (row {row} of the dataset)" for key, row in zip(ids, rows, strict=True)]
+                texts = [forwards.text(key) for key in ids]
+                began = clock.mark()
+                captured = capture(
+                    forwards.target.model,
+                    [tokens for tokens, _ in texts],
+                    forwards.spec,
+                    forwards.dtype,
+                    forwards.uses_cache,
+                )
+                span = began, clock.mark()
+                captured = captured.encode(forwards.codec, names).to_host()
+                waiting = time.perf_counter()
+                writer.submit(partial(_write_batch, out, batch, texts, names, captured, timings, span))
+                timings.wait_s += time.perf_counter() - waiting
+                timings.n_tokens += sum(captured.n_tokens)
+                timings.n_padded_tokens += len(ids) * max(captured.n_tokens)
+                if progress:
+                    n_done = store.n_parts - len(store.pending_parts())
+                    rate = timings.n_tokens / (time.perf_counter() - start)
+                    message = f"{verb} {n_done}/{store.n_parts} parts, {rate:,.0f} tok/s"
+                    progress(timings.n_before_tokens + timings.n_tokens, forwards.n_tokens, message)
+            writer.submit(out.commit)
         writer.finish()
     except BaseException:
         writer.abort()
-        for tasks in open_parts:
-            tasks.discard()
+        for out in open_parts:
+            out.discard()
         raise
     finally:
         timings.writer_s = writer.busy_s
         timings.extract_s = time.perf_counter() - start
+
+
+def _write_batch(
+    out: PartWriter,
+    batch: pa.Table,
+    texts: Sequence[tuple[np.ndarray, np.ndarray]],
+    names: Sequence[str],
+    captured: Capture,
+    timings: Timings,
+    span: tuple[Mark, Mark],
+) -> None:
+    """Check one batch, and write those of its fields that the part takes; runs on the writer's thread."""
+    captured.wait()
+    captured.check_finite(names)
+    for index, (first_token, (tokens, mask)) in enumerate(zip(batch["first_token"].to_pylist(), texts, strict=True)):
+        text = {"tokens": tokens, "response_mask": mask}
+        for field in out.fields:
+            out.write(field, first_token, text[field] if field in text else captured.rows(field, index))
+    timings.forward_s += DeviceClock.seconds(*span)  # waits for nothing: the copies come after the forward
 
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
@@ -135,62 +186,6 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
         count = max(1, batch_tokens // int(lengths[start]))
         yield sequences.slice(start, count)
         start += count
-
-
-def _run_batch(
-    forwards: Forwards,
-    batch: pa.Table,
-    tasks: PartTasks,
-    writer: BackgroundWriter,
-    timings: Timings,
-) -> None:
-    ids = batch["sequence_id"].to_pylist()
-    first_tokens = batch["first_token"].to_pylist()
-    names = [
-        f"{sequence_id[:12]} (row {row} of the dataset)"
-        for sequence_id, row in zip(ids, batch["source_row"].to_pylist(), strict=True)
-    ]
-    texts = [forwards.text(key) for key in ids]
-    tokens = [tokens for tokens, _ in texts]
-    watch = _Stopwatch(forwards.target.device)
-    captured = capture(forwards.target.model, tokens, forwards.spec, forwards.dtype, forwards.uses_cache)
-    watch.stop()
-    copied = captured.encode(forwards.codec, names).to_host()
-
-    def write() -> None:
-        tasks.write(copied, first_tokens, texts, names)
-        timings.forward_s += watch.seconds()
-
-    waiting = time.perf_counter()
-    writer.submit(write)
-    timings.wait_s += time.perf_counter() - waiting
-    timings.n_tokens += sum(captured.n_tokens)
-    timings.n_padded_tokens += len(ids) * max(captured.n_tokens)
-
-
-class _Stopwatch:
-    """Seconds of work on a device; a GPU is asked only after the work is known to be done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._start = self._mark()
-        self._stop = self._start
-
-    def stop(self) -> None:
-        self._stop = self._mark()
-
-    def seconds(self) -> float:
-        if not self._on_gpu:
-            return float(self._stop - self._start)
-        self._stop.synchronize()
-        return float(self._start.elapsed_time(self._stop)) / 1000
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:

@@ -22,8 +22,16 @@ from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform.calibration import MAX_FEATURES
 from ..storage.errors import CodecUnknown
 from ..storage.parts.plan import plan_parts
-from ..storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
-from .chats import Progress
+from ..storage.schema import (
+    ALIGNMENT_TOKENS,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
+from ..text import Progress, format_bytes, format_hours
 from .config import ActivationSpec, ExtractConfig, parse_activations
 from .dataset import ChatSource
 from .errors import NotEnoughDisk
@@ -32,7 +40,6 @@ from .prompts import check_template
 from .rendering import TEMPLATE_TIME, asked_the_time
 from .sequences import Sequences, read_sequences
 
-ALIGNMENT_TOKENS = 64
 FORWARD_EFFICIENCY = 0.5
 """Assumed speed of the forward as a fraction of a large matrix product on the same device."""
 DISK_RESERVE_BYTES = 64 << 20
@@ -236,22 +243,6 @@ def resolve_compute_dtype(config: ExtractConfig, device: str) -> str:
     if config.compute_dtype != "auto":
         return config.compute_dtype
     return "float32" if device.startswith("cpu") else config.dtype
-
-
-def format_bytes(n_bytes: float) -> str:
-    """Bytes with a decimal unit, e.g. `31.5 TB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if n_bytes < 1000 or unit == "TB":
-            return f"{n_bytes:,.0f} B" if unit == "B" else f"{n_bytes:,.1f} {unit}"
-        n_bytes /= 1000
-    raise AssertionError("unreachable")
-
-
-def format_hours(seconds: float) -> str:
-    """A duration as hours, or minutes or seconds where it is shorter."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:

@@ -23,9 +23,8 @@ from ..storage.names import commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.read.store import ActivationStore
 from ..storage.write.store import StoreWriter
+from ..text import Progress, format_bytes, format_hours
 from .calibrate import calibrate, learned_before
-from .chats import Progress
-from .plan import format_bytes, format_hours
 
 
 @dataclass(frozen=True)

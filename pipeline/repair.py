@@ -9,7 +9,7 @@ from typing import Any
 from ..storage.care.repair import RepairPlan
 from ..storage.errors import StoreMismatch
 from ..storage.names import CODEC_NAME
-from .chats import Progress
+from ..text import Progress
 from .errors import RepairRefused
 from .extract import ExtractReport, extract
 from .records import recorded_config

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .chats import Progress, Rejection, RejectReason, parse_chat
+from ..text import Progress
+from .chats import Rejection, RejectReason, parse_chat
 from .config import ExtractConfig
 from .dataset import ChatSource
 from .errors import DatasetError, SequenceTooLong, TooManyRejected

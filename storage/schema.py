@@ -38,6 +38,9 @@ from .documents import mapping, parse_object, relative_name, whole_number, whole
 from .dtypes import FLOAT_DTYPES, storage_dtype
 from .errors import ManifestInvalid, SchemaVersionError
 
+ALIGNMENT_TOKENS = 64
+"""Every sequence of a new store starts at a multiple of this, so that rows of 64 tokens belong to one sequence."""
+
 SCHEMA_VERSION = 1
 """Version of everything the docstring above draws; a reader refuses any other."""
 
@@ -177,7 +180,7 @@ class StoreManifest:
     n_tokens: int
     codec: Mapping[str, Any]
     conventions: Mapping[str, str] = field(default_factory=dict)
-    alignment_tokens: int = 64
+    alignment_tokens: int = ALIGNMENT_TOKENS
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ main()
 PHASES = {
     "corpus": "moa_data.demo.run:corpus_stats",
     "target": "moa_data.demo.target:_validate",
-    "extract": "moa_data.pipeline.extract:_run_batch",
+    "extract": "moa_data.pipeline.forwards:capture",
     "train": "moa_data.trainer.module:DrafterModule.training_step",
     "eval": "moa_data.evaluation.measure:_compare",
     "report": "moa_data.demo.report:greedy_answers",

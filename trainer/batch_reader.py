@@ -11,7 +11,7 @@ from ..moa.drafters.training import TrainingInputs
 from ..storage.chunks.field import StoredArray
 from ..storage.read.selection import layer_indices, own_arrays, row_shape, token_shape
 from ..storage.read.store import ActivationStore
-from ..storage.write.addition import addition_command
+from ..text import add_command
 from .batch import LAYER_OUTPUTS, EncodedField
 from .buffers import BufferPool
 from .config import TrainConfig
@@ -46,7 +46,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     needed |= {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(layers)}
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        how = addition_command(store.path, missing, config.target_layer_inference)
+        how = add_command(store.path, missing, config.target_layer_inference)
         raise MissingField(f"{store.path} lacks {', '.join(missing)}; add with {how}.")
     return needed
 

@@ -18,8 +18,8 @@ from ..drafters.base import Drafter
 from ..errors import DrafterError
 from ..target.bundle import FrozenTarget
 from ..target.cache import TargetCache
+from ..target.clock import DeviceClock
 from ..target.live import Target
-from .clock import DeviceClock
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
 from .session import DrafterSession, DraftSession
 from .shape_policy import FixedShape, ShapePolicy

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...errors import OptionInvalid
-from ...storage.write.addition import addition_command
+from ...text import add_command
 from .errors import FieldMissing
 
 LAST = "hidden/last"
@@ -107,5 +107,5 @@ def require_fields(needed: Iterable[str], present: Iterable[str], store: str, pu
         why = " It takes the last layer's output before the final norm, which hidden/last cannot give back."
     raise FieldMissing(
         f"{store} lacks {', '.join(missing)}, needed for {purpose}.{why} Add with "
-        f"{addition_command(store, missing)}, or choose other --layers."
+        f"{add_command(store, missing)}, or choose other --layers."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,13 @@ import numpy as np
 from ...errors import FolderOccupied
 from ...storage.durable import write_atomic
 from ...storage.read.store import ActivationStore
+from ...text import Progress
 from .config import ExportConfig
 from .conventions import check_layers, require_fields
 from .layouts import EagleLayout, Layout, SpecForgeLayout
 from .speculators import SpeculatorsLayout, count_rows, write_rows
 from .torch_dataset import ActivationDataset
 
-Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, message)``."""
 
 _N_WRITERS = 8

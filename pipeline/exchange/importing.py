@@ -18,17 +18,24 @@ from ...moa.target.bundle import FrozenTarget, hash_target, save_target_bundle, 
 from ...moa.target.live import load_target_config, load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
 from ...storage.parts.plan import plan_parts
-from ...storage.schema import FieldSpec, StoreManifest, hidden_field, response_mask_field, tokens_field
+from ...storage.schema import (
+    ALIGNMENT_TOKENS,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    response_mask_field,
+    tokens_field,
+)
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
+from ...text import Progress
 from ..card import CardOrigin, public_name, write_card
 from .config import ImportConfig
 from .conventions import LAST
 from .errors import ForeignInvalid
-from .exporting import Progress, make_layout
+from .exporting import make_layout
 from .layouts import Layout
 
-ALIGNMENT_TOKENS = 64
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 

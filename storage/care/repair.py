@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...text import Progress
 from ..checking import check_guard
 from ..errors import RepairImpossible
 from ..names import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
@@ -16,7 +17,7 @@ from ..read.store import read_manifest
 from ..write.links import refuse_links
 from ..write.store import StoreWriter
 from .findings import Damage
-from .verify import Progress, verify_store
+from .verify import verify_store
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...text import Progress
 from ..checking import MISSING, check_guard, exists
 from ..chunks.field import FieldCodec
 from ..codecs.registry import StoreCodec
@@ -42,7 +43,6 @@ SLICE_BYTES = 32 << 20
 SLICE_TOKENS = 64
 """Slices start at multiples of this, as codecs that work on blocks of tokens want it."""
 
-Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, message)``."""
 
 

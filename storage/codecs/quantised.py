@@ -1,4 +1,4 @@
-"""``int8``, ``fp8``, ``int6``, ``int4``: each value a small code times a scale that some values share.
+"""``int8`` and ``int6``: each value a small whole number times a scale that some values share.
 
 ===========  =======================================================  ==============================================
 values       one scale for                                            why
@@ -23,18 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 from array_api_compat import array_namespace, device
 
 from ..chunks.field import BLOCK_AXIS, Array, StoredArray
 from ..errors import CodecUnknown, WriteInvalid
-from ..schema import LAYER_AXIS, TOKEN_AXIS, FieldSpec
+from ..schema import ALIGNMENT_TOKENS, LAYER_AXIS, TOKEN_AXIS, FieldSpec
 
-BLOCK_TOKENS = 64
-"""Tokens that share a scale per channel; equals the alignment of sequences."""
+BLOCK_TOKENS = ALIGNMENT_TOKENS
+"""Tokens that share a scale per channel; as many as sequences are aligned to, so that no block has two of them."""
 
 _SCALE_STEP = 1 << 21  # of float32 bits: two bits of mantissa stay
 _SMALLEST_NORMAL = 2.0**-126
@@ -47,30 +45,16 @@ class Scheme:
 
     Attributes:
         name: the codec's name.
-        largest: the largest code's value, which the largest value of a group is scaled to.
-        dtype: NumPy dtype of a stored code.
-        logical_dtype: what a code means, where it is not its dtype.
-        codes_per_byte: 2 where two codes share a byte.
+        largest: the largest code, which the largest value of a group is scaled to.
         bits: measured bits per value after the byte chain, scales included, rounded up.
     """
 
     name: str
     largest: float
-    dtype: str
-    logical_dtype: str
-    codes_per_byte: int
     bits: float
 
 
-SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        Scheme("int8", 127.0, "int8", "int8", 1, 7.9),
-        Scheme("fp8", 448.0, "uint8", "float8_e4m3fn", 1, 6.7),
-        Scheme("int6", 31.0, "int8", "int8", 1, 5.9),
-        Scheme("int4", 7.0, "uint8", "int4 pairs", 2, 3.9),
-    )
-}
+SCHEMES = {scheme.name: scheme for scheme in (Scheme("int8", 127.0, 7.9), Scheme("int6", 31.0, 5.9))}
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ class QuantisedCodec:
         is_identity: False.
 
     Raises:
-        CodecUnknown: another kind of field, or an odd width where two codes share a byte.
+        CodecUnknown: another kind of field.
     """
 
     is_identity = False
@@ -110,11 +94,6 @@ class QuantisedCodec:
         self._is_kv = spec.axes[1:] == _KV_AXES
         if not self._is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(f"Codec {scheme.name!r} knows kv and [token, width], not {spec.name!r} {spec.axes}.")
-        if spec.token_shape[-1] % scheme.codes_per_byte:
-            raise CodecUnknown(
-                f"Codec {scheme.name!r} stores two values per byte, but the last axis of {spec.name!r} has "
-                f"{spec.token_shape[-1]}. Use int6 or int8."
-            )
         if self._is_kv:
             shape, axes = (*spec.token_shape[:2], spec.token_shape[3]), (*_KV_AXES[:2], _KV_AXES[3])
             self._parts: tuple[_Part, ...] = (
@@ -126,13 +105,9 @@ class QuantisedCodec:
         self.arrays = tuple(array for part in self._parts for array in (part.codes, part.scale))
 
     def _part(self, prefix: str, shape: tuple[int, ...], axes: tuple[str, ...], is_per_channel: bool) -> _Part:
-        scheme = self.scheme
         name = f"{self.spec.name}/{prefix}"
         layer_axis = 1 if axes[0] == LAYER_AXIS else None
-        packed = (*shape[:-1], shape[-1] // scheme.codes_per_byte)
-        codes = StoredArray(
-            f"{name}codes", scheme.dtype, packed, (TOKEN_AXIS, *axes), 1, layer_axis, scheme.logical_dtype
-        )
+        codes = StoredArray(f"{name}codes", "int8", shape, (TOKEN_AXIS, *axes), 1, layer_axis)
         if is_per_channel:
             scale_axes = (BLOCK_AXIS, *axes)
             scale = StoredArray(f"{name}scale", "uint16", shape, scale_axes, BLOCK_TOKENS, layer_axis, "bfloat16")
@@ -144,7 +119,7 @@ class QuantisedCodec:
         """Return the settings for ``store.json``."""
         return {
             "transform": f"{self.scheme.name} code times scale",
-            "codes_per_byte": self.scheme.codes_per_byte,
+            "codes_per_byte": 1,
             "scales": {part.scale.name: "/".join(part.scale.axes) for part in self._parts},
             "block_tokens": BLOCK_TOKENS,
         }
@@ -176,11 +151,9 @@ class QuantisedCodec:
         scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
         # Where the scale is zero, so is every code: the values are too small for any scale.
         scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
-        codes = _to_e4m3(xp, scaled) if self.scheme.name == "fp8" else xp.astype(xp.round(scaled), xp.int8)
+        codes = xp.astype(xp.round(scaled), xp.int8)
         if part.is_per_channel:
             codes = xp.reshape(codes, (-1, *values.shape[1:]))[:n_tokens, ...]
-        if self.scheme.codes_per_byte == 2:
-            codes = _pack_pairs(xp, codes)
         bits = xp.astype(scale.view(xp.int32) >> 16, xp.uint16)
         return {part.codes.name: codes, part.scale.name: xp.squeeze(bits, axis=axis)}
 
@@ -197,9 +170,7 @@ class QuantisedCodec:
         stored, bits = codes[part.codes.name][:n_tokens, ...], codes[part.scale.name]
         xp = array_namespace(stored)
         scale = (xp.astype(bits, xp.int32) << 16).view(xp.float32)
-        if self.scheme.codes_per_byte == 2:
-            stored = _unpack_pairs(xp, stored)
-        values = _from_e4m3(xp, stored) if self.scheme.name == "fp8" else xp.astype(stored, xp.float32)
+        values = xp.astype(stored, xp.float32)
         if not part.is_per_channel:
             return values * scale[:n_tokens, ..., None]
         blocks = _to_blocks(xp, values)
@@ -222,42 +193,3 @@ def _round_up(xp: Any, largest: Array, factor: float) -> Array:
     bits = (largest * factor).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)
-
-
-def _pack_pairs(xp: Any, codes: Array) -> Array:
-    """Put codes -8..7 of two neighbours into a byte, the even one in the low half, as two's complement."""
-    nibbles = xp.astype(codes, xp.int32) & 15
-    return xp.astype(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), xp.uint8)
-
-
-def _unpack_pairs(xp: Any, packed: Array) -> Array:
-    pairs = xp.stack([packed & 15, packed >> 4], axis=-1)
-    signed = xp.astype(pairs ^ 8, xp.int8) - 8
-    return xp.reshape(signed, (*packed.shape[:-1], 2 * packed.shape[-1]))
-
-
-def _to_e4m3(xp: Any, values: Array) -> Array:
-    """Round to float8 e4m3fn, ties to even, and return the bits; magnitudes are at most 448."""
-    magnitude = xp.abs(values)
-    bits = magnitude.view(xp.int32)
-    # Round 23 bits of mantissa to 3, and move the exponent's bias from 127 to 7.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    subnormal = xp.astype(xp.round(magnitude * 512.0), xp.int32)
-    codes = xp.where(magnitude < 2.0**-6, subnormal, normal)
-    return xp.astype(codes | (xp.astype(values < 0, xp.int32) << 7), xp.uint8)
-
-
-def _from_e4m3(xp: Any, codes: Array) -> Array:
-    table = xp.asarray(_e4m3_values(), device=device(codes))
-    at = xp.astype(xp.reshape(codes, (-1,)), xp.int32)
-    return xp.reshape(xp.take(table, at, axis=0), codes.shape)
-
-
-@lru_cache(maxsize=1)
-def _e4m3_values() -> np.ndarray:
-    """Return the values of all 256 codes, float32; the two NaN codes, which are never written, are NaN."""
-    codes = np.arange(256)
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    magnitude = np.where(exponent == 0, mantissa / 512.0, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    magnitude[codes & 127 == 127] = np.nan
-    return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)

@@ -38,6 +38,11 @@ Files = Mapping[str, bytes]
 """Name inside the store's ``codec/`` -> content."""
 
 
+_GONE = ("fp8", "int4")
+_LAST_WITH_GONE = "d02d314"
+"""The last commit with the codecs above, which transform codes beat on bytes and on error."""
+
+
 def codec_names() -> tuple[str, ...]:
     """Return the names that ``StoreCodec`` takes, for messages and help."""
     return (LOSSLESS, *SCHEMES, TRANSFORM_GRAMMAR)
@@ -47,7 +52,7 @@ class StoreCodec:
     """The codecs of all fields of a store.
 
     Args:
-        name: e.g. ``"lossless"``, ``"int4"`` or ``"transform:1.0"``.
+        name: e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: the store's fields. Fields of integers are lossless in every codec.
 
     Attributes:
@@ -82,8 +87,14 @@ class StoreCodec:
             ShardMissing: the learned basis is gone.
             ShardCorrupt: it is not the one that the parts were written with.
         """
+        name = str(manifest.codec.get("name"))
+        if name in _GONE:
+            raise ManifestInvalid(
+                f"{store} has codec {name!r}, which this release does not read; commit {_LAST_WITH_GONE} of moa-data "
+                "is the last that does. Read it with that, or extract again with another --codec."
+            )
         try:
-            codec = cls(str(manifest.codec.get("name")), manifest.fields)
+            codec = cls(name, manifest.fields)
         except CodecUnknown as error:
             raise ManifestInvalid(f"{store}: {error} Install a release of moa-data that knows it.") from error
         if codec.learned:

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
 from ..durable import fsync_directory, write_atomic
 from ..errors import PartIncomplete, WriteInvalid
@@ -31,19 +29,6 @@ from ..schema import FieldSpec, StoreManifest
 from .links import refuse_links
 from .part import PartWriter
 from .store import StoreWriter, remove_uncommitted
-
-
-def addition_command(store: str | os.PathLike[str], fields: Iterable[str], target_layers: int = 0) -> str:
-    """Return the command that adds fields to a store, for messages.
-
-    Args:
-        store: its folder.
-        fields: names of hidden states and ``kv``, e.g. ``"hidden/layer_6"``.
-        target_layers: decoder layers that ``target/`` has to keep; 0 where it does not matter.
-    """
-    names = ",".join(field.replace("hidden/layer_", "hidden:layer:").replace("/", ":") for field in fields)
-    command = f"moa-data add {os.fspath(store)} --model MODEL" + (f" --activations {names}" if names else "")
-    return f"`{command}{f' --target-layers {target_layers}' if target_layers else ''}`"
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
@@ -169,10 +154,6 @@ class StoreAddition:
         """Return the parts that lack new fields, in order."""
         return [part for part, fields in self._lacking.items() if fields]
 
-    def part_sequences(self, part: int) -> pa.Table:
-        """Return the plan's rows of one part."""
-        return self._writer.part_sequences(part)
-
     def part(self, part: int) -> PartWriter:
         """Open a part to write to it the new fields that it lacks (its ``fields``); use it in ``with``.
 
@@ -225,7 +206,9 @@ class _AddingPartWriter(PartWriter):
         fsync_directory(self._path.parent)
 
     def discard(self) -> None:
-        """Delete what was written; the part is as it was."""
+        """Delete what was written, unless it is committed; the part is as it was."""
+        if not self._is_open:
+            return
         self._is_open = False
         for array in getattr(self, "_arrays", {}).values():
             array.abort()

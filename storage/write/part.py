@@ -73,7 +73,7 @@ class ArrayWriter:
             self._flush_rows(row)
             n = min(size - offset, len(values) - at)
             if n == size:
-                self._append(values[at : at + n])
+                self._append(values[at : at + n])  # a whole row of chunks is encoded where it lies
             else:
                 self._row[offset : offset + n] = values[at : at + n]
                 self._row_is_clean = False
@@ -177,12 +177,13 @@ class PartWriter:
                 raise WriteInvalid(f"Part {part} is being written already; open each part once.") from error
             try:
                 self._files = self._write_metadata()
+                self._arrays = {
+                    array.name: ArrayWriter(self._partial / array.name, array, allocated_tokens)
+                    for array in codec.arrays
+                }
             except BaseException:
                 self.discard()
                 raise
-        self._arrays = {
-            array.name: ArrayWriter(self._partial / array.name, array, allocated_tokens) for array in codec.arrays
-        }
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -198,15 +199,22 @@ class PartWriter:
             files[name] = FileRecord(len(content), zlib.crc32(content))
         return files
 
-    def write(self, field: str, first_token: int, array: np.ndarray, tokens: np.ndarray | None = None) -> None:
-        """Write consecutive tokens of a field; with a lossy codec they are encoded and must be one whole sequence.
+    def write(
+        self,
+        field: str,
+        first_token: int,
+        values: np.ndarray | Mapping[str, np.ndarray],
+        tokens: np.ndarray | None = None,
+    ) -> None:
+        """Write consecutive tokens of a field; with a lossy codec exactly one sequence.
 
         Args:
             field: its name, e.g. ``"kv"``.
-            first_token: position of ``array[0]`` on the part's token axis (``first_token`` of the plan); within a
+            first_token: position of the first of them on the part's token axis (``first_token`` of the plan); within a
                 field it only grows. Tokens that are skipped become zero.
-            array: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16).
-            tokens: int32 [n], the sequence's token ids; only for fields whose codec ``needs_tokens``.
+            values: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16), or what the field's codec made of
+                them: the rows of each stored array.
+            tokens: int32 [n], the sequence's token ids; only for values whose codec ``needs_tokens``.
 
         Raises:
             WriteInvalid: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
@@ -214,42 +222,17 @@ class PartWriter:
             DiskFull: no room; leave the block, which discards the part.
         """
         codec = self._field_codec(field)
-        if codec.is_identity:
-            self._arrays[codec.arrays[0].name].write(first_token, array)
+        if codec.is_identity and not isinstance(values, Mapping):
+            self._arrays[codec.arrays[0].name].write(first_token, values)
             return
-        spec = codec.spec
-        if array.dtype != spec.storage_dtype or array.shape[1:] != spec.token_shape:
-            shape = ", ".join(map(str, spec.token_shape))
+        n_tokens = self._planned.get(first_token)
+        if n_tokens is None or (not isinstance(values, Mapping) and len(values) != n_tokens):
+            n_given = "" if isinstance(values, Mapping) else f" to {first_token + len(values)}"
             raise WriteInvalid(
-                f"{field!r} takes {spec.storage_dtype.name} arrays of shape [n, {shape}] ({spec.dtype}), "
-                f"got {array.dtype} {list(array.shape)}."
+                f"{field!r}: tokens {first_token}{n_given} are not one sequence of the plan (it has "
+                f"{n_tokens or 'none'} there). This codec encodes whole sequences: write one sequence per call."
             )
-        if codec.needs_tokens and (tokens is None or tokens.shape != (len(array),)):
-            raise WriteInvalid(
-                f"{field!r} is predicted from tokens: give `write` the {len(array)} token ids of the sequence, "
-                f"got {'none' if tokens is None else list(tokens.shape)}."
-            )
-        self.write_codes(field, first_token, len(array), codec.encode(to_float32(array, spec.dtype), tokens))
-
-    def write_codes(self, field: str, first_token: int, n_tokens: int, codes: Mapping[str, np.ndarray]) -> None:
-        """Write a whole sequence of a field that is encoded already.
-
-        Args:
-            field: its name.
-            first_token: the sequence's ``first_token`` of the plan.
-            n_tokens: its length.
-            codes: what the field's codec made of it, on the host.
-
-        Raises:
-            WriteInvalid: unknown field, not one planned sequence, or wrong arrays, dtypes, shapes or order.
-            DiskFull: no room; leave the block, which discards the part.
-        """
-        codec = self._field_codec(field)
-        if (planned := self._planned.get(first_token)) != n_tokens:
-            raise WriteInvalid(
-                f"{field!r}: tokens {first_token} to {first_token + n_tokens} are not one sequence of the plan (it has "
-                f"{planned or 'none'} there). This codec encodes whole sequences: write one sequence per call."
-            )
+        codes = values if isinstance(values, Mapping) else _encoded(codec, values, tokens)
         if codes.keys() != {array.name for array in codec.arrays}:
             raise WriteInvalid(
                 f"{field!r} is stored as {', '.join(array.name for array in codec.arrays)}, got {', '.join(codes)}."
@@ -325,7 +308,9 @@ class PartWriter:
                 )
 
     def discard(self) -> None:
-        """Delete what was written; the part stays pending."""
+        """Delete what was written, unless it is committed; the part stays pending."""
+        if not self._is_open:
+            return
         self._is_open = False
         for array in getattr(self, "_arrays", {}).values():
             array.abort()
@@ -346,5 +331,20 @@ class PartWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_open:
-            self.discard()
+        self.discard()
+
+
+def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -> dict[str, np.ndarray]:
+    spec = codec.spec
+    if values.dtype != spec.storage_dtype or values.shape[1:] != spec.token_shape:
+        shape = ", ".join(map(str, spec.token_shape))
+        raise WriteInvalid(
+            f"{spec.name!r} takes {spec.storage_dtype.name} arrays of shape [n, {shape}] ({spec.dtype}), "
+            f"got {values.dtype} {list(values.shape)}."
+        )
+    if codec.needs_tokens and (tokens is None or tokens.shape != (len(values),)):
+        raise WriteInvalid(
+            f"{spec.name!r} is predicted from tokens: give `write` the {len(values)} token ids of the sequence, "
+            f"got {'none' if tokens is None else list(tokens.shape)}."
+        )
+    return codec.encode(to_float32(values, spec.dtype), tokens)

@@ -75,6 +75,6 @@ def build_store(
                     part.write("tokens", row["first_token"], tokens)
                     part.write("response_mask", row["first_token"], response)
                     for name in (*(["kv"] if spec.kv else []), *spec.hidden_fields):
-                        part.write(name, row["first_token"], host.array(name, 0))
+                        part.write(name, row["first_token"], host.rows(name, 0))
                 part.commit()
     return path

@@ -24,7 +24,7 @@ from moa_data.pipeline import add as add_module
 from moa_data.pipeline.add import add
 from moa_data.pipeline.add_plan import plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.errors import AdditionRefused, NotEnoughDisk
+from moa_data.pipeline.errors import AdditionRefused, AdditionWanted, NotEnoughDisk
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.recode import recode
 from moa_data.pipeline.repair import repair
@@ -91,7 +91,7 @@ def data_bytes(store: str | Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("codec", ["lossless", "int4", "transform:3,tokens"])
+@pytest.mark.parametrize("codec", ["lossless", "int6", "transform:3,tokens"])
 def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig, codec: str) -> None:
     config = dataclasses.replace(config, codec=codec)
     before = begun(config)
@@ -112,21 +112,23 @@ def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig,
     assert not list(Path(config.out).rglob("*.partial"))
 
 
-def test_extract_adds_what_a_store_lacks_and_goes_on_with_the_rest(config: ExtractConfig) -> None:
+def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(config: ExtractConfig) -> None:
     begun(config)
     (Path(config.out) / "commits/part-00001.json").unlink()  # a part that is still to be extracted
-    wanted = dataclasses.replace(config, activations=NEW, target_layers=1)
-    report = extract(wanted)
-    assert report.added is not None
-    assert report.added.fields == ("hidden/layer_0", "hidden/layer_1")
-    assert report.added.n_pending_parts == report.n_parts_done == 1
-    assert "added        hidden/layer_0, hidden/layer_1 to" in report.describe()
-    assert "pending      1 parts are still to be extracted" in report.describe()
+    before, wanted = data_bytes(config.out), dataclasses.replace(config, activations=NEW, target_layers=1)
+    lacking = "hidden/layer_0, hidden/layer_1, 1 decoder layers in target/; what it has is whole"
+    command = f"moa-data add {config.out} --model MODEL --activations hidden:layer:0,hidden:layer:1 --target-layers 1"
+    with pytest.raises(AdditionWanted, match=f"lacks {lacking}. Add with `{command}`"):
+        extract(wanted)
+    assert data_bytes(config.out) == before
+    added = add(addition(config))
+    assert added.fields == ("hidden/layer_0", "hidden/layer_1")
+    assert added.n_pending_parts == 1
+    assert "pending      1 parts are still to be extracted" in added.describe()
+    assert extract(wanted).n_parts_done == 1
     expected = fresh(config)
     assert data_bytes(config.out) == expected
-    again = extract(wanted)
-    assert again.added is None
-    assert "nothing to do" in again.describe()
+    assert "nothing to do" in extract(wanted).describe()
     with pytest.raises(StoreMismatch, match=r"fields\.hidden/layer_0\.axes: store has"):
         extract(config)
     assert data_bytes(config.out) == expected

@@ -37,12 +37,12 @@ def test_a_batch_equals_single_forwards(model_for: Callable[..., Any], architect
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         with torch.inference_mode():
             expected = model(ids, output_hidden_states=True, use_cache=False)
-        np.testing.assert_allclose(host.array("hidden/last", index), expected.hidden_states[-1][0], atol=2e-5)
+        np.testing.assert_allclose(host.rows("hidden/last", index), expected.hidden_states[-1][0], atol=2e-5)
         # hidden_states[i + 1] is the output of layer i, except the last one, which is after the final norm.
-        np.testing.assert_allclose(host.array("hidden/layer_0", index), expected.hidden_states[1][0], atol=2e-5)
-        last_layer = torch.from_numpy(host.array("hidden/layer_2", index).copy())
+        np.testing.assert_allclose(host.rows("hidden/layer_0", index), expected.hidden_states[1][0], atol=2e-5)
+        last_layer = torch.from_numpy(host.rows("hidden/layer_2", index).copy())
         np.testing.assert_allclose(model.model.norm(last_layer).detach(), expected.hidden_states[-1][0], atol=2e-5)
-        logits = model.lm_head(torch.from_numpy(host.array("hidden/last", index).copy())).detach()
+        logits = model.lm_head(torch.from_numpy(host.rows("hidden/last", index).copy())).detach()
         np.testing.assert_allclose(logits, expected.logits[0], atol=2e-4)
 
 
@@ -77,13 +77,13 @@ def test_sequences_of_one_batch_do_not_see_each_other_or_a_shared_prefix(model_f
     host = capture(model, sequences, SPEC, torch.float32).to_host()
     for index, tokens in enumerate(sequences):
         alone = capture(model, [tokens], SPEC, torch.float32).to_host()
-        assert host.array("kv", index).shape[0] == len(tokens)
-        np.testing.assert_allclose(host.array("kv", index), alone.array("kv", 0), atol=2e-5)
+        assert host.rows("kv", index).shape[0] == len(tokens)
+        np.testing.assert_allclose(host.rows("kv", index), alone.rows("kv", 0), atol=2e-5)
 
 
 def test_bfloat16_comes_as_its_bits(model_for: Callable[..., Any]) -> None:
     captured = capture(model_for("llama"), draw_sequences(), SPEC, torch.bfloat16)
-    bits = captured.to_host().array("hidden/last", 1)
+    bits = captured.to_host().rows("hidden/last", 1)
     assert bits.dtype == np.uint16
     assert torch.equal(torch.from_numpy(bits.copy()).view(torch.bfloat16), captured.fields["hidden/last"][1, :17])
 

@@ -70,7 +70,7 @@ def test_codes_are_smaller_than_values(int8_path):
 
 
 def test_a_drafter_trains_from_codes(tmp_path):
-    store = build_store(tmp_path / "store", n_sequences=40, codec="int4")
+    store = build_store(tmp_path / "store", n_sequences=40, codec="int6")
     config = TrainConfig(
         store=str(store), out=str(tmp_path / "run"), batch_size=8, max_steps=3, validate_every=3, warmup_steps=1,
         checkpoint_every=3, log_every=1, draft_length=3, step_bound_min=3, step_bound_max=6, accelerator="cpu",

@@ -309,8 +309,12 @@ class TransformCodec:
         xp = array_namespace(values)
         keys, others = values[:, :, :, 0, :], values[:, :, :, 1, :]
         keys = keys if self.rope is None else self.rope.unrotate(keys)
+        layer_width = self.spec.token_shape[1] * self.spec.token_shape[3]
         return [
-            [xp.reshape(part[:, layers[0] : layers[-1] + 1, ...], (part.shape[0], -1)) for part in (keys, others)]
+            [
+                xp.reshape(part[:, layers[0] : layers[-1] + 1, ...], (part.shape[0], len(layers) * layer_width))
+                for part in (keys, others)
+            ]
             for layers in self.groups
         ]
 

@@ -100,7 +100,7 @@ class GroupTransform:
             packed, self._runs, constants["tables"], constants["offsets"], strict=True
         ):
             at = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
-            values = xp.reshape(xp.take(table, at, axis=0), (n_tokens, -1))
+            values = xp.reshape(xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1]))
             looked_up.append(values[:, : run.last - run.first])
         columns = xp.concat(looked_up, axis=1)
         early = xp.asarray(mean_rows(first_position, n_tokens), device=device(first))

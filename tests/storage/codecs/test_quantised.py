@@ -1,17 +1,28 @@
-"""Quantised codecs: one definition for NumPy and torch, errors within half a step, anything else refused."""
+"""Quantised codecs: errors within half a step, scales that are checked, and codes that a stranger can undo."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.quantised import SCHEMES, QuantisedCodec
-from moa_data.storage.errors import CodecUnknown, WriteInvalid
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.dtypes import from_float32, to_float32
+from moa_data.storage.errors import CodecUnknown, PartIncomplete, WriteInvalid
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import FieldSpec, hidden_field, kv_field
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe
+
+from .contract import CodecContract
 
 KV, HIDDEN = kv_field(3, 2, 8), hidden_field("last", 16)
-STEPS = {"int8": 127, "int6": 31, "int4": 7}
 
 
 def activations(spec: FieldSpec, n_tokens: int, seed: int = 0, spread: float = 1.0) -> np.ndarray:
@@ -20,42 +31,16 @@ def activations(spec: FieldSpec, n_tokens: int, seed: int = 0, spread: float = 1
     return (rng.normal(size=(n_tokens, *spec.token_shape)) * scale).astype(np.float32)
 
 
-@pytest.fixture(params=list(SCHEMES))
-def scheme(request: pytest.FixtureRequest):
-    return SCHEMES[request.param]
+class TestInt8(CodecContract):
+    name = "int8"
+    error = 0.01
+    unknown = ("int7", "int8:4", "fp8")
 
 
-@pytest.mark.parametrize("spec", [KV, HIDDEN], ids=["kv", "hidden"])
-@pytest.mark.parametrize("n_tokens", [1, 64, 150])
-def test_numpy_and_torch_give_the_same_bits(scheme, spec: FieldSpec, n_tokens: int):
-    codec, values = QuantisedCodec(spec, scheme), activations(spec, n_tokens, spread=4.0)
-    by_numpy, by_torch = codec.encode(values), codec.encode(torch.from_numpy(values))
-    assert by_numpy.keys() == by_torch.keys() == {array.name for array in codec.arrays}
-    for array in codec.arrays:
-        assert by_numpy[array.name].dtype == array.storage_dtype
-        assert by_numpy[array.name].shape == (array.n_rows(n_tokens), *array.row_shape)
-        np.testing.assert_array_equal(by_torch[array.name].numpy(), by_numpy[array.name])
-    decoded = codec.decode(by_numpy, 0, n_tokens)
-    assert decoded.dtype == np.float32
-    np.testing.assert_array_equal(codec.decode(by_torch, 0, n_tokens).numpy(), decoded)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spec", [KV, HIDDEN], ids=["kv", "hidden"])
-def test_a_gpu_gives_the_same_bits(scheme, spec: FieldSpec):
-    codec, values = QuantisedCodec(spec, scheme), activations(spec, 150, spread=4.0)
-    expected, got = codec.encode(values), codec.encode(torch.from_numpy(values).cuda())
-    for name, rows in expected.items():
-        np.testing.assert_array_equal(got[name].cpu().numpy(), rows)
-    np.testing.assert_array_equal(codec.decode(got, 0, 150).cpu().numpy(), codec.decode(expected, 0, 150))
-
-
-def test_bfloat16_tensors_encode_as_their_values(scheme):
-    codec = QuantisedCodec(KV, scheme)
-    tensor = torch.from_numpy(activations(KV, 70)).bfloat16()
-    expected = codec.encode(tensor.float().numpy())
-    for name, rows in codec.encode(tensor).items():
-        np.testing.assert_array_equal(rows.numpy(), expected[name])
+class TestInt6(CodecContract):
+    name = "int6"
+    error = 0.035
+    unknown = ("int3", "int4")
 
 
 def group_largest(codec: QuantisedCodec, values: np.ndarray) -> np.ndarray:
@@ -85,16 +70,13 @@ def test_errors_stay_within_half_a_step(name, spec, n_tokens: int, seed: int, ex
     decoded = codec.decode(codec.encode(values), 0, n_tokens)
     largest = group_largest(codec, values)
     # The scale's mantissa has two bits, rounded up: a step is at most a quarter larger than it need be.
-    if name == "fp8":
-        bound = np.maximum(np.abs(values) / 16, 1.25 * largest / 448 / 1024)
-    else:
-        bound = 0.5 * 1.25 * largest / STEPS[name]
+    bound = 0.5 * 1.25 * largest / SCHEMES[name].largest
     assert (np.abs(decoded - values) <= bound * (1 + 1e-5) + 2.0**-126).all()
     assert (decoded[values == 0] == 0).all()
 
 
-def test_zero_blocks_and_tiny_values(scheme):
-    codec = QuantisedCodec(KV, scheme)
+def test_zero_blocks_and_tiny_values() -> None:
+    codec = QuantisedCodec(KV, SCHEMES["int8"])
     values = activations(KV, 130)
     values[:64] = 0
     values[64:128] = 1e-42
@@ -102,44 +84,80 @@ def test_zero_blocks_and_tiny_values(scheme):
     assert not decoded[:64].any()
     assert np.abs(decoded[64:128]).max() < 1e-37
     assert np.isfinite(decoded).all()
+    for rows in codec.encode(np.zeros((5, *KV.token_shape), np.float32)).values():
+        assert not rows.any()  # as the padding between sequences
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused(scheme, bad: float):
-    values = activations(HIDDEN, 10)
-    values[3, 2] = bad
-    for given_as in (values, torch.from_numpy(values)):
-        with pytest.raises(WriteInvalid, match=r"'hidden/last' has NaN or infinite values.*lossless"):
-            QuantisedCodec(HIDDEN, scheme).encode(given_as)
-
-
-def test_a_slice_decodes_to_the_slice_of_all(scheme):
-    codec, values = QuantisedCodec(KV, scheme), activations(KV, 200)
-    codes = codec.encode(values)
-    every = codec.decode(codes, 0, 200)
-    rows = {
-        array.name: codes[array.name][64 // array.block_tokens : array.n_rows(150)][:, [2, 0]] for array in codec.arrays
-    }
-    np.testing.assert_array_equal(codec.decode(rows, 64, 86, [2, 0]), every[64:150, [2, 0]])
-
-
-def test_fp8_is_float8_e4m3fn():
-    """The conversion of torch is the oracle; a channel whose largest value is 448 has scale 1."""
-    values = np.linspace(-448, 448, 64 * 16, dtype=np.float32).reshape(64, 16)
-    values[0] = 448
-    values[1:20] *= np.float32(1e-4)
-    codes = QuantisedCodec(HIDDEN, SCHEMES["fp8"]).encode(values)["hidden/last/codes"]
-    expected = torch.from_numpy(values).to(torch.float8_e4m3fn)
-    np.testing.assert_array_equal(codes, expected.view(torch.uint8).numpy() * (expected.float().numpy() != 0))
-
-
-def test_padding_is_zero_bytes(scheme):
-    for rows in QuantisedCodec(KV, scheme).encode(np.zeros((5, *KV.token_shape), np.float32)).values():
-        assert not rows.any()
-
-
-def test_fields_that_do_not_fit_are_refused():
-    with pytest.raises(CodecUnknown, match="two values per byte"):
-        QuantisedCodec(hidden_field("last", 15), SCHEMES["int4"])
+def test_fields_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CodecUnknown, match=r"knows kv and \[token, width\]"):
         QuantisedCodec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b")), SCHEMES["int8"])
+
+
+def write_kv(path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict], None]) -> Path:
+    """Write a store whose codes of keys and values are changed before they are stored."""
+    recipe = recipe.with_manifest(codec=StoreCodec("int8", recipe.manifest.fields).describe())
+    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
+        for part in writer.pending_parts():
+            with writer.part(part) as out:
+                for row in out.sequences.to_pylist():
+                    for spec in recipe.manifest.fields:
+                        values: Any = recipe.values(spec, row)
+                        if spec.name == "kv":
+                            values = writer.codec.fields["kv"].encode(to_float32(values, "bfloat16"))
+                            change(values, row)
+                        out.write(spec.name, row["first_token"], values)
+                out.commit()
+    return path
+
+
+def test_scales_that_are_not_finite_are_damage(tmp_path: Path, recipe: Recipe) -> None:
+    def spoil(codes: dict[str, np.ndarray], row: dict) -> None:
+        if row["source_row"] == 2:
+            codes["kv/value_scale"][7, 3, 1] = 0x7FC0
+
+    (damage,) = verify_store(write_kv(tmp_path / "store", recipe, spoil)).damages
+    assert "source row 2" in damage.message
+    assert "kv/value_scale" in damage.path
+    assert "token 7, layer 3, kv_head 1" in damage.message
+
+
+def test_a_lossy_field_takes_whole_sequences(tmp_path: Path, recipe: Recipe) -> None:
+    recipe = recipe.with_manifest(codec=StoreCodec("int8", recipe.manifest.fields).describe())
+    with StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan) as writer:
+        with writer.part(0) as out:
+            row = out.sequences.to_pylist()[0]
+            values = recipe.values(recipe.manifest.fields[2], row)
+            with pytest.raises(WriteInvalid, match="are not one sequence of the plan"):
+                out.write("kv", row["first_token"], values[:-1])
+            with pytest.raises(WriteInvalid, match="is stored as kv/key_codes, kv/key_scale"):
+                out.write("kv", row["first_token"], {})
+            with pytest.raises(WriteInvalid, match="are not one sequence of the plan"):
+                out.write("kv", row["first_token"] + 1, {})
+            with pytest.raises(WriteInvalid, match="takes uint16 arrays"):
+                out.write("kv", row["first_token"], values.astype(np.float32))
+            codes = writer.codec.fields["kv"].encode(to_float32(values, "bfloat16"))
+            with pytest.raises(WriteInvalid, match=r"'kv/key_scale': \d+ tokens make \d+ rows, got 0"):
+                out.write("kv", row["first_token"], codes | {"kv/key_scale": np.empty((0, 4))})
+        with writer.part(0) as out:
+            for row in out.sequences.to_pylist():
+                for spec in recipe.manifest.fields:
+                    if spec.name != "kv":
+                        out.write(spec.name, row["first_token"], recipe.values(spec, row))
+            with pytest.raises(PartIncomplete, match="'kv/key_codes'"):
+                out.commit()
+
+
+def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
+    """What docs/format.md says, with plain zarr-python and NumPy."""
+    path = write_kv(tmp_path / "store", recipe, lambda codes, row: None)
+    with ActivationStore(path) as store:
+        row = store.sequences.to_pylist()[0]
+        part = zarr.open_group(path / "parts/part-00000.zarr", mode="r")
+        first, n = row["first_token"], row["n_tokens"]
+        span, blocks = slice(first, first + n), slice(first // 64, -(-(first + n) // 64))
+        key_scale = (part["kv/key_scale"][blocks].astype(np.uint32) << 16).view(np.float32)
+        keys = part["kv/key_codes"][span] * np.repeat(key_scale, 64, axis=0)[:n]
+        value_scale = (part["kv/value_scale"][span].astype(np.uint32) << 16).view(np.float32)
+        values = part["kv/value_codes"][span] * value_scale[..., None]
+        kv = np.stack([keys, values], axis=3)
+        np.testing.assert_array_equal(from_float32(kv, "bfloat16"), store.read(0, "kv"))

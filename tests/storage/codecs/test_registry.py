@@ -1,29 +1,37 @@
-"""Codecs by name."""
+"""Codecs by name, and what a store of another release says."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.errors import CodecUnknown
-from moa_data.storage.schema import kv_field, tokens_field
+from moa_data.storage.errors import CodecUnknown, ManifestInvalid
+from moa_data.storage.schema import kv_field
+from moa_data.tests.kit.stores import Recipe
 
 
-def test_lossless_stores_the_fields_themselves():
-    codec = StoreCodec("lossless", (tokens_field(), kv_field(4, 2, 8)))
-    assert [array.name for array in codec.arrays] == ["tokens", "kv"]
-    assert all(field.is_identity for field in codec.fields.values())
-    assert codec.describe() == {
-        "name": "lossless",
-        "transform": "identity",
-        "bytes": ["bytes:little", "blosc:zstd:level=1:shuffle:blocksize=1048576", "crc32c"],
-    }
+@pytest.mark.parametrize("name", ["int3", "int4", "fp8"])
+def test_unknown_codec_is_refused(name: str) -> None:
+    with pytest.raises(CodecUnknown, match=rf"Unknown codec '{name}'. Use one of: lossless"):
+        StoreCodec(name, (kv_field(4, 2, 8),))
 
 
-def test_unknown_codec_is_refused():
-    with pytest.raises(CodecUnknown, match=r"Unknown codec 'int3'. Use one of: lossless"):
-        StoreCodec("int3", (kv_field(4, 2, 8),))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("int3", "Unknown codec 'int3'"),
+        ("fp8", "commit d02d314 of moa-data is the last"),
+        ("int4", "d02d314"),
+    ],
+)
+def test_a_store_of_another_codec_says_what_reads_it(tmp_path: Path, recipe: Recipe, name: str, message: str) -> None:
+    manifest = replace(recipe.manifest, codec={**recipe.manifest.codec, "name": name})
+    with pytest.raises(ManifestInvalid, match=message):
+        StoreCodec.open(manifest, tmp_path)
 
 
-def test_a_stored_array_checks_its_axes():
+def test_a_stored_array_checks_its_axes() -> None:
     with pytest.raises(ValueError, match="axes"):
         StoredArray("kv/codes", "uint8", (2, 3), ("token", "layer"))

@@ -23,7 +23,7 @@ from moa_data.storage.parts.commit import read_commits
 from moa_data.storage.parts.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
-from moa_data.storage.write.addition import StoreAddition, addition_command, extended_codec, unfinished_fields
+from moa_data.storage.write.addition import StoreAddition, extended_codec, unfinished_fields
 from moa_data.storage.write.store import StoreWriter
 
 OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
@@ -335,13 +335,6 @@ def test_files_that_no_commit_lists_are_deleted_by_the_next_writer(recipe, tree,
     assert tree(store) == before
     assert not (store / "parts/part-00000.zarr/empty").exists()
     assert commit_path(store, 0).exists()
-
-
-def test_the_command_that_adds_is_named_in_full() -> None:
-    assert addition_command("s", ["kv", "hidden/last", "hidden/layer_12"], 1) == (
-        "`moa-data add s --model MODEL --activations kv,hidden:last,hidden:layer:12 --target-layers 1`"
-    )
-    assert addition_command(Path("s"), [], 2) == "`moa-data add s --model MODEL --target-layers 2`"
 
 
 def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(

@@ -2,18 +2,28 @@
 
 import functools
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from moa_data.storage.chunks.chunk import encode_chunk
-from moa_data.storage.chunks.field import LearnedCodec
+from moa_data.storage.chunks.field import TOKENS, LearnedCodec
+from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.codecs.transform.settings import TransformSettings
-from moa_data.storage.errors import WriteInvalid
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.errors import CodecUnknown, ShardCorrupt, WriteInvalid
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, tokens_field
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe
+
+from .. import contract
+from ..contract import CodecContract
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
 # One object: Rope holds arrays, so that the cache below goes by its identity.
@@ -38,6 +48,74 @@ def make_sequences(n_sequences: int, seed: int) -> list[np.ndarray]:
 
 
 CALIBRATION, TEST = make_sequences(14, 0), make_sequences(6, 1)
+
+
+class TransformContract(CodecContract):
+    """The contract for codecs that learn from the contract's own sequences."""
+
+    torch_differs = 1e-3  # a value on the edge between two codes may fall on either side
+    slice_atol = 1e-4
+
+    @classmethod
+    def learn(cls, codec: StoreCodec) -> None:
+        for name, field in codec.learned.items():
+            assert isinstance(field, TransformCodec)
+            assert isinstance(field, LearnedCodec)
+            if name == "kv":
+                field.rope, field.embeddings = contract.ROPE, contract.EMBEDDINGS
+            field.calibrate(
+                [to_float32(sequence[name], "bfloat16") for sequence in contract.SEQUENCES],
+                [sequence[TOKENS] for sequence in contract.SEQUENCES],
+            )
+
+
+class TestTransform(TransformContract):
+    name = "transform:3@all"
+    error = 0.3
+    unknown = (
+        "transform", "transform:", "transform:0", "transform:99", "transform:1@group0", "transform:1@all,tokens",
+        "transform:tokens", "transform:1,",
+    )  # fmt: skip
+
+
+class TestTransformWithTokens(TransformContract):
+    name = "transform:2,tokens@group2"
+    error = 0.3
+    unknown = (
+        "transform:1,token", "transform:1,tokens=1", "transform:1,tokens,hidden=2", "transform:1,tokens,tokens",
+    )  # fmt: skip
+
+    def test_the_store_must_have_tokens_and_the_writer_must_be_given_them(
+        self, codec: StoreCodec, tmp_path: Path, recipe: Recipe
+    ) -> None:
+        manifest = recipe.with_manifest(codec=codec.describe()).manifest
+        opened = StoreWriter.create_or_resume(tmp_path / "store", manifest, recipe.plan, codec.files())
+        with opened as writer, writer.part(0) as out:
+            row = out.sequences.to_pylist()[0]
+            values, tokens = (recipe.values(recipe.manifest.fields[at], row) for at in (2, 0))
+            with pytest.raises(WriteInvalid, match=r"predicted from tokens: .*got none"):
+                out.write("kv", row["first_token"], values)
+            with pytest.raises(WriteInvalid, match="predicted from tokens"):
+                out.write("kv", row["first_token"], values, tokens[1:])
+        with pytest.raises(CodecUnknown, match="no field 'tokens'"):
+            StoreCodec(self.name, (kv_field(4, 2, 8),))
+
+    def test_a_reader_of_one_layer_gets_the_codes_of_its_group(self, written: Path) -> None:
+        with ActivationStore(written) as store:
+            codec = store.codec.fields["kv"]
+            assert isinstance(codec, TransformCodec)
+            last = store.read_batch([2, 0], "kv", layers=[-1], decoded=False)
+            assert last.keys() == {array.name for array in codec.arrays_of([3])}
+            assert last.keys() < store.read_batch([2], "kv", decoded=False).keys()
+
+    def test_another_table_of_features_is_damage(self, written: Path, tmp_path: Path) -> None:
+        shutil.copytree(written, tmp_path / "store")
+        basis = tmp_path / "store/codec/basis.safetensors"
+        content = bytearray(basis.read_bytes())
+        content[-1] ^= 1
+        basis.write_bytes(content)
+        with pytest.raises(ShardCorrupt, match="sha256"):
+            ActivationStore(tmp_path / "store")
 
 
 @functools.cache
@@ -95,29 +173,6 @@ def test_a_reader_of_one_layer_needs_its_group_only() -> None:
         of_layers = [codec.arrays_of([layer]) for layer in range(N_LAYERS)]
         assert len(set(of_layers)) == n_groups
         assert set().union(*of_layers) == set(codec.arrays) == set(codec.arrays_of(None))
-
-
-def test_rows_fit_the_declared_arrays(codec: TransformCodec) -> None:
-    codes = codec.encode(TEST[1])
-    assert list(codes) == [array.name for array in codec.arrays]
-    for array in codec.arrays:
-        assert codes[array.name].shape == (len(TEST[1]), *array.row_shape)
-        assert codes[array.name].dtype == np.dtype(array.dtype)
-    assert isinstance(codec, LearnedCodec)
-
-
-def test_torch_equals_numpy(codec: TransformCodec) -> None:
-    values = TEST[2]
-    codes = codec.encode(values)
-    on_torch = codec.encode(torch.from_numpy(values))
-    differing = [np.mean(on_torch[name].numpy() != rows) for name, rows in codes.items()]
-    assert np.mean(differing) < 1e-3  # a value on the edge between two codes may fall on either side
-    tensors = {name: torch.from_numpy(rows) for name, rows in codes.items()}
-    for layers in (None, [3, 1]):
-        got = codec.decode(tensors, 0, len(values), layers)
-        assert isinstance(got, torch.Tensor)
-        np.testing.assert_allclose(got.numpy(), codec.decode(codes, 0, len(values), layers), atol=1e-4)
-    assert codec.encode(torch.from_numpy(values).bfloat16()).keys() == codes.keys()
 
 
 def test_learned_state_decodes_the_same_and_is_reproducible(codec: TransformCodec) -> None:
@@ -218,14 +273,11 @@ def test_a_constant_field_costs_next_to_nothing() -> None:
     np.testing.assert_allclose(codec.decode(codec.encode(values), 0, 40), values)
 
 
-def test_values_that_are_not_finite_are_refused() -> None:
-    codec = make_codec("transform:1@all")
+def test_a_sample_that_is_not_finite_is_refused() -> None:
     values = TEST[0].copy()
     values[5, 0, 0, 0, 0] = np.nan
-    with pytest.raises(WriteInvalid, match="NaN"):
-        codec.encode(values)
     with pytest.raises(WriteInvalid, match="finite"):
-        codec.calibrate([values])
+        make_codec("transform:1@all").calibrate([values])
 
 
 def test_a_codec_that_has_learned_nothing_says_so() -> None:
@@ -250,19 +302,6 @@ def test_names_say_bits_and_scope(name: str, expected: TransformSettings) -> Non
     assert (got.kv_bits, got.group_layers) == (expected.kv_bits, expected.group_layers)
     assert got.from_tokens == expected.from_tokens
     assert got.hidden_bits == pytest.approx(expected.hidden_bits)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "transform", "transform:", "transform:0", "transform:99", "transform:1@group0", "transform:1,token",
-        "transform:1,tokens=1", "transform:1,tokens,hidden=2", "transform:1@all,tokens", "transform:tokens",
-        "transform:1,tokens,tokens", "transform:1,",
-    ],
-)  # fmt: skip
-def test_bad_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="transform:"):
-        TransformSettings.parse(name)
 
 
 def test_default_scope_is_bounded_by_width() -> None:

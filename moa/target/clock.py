@@ -1,4 +1,4 @@
-"""Times of the parts of decoding, on the device that does the work.
+"""Times of work on the device that does it: the parts of decoding, and forwards.
 
 A CUDA device runs behind the CPU that queues its work: a CPU clock read between draft and verification would book most
 of the drafting under the verification, and waiting for the device there would make decoding slower.
