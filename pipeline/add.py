@@ -44,7 +44,6 @@ class AddReport:
     """What an addition did.
 
     Attributes:
-        store: the store's folder.
         fields: the fields that were added, by this run or by those that it went on with.
         target_layers: decoder layers that the store keeps now.
         n_parts: committed parts.
@@ -53,7 +52,6 @@ class AddReport:
         n_tokens: tokens of the committed parts.
         stored_bytes: bytes of the added fields on disk.
         agreement: how the forward of the first batch compares with what the store holds of it.
-        timings: of this run.
     """
 
     store: Path
@@ -96,12 +94,8 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
     Until every part has the new fields, the store is the old one.
 
     Args:
-        config: what to add.
         progress: called with (tokens done, tokens in all, message).
         provenance: command, versions and the like, recorded in the store's runs/.
-
-    Returns:
-        What was done.
 
     Raises:
         AdditionRefused: nothing can be added to this store, or the target gives other values than the store holds.

@@ -43,8 +43,6 @@ class AddPlan:
     """What an addition will do.
 
     Attributes:
-        config: the configuration.
-        store: the store's folder.
         stored: the store's manifest as it is.
         manifest: as it will be; of a codec that learns, without what the new fields will learn.
         codec: of all fields; new ones that learn have not learned yet.
@@ -52,7 +50,6 @@ class AddPlan:
         all_activations: fields of all activations, old and new.
         n_layers_before: decoder layers that the store keeps.
         n_layers_kept: that it will keep.
-        folder: the target's folder.
         device: where the forward will run.
         n_tokens: tokens of the committed parts.
         n_left_tokens: of these, in parts that lack new fields.
@@ -142,9 +139,6 @@ class AddPlan:
 
 def plan_addition(config: AddConfig) -> AddPlan:
     """Decide everything; no forward, nothing written.
-
-    Args:
-        config: what to add.
 
     Raises:
         AdditionRefused: `extract` did not make the store.

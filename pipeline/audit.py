@@ -45,11 +45,7 @@ class AuditRow:
     """One comparison of one sequence.
 
     Attributes:
-        index: the sequence's index in the store.
-        sequence_id: its content hash.
-        n_tokens: its length.
         field: tokens, response_mask, kv, hidden/..., or logits.
-        max_error: largest absolute difference.
         relative_error: |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs.
         tolerance: most relative error that passes.
         ok: whether it passes.
@@ -72,10 +68,8 @@ class AuditReport:
     """All comparisons.
 
     Attributes:
-        store: the store's folder.
         model: the target it was compared with.
         rows: one for each sequence and field.
-        n_samples: sequences compared.
         notes: what could not be compared, and why.
     """
 
@@ -129,11 +123,8 @@ def audit(
     in any case they must give the sequence's content hash. Activations come from a forward of each sequence alone.
 
     Args:
-        store: the store's folder.
         model: the target, a folder or a hub id.
         samples: how many sequences, at most all committed ones.
-        seed: picks the sequences.
-        device: where to run the target.
         progress: called with (sequences done, sequences in all, message).
 
     Returns:

@@ -31,7 +31,6 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
     """Choose sequences that lie evenly spread over the plan.
 
     Args:
-        lengths: tokens of each sequence.
         n_tokens: tokens wanted, roughly.
 
     Returns:
@@ -66,9 +65,7 @@ def calibrate(
         codec: with fields that learn.
         lengths: tokens of each planned sequence.
         read: gives the values of one of them.
-        model_config: the target's.
         lm_head: [vocab_size, width], any dtype and device.
-        embeddings: of the tokens, likewise.
 
     Raises:
         StoreError: the values cannot be learned from.

@@ -49,7 +49,6 @@ class Capture:
         """Encode, on the device, the fields that the store keeps encoded.
 
         Args:
-            codec: the store's.
             names: what to call each sequence of the batch in an error.
 
         Raises:
@@ -107,9 +106,6 @@ class Capture:
     def check_finite(self, names: Sequence[str]) -> None:
         """Refuse NaN and infinity.
 
-        Args:
-            names: what to call each sequence of the batch.
-
         Raises:
             NonFiniteActivation: naming the first sequence, field and layer.
         """
@@ -157,8 +153,6 @@ def capture(
     Args:
         model: transformers causal LM in evaluation mode; its LM head is not run.
         sequences: B arrays of token ids, int32 [n_tokens].
-        spec: what to keep.
-        dtype: dtype in which activations are kept.
         uses_cache: whether the forward fills a cache; default: where keys and values are kept. A cache may change the
             kernels that attention picks, and so last bits.
 

@@ -30,8 +30,6 @@ class CardOrigin:
     """What a card says beyond the store's own files.
 
     Attributes:
-        model: name of the target.
-        dataset: name of the dataset.
         command: what made the store, without paths.
         target_license: licence of the target, as the Hub names licences; None for the user to fill in.
         dataset_license: the same of the dataset.
@@ -47,13 +45,6 @@ class CardOrigin:
 def write_card(store: Path, origin: CardOrigin) -> Path:
     """Write README.md into a store's root, or replace it.
 
-    Args:
-        store: the store's folder.
-        origin: names and licences.
-
-    Returns:
-        Path of the card.
-
     Raises:
         StoreNotFound: not a store.
         ManifestInvalid: damaged manifest, plan or commit.
@@ -68,10 +59,6 @@ def write_card(store: Path, origin: CardOrigin) -> Path:
 
 def card_text(store: Path, origin: CardOrigin) -> str:
     """Return the text of a store's card.
-
-    Args:
-        store: the store's folder.
-        origin: names and licences.
 
     Raises:
         StoreNotFound: not a store.

@@ -69,11 +69,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class UnreadableRow:
-    """The place of a row that is in the file, but cannot be had as values.
-
-    Attributes:
-        detail: why.
-    """
+    """The place of a row that is in the file, but cannot be had as values."""
 
     detail: str
 
@@ -100,9 +96,6 @@ def parse_chat(row: Any) -> Chat | Rejection:
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}], ShareGPT), and
             optionally `tools` (a list, or its JSON) and `system` (a text).
-
-    Returns:
-        The chat, or why there is none.
     """
     chat = parse_prompt(row)
     if isinstance(chat, Chat) and not any(message["role"] == "assistant" for message in chat.messages):

@@ -34,7 +34,6 @@ class ExtractReport:
     """What an extraction did.
 
     Attributes:
-        store: the store's folder.
         n_sequences: sequences of the whole store.
         n_tokens: tokens of the whole store.
         n_parts: parts of the whole store.
@@ -43,9 +42,7 @@ class ExtractReport:
         stored_bytes: bytes of all parts on disk.
         rejections: reason -> rows that gave no sequence.
         rejection_lines: the same as text, with examples.
-        n_rows: rows read.
         n_duplicates: rows whose sequence was there already.
-        timings: of this run.
         dataset: the dataset, and which split and files of it were read, for people.
     """
 
@@ -94,13 +91,9 @@ def extract(
     """Extract activations to a store, or go on where an earlier run stopped.
 
     Args:
-        config: what to extract.
         progress: called with (done, total, message): chats while tokenising, then tokens.
         provenance: command, versions and the like, recorded in the store's runs/.
         redo: what is extracted again although it is committed, if it is still damaged when the store is opened.
-
-    Returns:
-        What was done.
 
     Raises:
         PipelineError: the input cannot be used, or Interrupted after Ctrl-C.

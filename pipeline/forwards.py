@@ -66,7 +66,6 @@ class Forwards:
     """How the target is run over sequences, and what is kept of it.
 
     Attributes:
-        target: the target.
         spec: the activations that are kept.
         codec: of their fields.
         dtype: in which they are kept.
@@ -97,7 +96,6 @@ def run_parts(
     """Run the target over the pending parts of a store, and write and commit each.
 
     Args:
-        forwards: what is run and kept.
         store: takes the parts, or more fields of them; when this fails, the parts in flight are discarded.
         timings: counts up; ``n_before_tokens`` is set.
         verb: for the progress message, e.g. ``"extract"``.
@@ -189,14 +187,7 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
 
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
-    """Write target/ in the dtype of the target's own weights, whatever the forward computes in.
-
-    Args:
-        store: the store.
-        target: the target.
-        folder: its folder.
-        n_layers_kept: last decoder layers to keep.
-    """
+    """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
     own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
     model: Any = target.model
     if model.dtype != own_dtype:

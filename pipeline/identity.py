@@ -26,9 +26,6 @@ def collect_identities(folder: Path, tokenizer: Any, source: ChatSource, with_we
     """Hash everything an extraction reads.
 
     Args:
-        folder: the target's folder.
-        tokenizer: its tokenizer.
-        source: the dataset, already read.
         with_weights: whether to hash the weights too, which takes a while for large targets.
 
     Returns:

@@ -50,14 +50,11 @@ class ExtractPlan:
     """What an extraction will do.
 
     Attributes:
-        config: the configuration.
         spec: the activations, layers resolved.
         manifest: content of store.json; of a codec that learns, without what it will learn.
-        codec: the codec of each field.
         table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
         sequences: the tokens and masks.
         dataset: the dataset, and which split and files of it are read, for people.
-        folder: the target's folder.
         device: where the forward will run.
         compute_dtype: dtype of the forward, resolved.
         batch_tokens: tokens per forward, resolved.
@@ -161,7 +158,6 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     """Read the dataset and the tokenizer and decide everything; no forward, nothing written.
 
     Args:
-        config: what to extract.
         progress: called with (chats done, chats in all, message).
         with_weights: also hash the target's weights, which identifies the store; a hub target is downloaded.
 

@@ -56,7 +56,6 @@ class _Template:
     """What is found out once per tokenizer and template.
 
     Attributes:
-        text: the chat template.
         marked: the template with markers in place of its generation tags; None where it has none.
         has_generation_prompt: whether it is known to render one after a user message.
         end_of_turn: what the template writes behind a last response, trailing white space removed.
@@ -82,11 +81,7 @@ def tokenize_chat(
         tokenizer: a fast transformers tokenizer with a chat template.
         messages: roles, contents and tool calls; no system message is added.
         max_length: tokens and mask are cut to this length.
-        tools: JSON schemas of the tools that may be called.
         system: a text that the template has to show.
-
-    Returns:
-        The sequence, or why the chat gives none.
 
     Raises:
         TemplateError: the tokenizer has no chat template, or none that can be used, or gives no offsets.
@@ -114,7 +109,6 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, 
     Args:
         tokenizer: a fast transformers tokenizer with a chat template.
         messages: the chat so far, usually ending in a user message.
-        tools: JSON schemas of the tools that may be called.
         system: a text that the template has to show.
 
     Returns:
@@ -152,10 +146,6 @@ def check_prompt(tokenizer: Any, messages: Sequence[Message], tools: Tools = Non
 
 def check_template(tokenizer: Any, where: str) -> None:
     """Refuse a tokenizer that cannot turn chats into masked tokens.
-
-    Args:
-        tokenizer: transformers tokenizer.
-        where: the model, for the message.
 
     Raises:
         TemplateError: no chat template, or no offsets.

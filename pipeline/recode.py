@@ -32,9 +32,6 @@ class RecodeReport:
     """What a recoding did.
 
     Attributes:
-        source: the lossless store.
-        out: the new store.
-        codec: its codec.
         n_parts: parts of the store.
         n_parts_done: parts written by this run.
         n_tokens: tokens of the whole store.
@@ -76,13 +73,8 @@ def recode(
 
     Args:
         store: a complete lossless store.
-        codec: name of the new codec.
-        out: folder of the new store.
         progress: called with (tokens done, tokens in all, message).
         provenance: command, versions and the like, recorded in the new store's runs/.
-
-    Returns:
-        What was done.
 
     Raises:
         OptionInvalid: unknown codec, the source is not lossless, or source and output are one folder.
@@ -138,9 +130,7 @@ def codec_for(
 
     Args:
         source: a lossless store to learn from.
-        name: of the codec.
         out: a store that may hold what an earlier run learned.
-        progress: told before it learns.
 
     Raises:
         OptionInvalid: no codec of that name, or not for these fields.

@@ -113,14 +113,7 @@ def render(
     """Write a chat as the template does.
 
     Args:
-        tokenizer: with a chat template.
-        messages: of the chat.
-        tools: JSON schemas.
         add_generation_prompt: whether to end where the assistant is to write.
-        template: in place of the tokenizer's.
-
-    Returns:
-        The text.
 
     Raises:
         One of RENDER_ERRORS: the template refuses the chat, or fails over it.
@@ -197,11 +190,6 @@ def find_unusable_text(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[RejectReason, str] | None:
     """Look for what may not be in a chat's texts: control tokens, halves of surrogate pairs, absurd lengths.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: of the chat.
-        tools: JSON schemas.
 
     Returns:
         The reason, and what was found where; None where everything can be used.

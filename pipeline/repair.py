@@ -29,15 +29,10 @@ def repair(
     deleted is found damaged once more right before.
 
     Args:
-        plan: what is damaged.
         model: the target that the store was made with: a folder or a hub id.
         dataset: the chats; default: where the store's last extraction found them.
         device: of the forward; default: as in the store's last extraction.
         progress: as for ``extract``.
-        provenance: recorded in the store's runs/.
-
-    Returns:
-        The report of the extraction.
 
     Raises:
         RepairRefused: no extraction is recorded, there is damage that this does not mend, or what the codec learns now

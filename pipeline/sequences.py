@@ -30,7 +30,6 @@ class Sequences:
         ids: sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
         source_rows: row in the dataset of each sequence.
         offsets: n_sequences + 1 positions on the flat axis.
-        n_rows: rows read.
         n_duplicates: rows whose sequence was already there.
         n_truncated: sequences that were cut.
         rejections: reason -> rows.
@@ -128,9 +127,6 @@ def read_sequences(
     """Tokenise a dataset, in its order, up to max_sequences.
 
     Args:
-        source: the dataset.
-        tokenizer: the target's tokenizer.
-        config: lengths and limits.
         sizes: the target's sizes (max_position_embeddings, vocab_size).
         progress: called with (done, total, message).
 
@@ -167,12 +163,7 @@ def tokenize_row(tokenizer: Any, content: Any, max_length: int) -> TokenizedChat
     """Turn a row of a dataset into token ids and a response mask.
 
     Args:
-        tokenizer: the target's.
-        content: the row.
         max_length: tokens and mask are cut to this length.
-
-    Returns:
-        The sequence, or why the row gives none.
 
     Raises:
         TemplateError: the tokenizer has no chat template that can be used.

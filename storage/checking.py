@@ -51,10 +51,7 @@ def check_incomplete(store: Path, path: str, error: OSError | MemoryError, n_fil
     """Return the error for what could not be checked.
 
     Args:
-        store: the store's folder.
         path: the first file, relative to the store or absolute.
-        error: why.
-        n_files: how many files there are.
     """
     code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0
     advice = _ADVICE.get(code, "Check the disk, or the mount of the network file system")
@@ -68,9 +65,6 @@ def check_incomplete(store: Path, path: str, error: OSError | MemoryError, n_fil
 @contextmanager
 def check_guard(store: Path) -> Iterator[None]:
     """Turn what the machine refuses while a store is looked at into :class:`CheckIncomplete`.
-
-    Args:
-        store: the store's folder.
 
     Raises:
         CheckIncomplete: instead of an ``OSError`` or ``MemoryError`` that is none of the store's own errors.

@@ -45,10 +45,6 @@ def open_regular(path: Path) -> int:
 def read_bounded(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Return the bytes of a file of a store, local or remote; its kind and size are looked at before it is read.
 
-    Args:
-        path: the file.
-        max_bytes: the longest that is read.
-
     Raises:
         ValueError: it is longer, or no regular file; nothing was read.
         FileNotFoundError: no such file.
@@ -85,12 +81,6 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
 
 def whole_number(value: object, name: str, low: int = 0, high: int = MAX_WHOLE_NUMBER) -> int:
     """Return a whole number of a document.
-
-    Args:
-        value: what the document holds.
-        name: of the key, for the message.
-        low: smallest value allowed.
-        high: largest value allowed.
 
     Raises:
         ValueError: no integer, or out of range.

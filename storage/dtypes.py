@@ -63,9 +63,6 @@ def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
     Args:
         array: float32, any shape.
         logical_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-
-    Returns:
-        An array of the same shape in the storage dtype.
     """
     if logical_dtype == "bfloat16":
         return bfloat16_bits(array)
@@ -74,9 +71,6 @@ def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
 
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:
     """Round float32 values to bfloat16 (to nearest, ties to even) and return the bits.
-
-    Args:
-        array: values of any float dtype, any shape.
 
     Returns:
         uint16 array of the same shape; NaN stays NaN, values beyond the range become infinity.

@@ -32,9 +32,6 @@ def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> i
     Args:
         data: contiguous bytes; an array is taken as its bytes.
         crc: checksum of what came before.
-
-    Returns:
-        The checksum of everything so far, an unsigned 32-bit number.
     """
     # The C extension takes bytes and arrays but neither memoryview nor bytearray.
     plain = data if isinstance(data, _TAKEN_AS_THEY_ARE) else np.frombuffer(data, np.uint8)
@@ -141,7 +138,6 @@ def disk_full_guard(path: Path, advice: str = _GO_ON) -> Iterator[None]:
     """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice.
 
     Args:
-        path: what is being written, for the message.
         advice: what is safe, and what to do.
 
     Raises:

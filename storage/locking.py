@@ -16,11 +16,7 @@ _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class LockHeld(Exception):
-    """Another process holds the lock.
-
-    Attributes:
-        holder: that process, for messages.
-    """
+    """Another process holds the lock."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)

@@ -210,10 +210,6 @@ class StoreManifest:
     def from_json(cls, text: str | bytes, source: str = "store.json") -> StoreManifest:
         """Read the text of store.json.
 
-        Args:
-            text: the file's content.
-            source: its path, for messages.
-
         Raises:
             SchemaVersionError: another schema version.
             ManifestInvalid: not JSON, not a store's manifest, or a key is missing or unknown.

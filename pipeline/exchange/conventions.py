@@ -47,9 +47,6 @@ def layer_field(layer: int) -> str:
 def default_layers(n_layers: int) -> tuple[int, int, int]:
     """Decoder layers whose outputs EAGLE-3 takes by default.
 
-    Args:
-        n_layers: L, decoder layers of the target.
-
     Returns:
         (1, L // 2 - 1, L - 4), counted from 0.
 
@@ -88,12 +85,6 @@ def vllm_layer_id(layer: int) -> int:
 
 def require_fields(needed: Iterable[str], present: Iterable[str], store: str, purpose: str) -> None:
     """Refuse a store that lacks fields, and say how to add them.
-
-    Args:
-        needed: fields that the layout is made of.
-        present: fields of the store.
-        store: its folder, for the message.
-        purpose: the layout, for the message.
 
     Raises:
         FieldMissing: naming the missing fields and the command that adds them.

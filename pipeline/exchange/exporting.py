@@ -37,7 +37,6 @@ class ExportReport:
     """What an export did.
 
     Attributes:
-        folder: where it lies.
         format: the layout.
         fields: fields of the store that went into it.
         n_sequences: files in all.
@@ -67,7 +66,6 @@ def make_layout(name: str, layers: tuple[int, ...], n_layers: int, compress: boo
     Args:
         name: speculators, specforge or eagle.
         layers: decoder layers beside the last one; empty for the project's default.
-        n_layers: decoder layers of the target.
         compress: gzip each file (specforge).
 
     Raises:
@@ -81,13 +79,6 @@ def make_layout(name: str, layers: tuple[int, ...], n_layers: int, compress: boo
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> ExportReport:
     """Write a store's sequences as another project's files, in the store's order; files that are there stay.
-
-    Args:
-        config: what, and to where.
-        progress: called after each sequence.
-
-    Returns:
-        What was done.
 
     Raises:
         OptionInvalid: an option cannot be used.

@@ -44,11 +44,9 @@ class Texts:
     """The sequences of a folder, each text once.
 
     Attributes:
-        paths: row -> its file.
         ids: sha256 of tokens and mask -> row.
         n_tokens: tokens of each row in ``ids``.
         n_response_tokens: of these, with mask 1.
-        n_files: files read.
     """
 
     paths: list[Path]
@@ -84,7 +82,6 @@ class ImportReport:
     """What an import did.
 
     Attributes:
-        store: the store's folder.
         format: the layout it was read from.
         fields: fields of the store.
         n_sequences: its sequences.
@@ -118,12 +115,7 @@ def import_folder(
     the norm of the target's bundle, in float32 and rounded once to the stored dtype.
 
     Args:
-        config: what, with which target, and to where.
-        progress: called after each file.
         provenance: command, versions and the like, recorded in the store's runs/.
-
-    Returns:
-        What was done.
 
     Raises:
         InteropError: an option or a file cannot be used.
@@ -172,11 +164,7 @@ def read_texts(
     """Read tokens and masks of all files, in the order of their numbers.
 
     Args:
-        layout: of the files.
-        folder: that holds them.
-        max_sequences: read at most so many files.
         vocab_size: of the target; a larger id belongs to another model.
-        progress: called after each file.
 
     Returns:
         At least one text.

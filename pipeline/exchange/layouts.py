@@ -46,10 +46,8 @@ class Layout(ABC):
 
     Args:
         layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
-        n_layers: decoder layers of the target.
 
     Attributes:
-        name: the project.
         gives_last: whether ``hidden/last`` (after the final norm) is in the files.
     """
 
@@ -232,7 +230,6 @@ def load_checkpoint(path: Path, max_bytes: int = Layout.max_file_bytes) -> dict[
     """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read.
 
     Args:
-        path: the file.
         max_bytes: most bytes that it holds uncompressed.
 
     Raises:

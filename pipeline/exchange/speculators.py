@@ -115,7 +115,6 @@ def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> 
     """Write the Arrow dataset of an export, whole or not at all: ``state.json`` comes last.
 
     Args:
-        folder: of the export.
         texts: tokens int32 [S] and mask uint8 [S] of every sequence, in the order of the files.
 
     Raises:

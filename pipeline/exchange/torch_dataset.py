@@ -29,12 +29,10 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         store: an open store, or its folder.
-        fields: names of the fields in each item.
         layers: layers of the fields that have a layer axis, in the order given; None for all.
         dtype: dtype of activations; None keeps the stored one.
 
     Attributes:
-        store: the open store.
         fields: names of the fields in each item.
 
     Raises:
@@ -112,11 +110,9 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
 
     Args:
         store: an open store, or its folder.
-        fields: names of the fields in each item.
         layers: layers of the fields that have a layer axis; None for all.
         dtype: dtype of activations; None keeps the stored one.
         shuffle: shuffle anew in every epoch; otherwise in the store's order.
-        seed: of the order.
         batch_size: sequences of a group, the unit that is dealt out to ranks and workers.
         bucket_batches: groups of a window that is sorted by length; 0 for no bucketing.
         rank: of this process; None asks ``torch.distributed``, and is 0 without it.
@@ -169,9 +165,6 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
 
     def epoch_groups(self, epoch: int) -> list[np.ndarray]:
         """The groups of sequences of this rank in their order, a function of seed, epoch, rank and world size.
-
-        Args:
-            epoch: number of the epoch.
 
         Returns:
             Indices of sequences, int64 [batch_size] each; the last one may be shorter.

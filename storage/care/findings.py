@@ -85,9 +85,6 @@ class VerifyReport:
     def check_complete(self, store: Path) -> None:
         """Refuse a report that leaves something open.
 
-        Args:
-            store: the store's folder, for the message.
-
         Raises:
             CheckIncomplete: something could not be checked.
         """

@@ -25,7 +25,6 @@ class RepairPlan:
     """What a repair has to do.
 
     Attributes:
-        store: the store's folder.
         damages: everything that `verify_store` found.
         parts: parts that must be extracted again or dropped.
         target: whether the target bundle must be.
@@ -75,7 +74,6 @@ def plan_repair(
     """Verify a store and sort what is damaged; nothing is changed.
 
     Args:
-        path: the store's folder.
         progress: as for ``verify_store``.
         parts: look at no other parts than these; None for all.
 
@@ -110,9 +108,6 @@ def plan_repair(
 
 def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
     """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
-
-    Returns:
-        The parts that were dropped.
 
     Raises:
         RepairImpossible: store.json, plan.parquet or codec/ is damaged, without which no part can be read.

@@ -42,8 +42,6 @@ class FieldSummary:
     Attributes:
         name: e.g. ``"kv"``.
         dtype: logical dtype.
-        token_shape: shape of one token's values.
-        description: one line.
         raw_bytes: bytes of the tokens' values, without padding and compression.
         n_values: numbers in the tokens' values, without padding.
         arrays: what is stored for it; lossless is one array of the field's name.
@@ -91,13 +89,8 @@ class StoreSummary:
     """What ``inspect`` shows.
 
     Attributes:
-        path: the store's folder.
         identities: content hashes of target, tokenizer, template and dataset.
-        conventions: what the numbers mean.
-        target: the target's sizes.
         extraction: what else shapes the data.
-        codec: name of the codec.
-        fields: sizes of each field.
         n_planned_sequences: sequences in the plan.
         n_planned_tokens: their tokens.
         n_parts: planned parts.
@@ -151,10 +144,6 @@ class StoreSummary:
 
 def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSummary:
     """Summarise a store.
-
-    Args:
-        path: its folder.
-        n_bins: bins of the histogram of lengths.
 
     Raises:
         StoreNotFound: not a store.
@@ -218,7 +207,6 @@ def length_histogram(lengths: np.ndarray, n_bins: int) -> LengthHistogram:
 
     Args:
         lengths: tokens per sequence, int [n_sequences]; may be empty.
-        n_bins: at most so many bins.
     """
     longest = int(lengths.max(initial=0))
     width = max(1, -(-longest // n_bins))

@@ -60,7 +60,6 @@ def verify_store(
     read from the disk once: its values are decoded while its files are in the page cache.
 
     Args:
-        path: the store's folder.
         progress: called with bytes, as files are checked (half of their bytes) and decoded (the other half).
         n_threads: threads that checksum and decode; default: one per core, at most 16.
         values: also decode every value. Without it every byte is still compared with what was written, as fast as the

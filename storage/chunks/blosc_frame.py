@@ -95,7 +95,6 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
     Args:
         plane: uint8 [n_rows * width], width at least 8.
-        n_rows: its rows.
     """
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES

@@ -27,7 +27,6 @@ class StoredArray:
     Attributes:
         name: path inside the part's group, e.g. ``"kv"`` or ``"kv/key_codes"``.
         dtype: NumPy dtype name on disk, e.g. ``"uint16"``.
-        row_shape: shape of one row.
         axes: names of all axes, ``"token"`` or ``"block"`` first.
         block_tokens: tokens that one row stands for; divides the alignment of sequences.
         layer_axis: index of the layer axis in the whole array (1), or None.
@@ -74,7 +73,6 @@ class FieldCodec(Protocol):
     ``encode`` and ``decode`` follow the device of what they are given and have one definition for NumPy and torch.
 
     Attributes:
-        spec: the field.
         arrays: what is stored for it, in the order in which it is written.
         is_identity: whether the one stored array is the field itself, bit for bit; such a field is read and written in
             its storage dtype without ``encode`` and ``decode``, in any pieces.

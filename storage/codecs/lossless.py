@@ -16,11 +16,7 @@ _STORED_FRACTION = {"bfloat16": 0.70, "float16": 0.90, "float32": 0.90, "int32":
 
 
 class LosslessCodec:
-    """Stores a field in its storage dtype.
-
-    Args:
-        spec: the field.
-    """
+    """Stores a field in its storage dtype."""
 
     is_identity = True
     needs_tokens = False

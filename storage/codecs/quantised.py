@@ -44,7 +44,6 @@ class Scheme:
     """One way of quantising.
 
     Attributes:
-        name: the codec's name.
         largest: the largest code, which the largest value of a group is scaled to.
         bits: measured bits per value after the byte chain, scales included, rounded up.
     """
@@ -74,12 +73,9 @@ class QuantisedCodec:
 
     Args:
         spec: ``kv`` [token, layer, kv_head, key_value, head_dim], or a field [token, width].
-        scheme: how.
 
     Attributes:
-        spec: the field.
         arrays: codes and scales.
-        is_identity: False.
 
     Raises:
         CodecUnknown: another kind of field.

@@ -56,7 +56,6 @@ class StoreCodec:
         specs: the store's fields. Fields of integers are lossless in every codec.
 
     Attributes:
-        name: the codec's name.
         fields: field name -> its codec.
 
     Raises:
@@ -77,10 +76,6 @@ class StoreCodec:
     @classmethod
     def open(cls, manifest: StoreManifest, store: Path) -> StoreCodec:
         """Return the codec of a store, with what it has learned.
-
-        Args:
-            manifest: the store's.
-            store: its folder.
 
         Raises:
             ManifestInvalid: the manifest names a codec that this release does not have.

@@ -20,7 +20,6 @@ class PartCommit:
     """Content of ``commits/part-<k>.json``.
 
     Attributes:
-        part: number of the part.
         n_sequences: its sequences.
         n_tokens: their tokens.
         allocated_tokens: length of the token axis, alignment padding included.

@@ -166,7 +166,6 @@ class RemotePath:
     """A file or folder of a remote store, with the methods of ``Path`` that reading uses.
 
     Args:
-        root: the file system, and the store's place on it.
         key: path below the root; empty for the store itself.
     """
 
@@ -224,9 +223,6 @@ class RemotePath:
 
 class RemoteFile:
     """A remote file of which byte ranges are read, one request each.
-
-    Args:
-        path: the file.
 
     Raises:
         FileNotFoundError: no such file.

@@ -91,7 +91,6 @@ def array_layout(array: StoredArray, n_tokens: int) -> ArrayLayout:
     """Choose the grid of a stored array in a part.
 
     Args:
-        array: the array.
         n_tokens: length of the part's token axis, alignment padding included.
     """
     n_rows = array.n_rows(n_tokens)
@@ -138,7 +137,6 @@ def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, byt
     """Return the metadata documents of a part's group.
 
     Args:
-        arrays: its stored arrays.
         n_tokens: length of the token axis.
 
     Returns:
@@ -167,9 +165,7 @@ def layout_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayL
     """Read an array's grid from its zarr.json, refusing whatever this reader would misread.
 
     Args:
-        text: content of zarr.json.
         array: the array that the manifest declares.
-        source: path for messages.
 
     Raises:
         ShardCorrupt: not valid metadata, or another dtype, shape or codec chain than the manifest declares.

@@ -29,11 +29,7 @@ def max_open_files() -> int:
 
 
 class ReadHandle:
-    """A file that is open only while there is room for it.
-
-    Args:
-        path: the file.
-    """
+    """A file that is open only while there is room for it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

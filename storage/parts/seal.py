@@ -129,11 +129,7 @@ def restore_sealed_files(store: Path, contents: Mapping[str, bytes]) -> list[str
     """Write store.json and plan.parquet anew where they are damaged and the seal confirms the given bytes.
 
     Args:
-        store: the store's folder.
         contents: name -> bytes that the same inputs give.
-
-    Returns:
-        Names of the files that were written.
 
     Raises:
         ManifestInvalid: there is no whole seal, or it was made of other bytes.
@@ -152,7 +148,6 @@ def check_target_bundle(store: Path, folder: Path) -> None:
     """Compare the target bundle with its commit, byte for byte.
 
     Args:
-        store: the store.
         folder: its target bundle, or a local copy of it.
 
     Raises:

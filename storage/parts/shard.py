@@ -29,7 +29,6 @@ class FileRecord:
     """What a commit says about one file.
 
     Attributes:
-        bytes: its size.
         crc32: ``zlib.crc32`` of its whole content (see ``durable.file_crc32`` for why not CRC-32C).
     """
 
@@ -38,12 +37,7 @@ class FileRecord:
 
 
 class ShardWriter:
-    """Writes one shard front to back; nothing is held in memory but the index.
-
-    Args:
-        path: file to create.
-        layout: grid of the array.
-    """
+    """Writes one shard front to back; nothing is held in memory but the index."""
 
     def __init__(self, path: Path, layout: ArrayLayout) -> None:
         self._path = path

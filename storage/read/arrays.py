@@ -29,10 +29,6 @@ V = TypeVar("V")
 class PartArrays:
     """Finds the shards of stored arrays; safe in threads and after a fork.
 
-    Args:
-        store: the store's folder.
-        commits: part -> its commit.
-
     Attributes:
         n_bytes_read: stored bytes of the chunks that were read through it.
     """

@@ -37,10 +37,7 @@ class RowRange:
     """Rows [start, stop) of a stored array, and where they go.
 
     Attributes:
-        part: the part.
-        array: the stored array.
         start: first row, counted from the beginning of the part.
-        stop: end.
         out: [at least stop - start, *row_shape] (layer axis of ``len(layers)`` if given), the array's dtype. Rows
             beyond ``stop - start`` may be overwritten: with room for the whole last chunk it is decoded in place.
         layers: non-negative indices along the layer axis, in the order wanted; None for all.
@@ -79,7 +76,6 @@ class _Column:
     """A column of inner chunks, and which of its layers go where.
 
     Attributes:
-        number: of the column.
         span: first and last + 1 layer of ``out`` that the whole chunk fills in order, or None.
         pairs: (layer within the chunk, layer of ``out``) where there is no such span.
     """
@@ -109,7 +105,6 @@ def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int =
     """Fill the ``out`` of every range.
 
     Args:
-        arrays: where the shards are.
         ranges: what is wanted; no two of them may share memory of ``out``.
         n_threads: threads that decode, the caller's included.
 

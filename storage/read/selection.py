@@ -85,10 +85,7 @@ def decode_tokens(
 
     Args:
         codec: of the field; not the identity.
-        codes: array name -> rows.
         base: position of the rows' first token.
-        start: first token wanted.
-        stop: end.
         layers: the layers that ``codes`` hold; None for all.
         out: [stop - start, *token_shape], the field's storage dtype; filled.
     """
@@ -107,7 +104,6 @@ def batch_buffer(
         out: the caller's buffers; None for new ones.
         name: of the field or stored array.
         shape: [n_sequences, n_rows, ...]; a buffer of the caller may have more rows.
-        dtype: in which it is stored.
 
     Raises:
         SliceInvalid: the caller's buffer is missing, or has another dtype or shape.

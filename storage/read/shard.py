@@ -21,13 +21,9 @@ class ShardReader:
     """A shard and its index; safe in threads and after a fork. The file is closed when the reader is garbage.
 
     Args:
-        path: the shard.
-        layout: grid of the array.
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
 
     Attributes:
-        path: the shard.
-        layout: grid of the array.
         chunk_size: values of one inner chunk.
         file: its bytes.
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
@@ -102,8 +98,6 @@ class ShardReader:
 
         Args:
             data: uint8 [n_bytes], the chunk as it is stored.
-            row: row of inner chunks, for messages.
-            column: column of inner chunks, for messages.
             out: C-contiguous, of the chunk's shape; filled.
 
         Raises:

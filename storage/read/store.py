@@ -57,10 +57,7 @@ class ActivationStore:
         parts: see only these parts; the others may be damaged. None for all.
 
     Attributes:
-        path: the store's folder.
         manifest: what shapes its data.
-        fields: name -> field.
-        codec: the codec of each field.
         sequences: the committed sequences in plan order (columns of ``plan.PLAN_SCHEMA``).
         commits: part -> its commit, for committed parts.
 
@@ -241,9 +238,6 @@ class ActivationStore:
             out: [at least n_tokens, *token_shape] in the storage dtype; any strides, fastest if C-contiguous.
             layers: layers to read, in the order given; None for all.
 
-        Returns:
-            n_tokens.
-
         Raises:
             SliceInvalid: ``out`` has another dtype or shape; otherwise as :meth:`read`.
         """
@@ -333,7 +327,6 @@ class ActivationStore:
         """Refuse token ids that the target does not have: looking them up would end a process, or a whole CUDA device.
 
         Args:
-            sequences: their indices.
             arrays: name -> what was read; of the tokens [n_tokens] of one sequence, or [n_sequences, n_tokens].
         """
         tokens = arrays.get(TOKENS)

@@ -34,10 +34,6 @@ from .store import StoreWriter, remove_uncommitted
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
     """Return what an addition has written to some parts, but store.json does not name yet.
 
-    Args:
-        commits: of all committed parts.
-        codec: the store's.
-
     Returns:
         Field -> parts that list it.
     """
@@ -67,9 +63,7 @@ def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
     """Take over what an unfinished addition of the same fields has learned.
 
     Args:
-        store: the store's folder.
         codec: of the old and the new fields; the new ones learn.
-        old: of the old fields.
 
     Returns:
         Whether there is such a basis; if not, ``codec`` knows what it did before.
@@ -88,10 +82,6 @@ def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
 
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     """Keep what the new fields have learned beside the store's own basis, and drop what others had encoded.
-
-    Args:
-        writer: the store.
-        codec: of the old and the new fields.
 
     Raises:
         DiskFull: no room.

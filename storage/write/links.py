@@ -17,7 +17,6 @@ def refuse_links(store: Path, folders: Iterable[Path] | None = None) -> None:
     Names that no store has are not looked at, for no writer touches them; the store's folder may be a link itself.
 
     Args:
-        store: the store's folder.
         folders: folders of the store below which to look; None for all.
 
     Raises:

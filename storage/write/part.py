@@ -28,8 +28,6 @@ class ArrayWriter:
     """Streams one stored array of a part into shards; at most one row of inner chunks is buffered.
 
     Args:
-        folder: the array's folder inside the part's group.
-        array: what is written.
         allocated_tokens: length of the part's token axis.
     """
 
@@ -142,11 +140,7 @@ class PartWriter:
     Not safe for several threads at once; different parts of one store may be written by different threads.
 
     Args:
-        store: the store's folder.
-        part: number of the part.
-        sequences: the plan's rows of this part.
         allocated_tokens: length of the token axis.
-        codec: the fields and what is stored for each.
         on_commit: called with the part's number once it is committed.
     """
 
@@ -254,9 +248,6 @@ class PartWriter:
 
     def commit(self) -> PartCommit:
         """Make the part exist: index and sync every shard, rename the folder, write the commit.
-
-        Returns:
-            What was committed.
 
         Raises:
             PartIncomplete: a planned sequence was not written to every field.

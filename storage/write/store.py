@@ -51,10 +51,8 @@ class StoreWriter:
     """The one process that writes to a store. Make it with :meth:`create_or_resume` and use it in ``with``.
 
     Attributes:
-        path: the store's folder.
         manifest: what shapes its data.
         plan: all sequences (see ``plan.PLAN_SCHEMA``).
-        codec: the codec of each field.
         repaired_parts: parts that had a commit but lost files or bytes since; they are pending again.
     """
 
@@ -79,8 +77,6 @@ class StoreWriter:
         """Start a store, or go on with one that was made from the same inputs.
 
         Args:
-            path: folder, created if missing.
-            manifest: everything that shapes the data.
             plan: table of ``plan_parts``.
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
 

@@ -177,7 +177,6 @@ def allocate(options: Options, budget_bits: float) -> np.ndarray:
     """Choose one option per component.
 
     Args:
-        options: what they cost.
         budget_bits: bits per token over all components.
 
     Returns:

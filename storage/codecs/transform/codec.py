@@ -40,7 +40,6 @@ class TransformCodec:
 
     Args:
         spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
-        settings: bits and scope.
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
         metric: what errors of a hidden state count, [width, width], e.g. ``calibration.logit_metric`` for
             ``hidden/last``; None for relative error.
@@ -48,9 +47,7 @@ class TransformCodec:
             say ``from_tokens``.
 
     Attributes:
-        spec: the field.
         arrays: what is stored; empty until :meth:`calibrate` or :meth:`load_state`.
-        is_identity: False.
 
     Raises:
         ValueError: another kind of field.
@@ -208,12 +205,7 @@ class TransformCodec:
         self._set(fits, features)
 
     def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
-        """Encode one whole sequence; see ``FieldCodec.encode``.
-
-        Args:
-            values: as there.
-            tokens: as there.
-        """
+        """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
             raise WriteInvalid(
@@ -238,8 +230,6 @@ class TransformCodec:
         Args:
             codes: as there; of the stored arrays only those of :meth:`arrays_of` need be in it.
             first_position: as there.
-            n_tokens: as there.
-            layers: as there.
         """
         groups = self._learned()
         features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))

@@ -206,9 +206,7 @@ def _layout(
 
     Args:
         sample: float32 [n_tokens, n_components].
-        quantisers: one per component.
         component: [n_components], index among all components of the group, part after part.
-        part_sizes: components of each part.
     """
     if (quantisers.levels == DROPPED).all():  # every group stores something, or readers could not tell its device
         quantisers = replace(quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED))

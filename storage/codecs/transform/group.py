@@ -28,10 +28,6 @@ class _Run:
 class GroupTransform:
     """One group's transform with its constants on each device that asked for them.
 
-    Args:
-        name: prefix of the stored arrays' names.
-        fit: what was learned.
-
     Attributes:
         arrays: the stored arrays, uint8 [token, byte] each.
     """
@@ -83,7 +79,6 @@ class GroupTransform:
         Args:
             codes: array name -> uint8 [at least n_tokens, n_bytes].
             first_position: position of the first token in its sequence.
-            n_tokens: tokens wanted.
             n_layers: layers of the group; the width of each part is divided by it.
             layers: the group's layers wanted, counted from its first; None for all.
             features: as given to :meth:`encode`, for these tokens.
