@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from train_step import add_size_options, chosen_sizes
+from train_step import add_size_options, chosen_sizes, small_config
 
 from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
@@ -135,11 +135,10 @@ def n_weights(config: MoASizes) -> int:
 
 def train_config(options: argparse.Namespace, variant: str, seed: int, frozen: FrozenTarget) -> TrainConfig:
     """The run of a variant: all but what it takes away is equal."""
-    values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed, "max_steps": options.steps}
+    values = {"validate_every": options.steps, "seed": seed, "max_steps": options.steps}
     # The paper's drafter and training, unless the variant says otherwise.
-    values |= PRESETS["paper"]
-    values |= sizes_of(options, variant, frozen) | VARIANTS[variant][1]
-    return TrainConfig(store=options.store, out=str(options.out / f"run-{variant}-{seed}"), **values)
+    values |= PRESETS["paper"]["drafter"] | sizes_of(options, variant, frozen) | VARIANTS[variant][1]
+    return small_config(options.store, str(options.out / f"run-{variant}-{seed}"), **values)
 
 
 def unusable(options: argparse.Namespace, frozen: FrozenTarget) -> dict[str, str]:
@@ -170,22 +169,22 @@ def trained(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     report = out / REPORT_FILE
     if report.is_file():
-        before, now = yaml.safe_load((out / RUN_FILE).read_text()), dataclasses.asdict(config)
+        before, now = TrainConfig(**yaml.safe_load((out / RUN_FILE).read_text())).named(), config.named()
         changed = [name for name, value in now.items() if name != "resume" and before.get(name, value) != value]
         if changed:
             sys.exit(f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT.")
-    if report.is_file() and json.loads(report.read_text())["n_steps"] >= (config.max_steps or 0):
+    if report.is_file() and json.loads(report.read_text())["n_steps"] >= (config.schedule.max_steps or 0):
         return json.loads(report.read_text())
     resume = (out / "checkpoints" / "last.ckpt").is_file()
     if not resume:
         shutil.rmtree(out, ignore_errors=True)
-    return dataclasses.asdict(train(dataclasses.replace(config, resume=resume), collect_provenance(), False))
+    return dataclasses.asdict(train(config.replaced(resume=resume), collect_provenance(), False))
 
 
 def kept(config: Any, measure: Callable[..., Any]) -> dict[str, Any]:
     """The report of these settings, measured first if it is not there."""
     file = Path(config.out)
-    wanted = json.loads(json.dumps(dataclasses.asdict(config)))
+    wanted = json.loads(json.dumps(config.named()))
     if not file.is_file() or json.loads(file.read_text())["config"] != wanted:
         measure(config, provenance=collect_provenance())
     return json.loads(file.read_text())
@@ -201,7 +200,7 @@ def measured(options: argparse.Namespace, variant: str, seed: int, training: dic
         "max_new_tokens": options.max_new_tokens,
         "device": options.device,
     }
-    decoding = EvalConfig(
+    decoding = EvalConfig.of(
         method=("plain", "chain", "tree"), out=str(options.out / f"eval-{variant}-{seed}.json"),
         tree=options.tree, batch_size=options.batch_size, **shared,
     )  # fmt: skip

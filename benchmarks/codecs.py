@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training
+from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config
 
 from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.prompts import load_prompts
@@ -40,7 +40,6 @@ from moa_data.pipeline.recode import recode
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.run import train
 
 CODECS = ("lossless", "int8", "int6", "transform:2", "transform:1", "transform:0.5")
@@ -165,12 +164,9 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: 
     """Train from the store and decode the test prompts."""
     run = options.out / f"run-{slug(codec)}-{seed}"
     shutil.rmtree(run, ignore_errors=True)
-    values = PRESETS["small"] | {"validate_every": options.steps, "seed": seed}
+    values = {"validate_every": options.steps, "max_steps": options.steps, "seed": seed}
     values |= chosen_sizes(options) | chosen_training(options)
-    trained = train(
-        TrainConfig(store=str(store_folder(options, codec)), out=str(run), max_steps=options.steps, **values),
-        progress_bar=False,
-    )
+    trained = train(small_config(str(store_folder(options, codec)), str(run), **values), progress_bar=False)
     return {
         "acceptance_length": acceptance_length(options, target, run),
         "expected_acceptance_length": trained.best_expected_acceptance_length,
@@ -269,7 +265,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     extract(
-        ExtractConfig(
+        ExtractConfig.of(
             model=options.model,
             dataset=options.train_chats,
             out=str(store_folder(options, "lossless")),

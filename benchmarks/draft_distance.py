@@ -31,12 +31,9 @@ from moa_data.trainer.validation import agreement_by_distance, compare_batch
 
 def agreement(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     """Agreement of one run's drafter, by distance."""
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    settings = {name: value for name, value in yaml.safe_load((run / RUN_FILE).read_text()).items() if name in known}
-    if settings.get("fused_layers"):
-        settings["fused_layers"] = tuple(settings["fused_layers"])
-    n_sequences = {"validation_sequences": options.sequences, "draft_length": options.draft_length}
-    config = TrainConfig(**(settings | {"store": options.store, "prefetch_mb": 256} | n_sequences))
+    config = TrainConfig(**yaml.safe_load((run / RUN_FILE).read_text())).replaced(
+        store=options.store, prefetch_mb=256, validation_sequences=options.sequences, draft_length=options.draft_length
+    )
     store, drafter = ActivationStore(options.store), load_drafter(run)
     frozen = FrozenTarget.load(store.target_path, config.target_layer_inference)
     chosen = StoreDataModule(store, config).validation_sequences

@@ -11,7 +11,6 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -63,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    config = ExtractConfig(
+    config = ExtractConfig.of(
         model=options.model,
         dataset=options.dataset,
         out="unused",
@@ -75,13 +74,13 @@ def main() -> None:
     forward_s: list[float] = []
     timings: list[Timings] = []
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as folder:
-        plan = build_plan(replace(config, out=f"{folder}/plan"))
+        plan = build_plan(config.replaced(out=f"{folder}/plan"))
         target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
         padded = padded_batches(plan)
         forward_seconds(target, padded[:2])
         for repeat in range(options.repeats):
             forward_s.append(forward_seconds(target, padded))
-            report = extract(replace(config, out=f"{folder}/store-{repeat}"))
+            report = extract(config.replaced(out=f"{folder}/store-{repeat}"))
             timings.append(report.timings)
             print(f"forward {forward_s[-1]:.2f} s, extract {timings[-1].extract_s:.2f} s")
     extract_s = [run.extract_s for run in timings]

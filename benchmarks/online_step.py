@@ -13,20 +13,18 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, write_result
+from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config, write_result
 
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.target.live import Target
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.allocator import keep_freed_memory
 from moa_data.trainer.batch import Batch
-from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.data import BatchReader, StoreDataModule, TrainingStream
 from moa_data.trainer.module import DrafterModule
 from moa_data.trainer.run import build_module
@@ -78,12 +76,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
-        config = TrainConfig(
-            store=options.store,
-            out=folder,
-            max_steps=options.pairs + 2,
-            **PRESETS["small"] | {"batch_size": options.batch_size} | chosen_sizes(options) | chosen_training(options),
-        )
+        config = small_config(
+            options.store, folder, max_steps=options.pairs + 2, batch_size=options.batch_size,
+            **chosen_sizes(options) | chosen_training(options),
+        )  # fmt: skip
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)
         step = DrafterStep(build_module(store, config, data))
@@ -103,7 +99,7 @@ def main() -> None:
     figures = _figures(np.array(pairs))
     for name, (low, median, high) in figures.items():
         print(f"{name:28} {median:12,.3f}   quartiles {low:,.3f} to {high:,.3f}")
-    settings = {key: value for key, value in asdict(config).items() if key != "out"}
+    settings = {key: value for key, value in config.named().items() if key != "out"}
     print(write_result(options.out, "online", {"figures": figures, "settings": settings, "n_pairs": options.pairs}))
 
 

@@ -11,8 +11,9 @@ moa_data=${MOA_DATA:-moa-data}
 n_prompts=${N_PROMPTS:-80}
 short_steps=${SHORT_STEPS:-340}
 long_steps=${LONG_STEPS:-3000}
-read -r -a sizes <<< "${DRAFTER_SIZES---self-attention-kv-heads 1 --self-attention-mlp-width 320 \
---cross-attention-kv-heads 1 --cross-attention-mlp-width 320 --layer-attention-kv-heads 2 --layer-attention-mlp-width 224}"
+read -r -a sizes <<< "${DRAFTER_SIZES-self_attention_kv_heads=1 self_attention_mlp_width=320 \
+cross_attention_kv_heads=1 cross_attention_mlp_width=320 layer_attention_kv_heads=2 layer_attention_mlp_width=224}"
+sizes=("${sizes[@]/#/--set=drafter.}")
 read -r -a options <<< "${TRAIN_OPTIONS:-}"
 mkdir -p "$out/logs"
 

@@ -10,7 +10,6 @@ A short run that isn't counted comes first. Validation is off. Appends one JSON 
 import argparse
 import json
 import tempfile
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     chosen = chosen_sizes(options) | chosen_training(options)
-    values = PRESETS["small"] | {
+    values: dict[str, Any] = {
         "batch_size": options.batch_size,
         "reader_threads": options.reader_threads,
         "precision": options.precision,
@@ -56,9 +55,9 @@ def main() -> None:
         "checkpoint_every": 10**9,
     }
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
-        config = TrainConfig(store=options.store, out=f"{folder}/warm-up", max_steps=3, **values | chosen)
+        config = small_config(options.store, f"{folder}/warm-up", max_steps=3, **values | chosen)
         train(config, progress_bar=False)
-        report = train(replace(config, out=f"{folder}/run", max_steps=options.steps), progress_bar=False)
+        report = train(config.replaced(out=f"{folder}/run", max_steps=options.steps), progress_bar=False)
     figures = {
         "tokens_per_s": report.tokens_per_s,
         "data_wait_share": report.data_wait_share,
@@ -70,8 +69,13 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name:20} {value:14,.3f}")
-    settings = {key: value for key, value in asdict(config).items() if key != "out"} | {"max_steps": options.steps}
+    settings = {key: value for key, value in config.named().items() if key != "out"} | {"max_steps": options.steps}
     print(write_result(options.out, "train", {"figures": figures, "settings": settings}))
+
+
+def small_config(store: str, out: str, **named: Any) -> TrainConfig:
+    """The preset small with some settings changed, by their names."""
+    return TrainConfig.merged([("", PRESETS["small"] | {"store": store, "out": out})]).replaced(**named)
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:

@@ -4,11 +4,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
+from typing_extensions import override
 
+from ..config import Count
+from ..evaluation.config import DecodingConfig
 from .console import StageFailure, TokenStream, out, tell
+from .options import HeadedOption, StageCommand, config_options
 
 if TYPE_CHECKING:
-    from ..moa.decoding.auto_tree import AutoShape
     from ..moa.decoding.loop import Generation, OnTokens, OpenSession
     from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.shape_policy import ShapePolicy
@@ -16,67 +19,39 @@ if TYPE_CHECKING:
     from ..moa.target.live import Target
 
 _CALIBRATION_TOKENS = 48
+_SHOWN = {
+    "Models": "model drafter dtype device compile",
+    "Decoding": "max_new_tokens tree plain",
+    "Sampling": "temperature top_p top_k repetition_penalty seed",
+}
 
 
-@click.command()
-@click.option("--model", required=True, help="The target: a folder or a hub id.")
+class GenerateConfig(DecodingConfig):
+    """With what prompts are answered."""
+
+    drafter: str
+    """A run of `moa-data train`, or a folder with a drafter, also one of the EAGLE or MoA authors."""
+    max_new_tokens: Count = 256
+    """Stop after this many tokens."""
+    tree: str = "auto"
+    """Drafts per target call: a chain's length such as 5; 10@0.2 for a chain of at most 10 that stops where it is less
+    likely than 0.2 to be accepted; a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's); static:NODES; or auto: the
+    fastest shape on this machine by measured costs and acceptance, or none if none pays."""
+    plain: bool = True
+    """Also decode plainly and compare (default) or not."""
+
+    @override
+    def tree_shape(self) -> "Shape | None":
+        return None if self.tree == "auto" else super().tree_shape()
+
+
+@click.command(cls=StageCommand)
 @click.option(
-    "--drafter",
-    required=True,
-    help="A run of `moa-data train`, or a folder with a drafter, also one of the EAGLE or MoA authors.",
-)
-@click.option(
-    "--prompt", "prompts", required=True, multiple=True,
+    "--prompt", "prompts", cls=HeadedOption, heading="Models", required=True, multiple=True, metavar="TEXT",
     help="What the user says; - reads it from standard input. Given several times, the prompts are decoded together.",
 )  # fmt: skip
-@click.option("--max-new-tokens", default=256, show_default=True, metavar="N", help="Stop after this many tokens.")
-@click.option(
-    "--tree", default="auto", show_default=True, metavar="SHAPE",
-    help="Drafts per target call: a chain's length such as 5; 10@0.2 for a chain of at most 10 that stops where it is "
-    "less likely than 0.2 to be accepted; a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's); static:NODES; or "
-    "auto: the fastest shape on this machine by measured costs and acceptance, or none if none pays.",
-)  # fmt: skip
-@click.option("--temperature", default=0.0, show_default=True, help="0 decodes greedily, above it samples.")
-@click.option(
-    "--top-p", default=1.0, show_default=True, help="Sample from the likeliest tokens up to this probability."
-)
-@click.option("--top-k", default=0, show_default=True, help="Sample from this many likeliest tokens; 0 for all.")
-@click.option("--repetition-penalty", default=1.0, show_default=True, help="Divide the logits of tokens that occurred.")
-@click.option("--seed", default=0, show_default=True, help="Of sampling; prompt i draws from seed + i.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="Dtype of target and drafter; only float32 promises the very tokens of plain decoding.",
-)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option(
-    "--compile",
-    "compile_slots",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Compile the target's calls for texts of up to N tokens (CUDA graphs on a CUDA device); slower on a CPU.",
-)
-@click.option("--plain/--no-plain", default=True, help="Also decode plainly and compare (default) or not.")
-def generate(
-    model: str,
-    drafter: str,
-    prompts: tuple[str, ...],
-    max_new_tokens: int,
-    tree: str,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    repetition_penalty: float,
-    seed: int,
-    dtype: str,
-    device: str,
-    compile_slots: int,
-    plain: bool,
-) -> None:
+@config_options(GenerateConfig, shown=_SHOWN)
+def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     """Answer prompts with target and drafter; drafted and accepted text is green.
 
     Afterwards prints acceptance length (tokens committed per target call, bonus token included), target calls and
@@ -93,36 +68,30 @@ def generate(
     import torch
 
     from ..moa.decoding.loop import draft_session, generate_batch
-    from ..moa.decoding.sampling import SamplingConfig, check_seed
-    from ..moa.decoding.tree import TreeShape, parse_shape
+    from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
     from ..moa.target.live import Target
     from ..pipeline.prompts import check_template, prompt_tokens
     from .views import decoding_view
 
-    sampling = SamplingConfig(temperature, top_p, top_k, repetition_penalty)
-    check_seed(seed)
-    shape = None if tree == "auto" else parse_shape(tree)
-    if shape is not None:
-        sampling.check_shape(shape)
-    loaded = Target.load(model, getattr(torch, dtype), device)
-    check_template(loaded.tokenizer, model)
-    if compile_slots:
-        loaded.compile(compile_slots)
-    network = load_drafter(drafter, loaded.model.dtype, loaded.device)
-    check_drafter_matches(network, loaded)
-    rows = [prompt_tokens(loaded.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    session = draft_session(loaded, network, None, sampling)
+    target = Target.load(config.model, getattr(torch, config.dtype), config.device)
+    check_template(target.tokenizer, config.model)
+    if config.compile:
+        target.compile(config.compile)
+    drafter = load_drafter(config.drafter, target.model.dtype, target.device)
+    check_drafter_matches(drafter, target)
+    rows = [prompt_tokens(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    sampling = config.sampling.build()
+    session, shape = draft_session(target, drafter, None, sampling), config.tree_shape()
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
-    generate_batch(loaded, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(1), sampling=sampling)
-    if shape is None:
-        choice = _choose(loaded, session, rows, sampling)
-        tell(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s")
-    drafted = _answer(loaded, rows, max_new_tokens, session, shape or choice.policy(), sampling, seed)
+    generate_batch(target, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(1), sampling=sampling)
+    drafted = _answer(config, target, rows, session, shape or _choose(target, session, rows, sampling))
     reference = None
-    if plain:
-        reference = generate_batch(loaded, rows, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    out.print(decoding_view(drafted, reference, tree, temperature > 0))
+    if config.plain:
+        reference = generate_batch(
+            target, rows, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed
+        )
+    out.print(decoding_view(drafted, reference, config.tree, sampling.temperature > 0))
 
 
 def _read_prompt(text: str) -> str:
@@ -141,22 +110,25 @@ def _read_prompt(text: str) -> str:
     return text
 
 
-def _choose(target: "Target", session: "OpenSession", rows: list[list[int]], sampling: "SamplingConfig") -> "AutoShape":
+def _choose(
+    target: "Target", session: "OpenSession", rows: list[list[int]], sampling: "SamplingConfig"
+) -> "ShapePolicy":
+    """Measure which shape is fastest here, and say so."""
     from ..moa.decoding.auto_tree import choose_shape
 
-    return choose_shape(
+    choice = choose_shape(
         target, session, rows, max_new_tokens=_CALIBRATION_TOKENS, batch_size=len(rows), sampling=sampling
     )
+    tell(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s")
+    return choice.policy()
 
 
 def _answer(
+    config: GenerateConfig,
     target: "Target",
     rows: list[list[int]],
-    max_new_tokens: int,
     session: "OpenSession",
     shape: "Shape | ShapePolicy",
-    sampling: "SamplingConfig",
-    seed: int,
 ) -> "list[Generation]":
     """Decode and print; a single answer is printed as it comes."""
     from ..moa.decoding.loop import generate_batch
@@ -165,8 +137,8 @@ def _answer(
     on_tokens = _print_tokens(stream) if len(rows) == 1 else None
     try:
         generations = generate_batch(
-            target, rows, max_new_tokens=max_new_tokens, open_session=session, tree=shape, sampling=sampling, seed=seed,
-            on_tokens=on_tokens,
+            target, rows, max_new_tokens=config.max_new_tokens, open_session=session, tree=shape,
+            sampling=config.sampling.build(), seed=config.sampling.seed, on_tokens=on_tokens,
         )  # fmt: skip
     finally:
         out.print(stream.rest())  # also ends the line of an answer that Ctrl-C cuts short

@@ -45,7 +45,7 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
     ):
         shutil.copyfile(source, pictures / name)
     rows = _one_of_each_category(read_jsonl(folder / "corpus" / HELD_OUT_FILE))[:N_SAMPLES]
-    answers = greedy_answers(folder / "target", [_prompt(row) for row in rows], config.max_new_tokens)
+    answers = greedy_answers(folder / "target", [_prompt(row) for row in rows], config.evaluation.max_new_tokens)
     lines = [
         *_headline(state, summary),
         *_corpus_section(state),
@@ -162,8 +162,8 @@ def _drafter_section(state: DemoState, config: DemoConfig) -> list[str]:
     return [
         "## Drafter",
         "",
-        f"Mixture of Attentions, {facts['n_parameters']:,} trained parameters, {config.drafter_steps} steps of "
-        f"{config.drafter_batch_size} sequences{speed}.{expected}",
+        f"Mixture of Attentions, {facts['n_parameters']:,} trained parameters, {config.drafter.drafter_steps} steps of "
+        f"{config.drafter.drafter_batch_size} sequences{speed}.{expected}",
         "",
         "![Drafter](figures/drafter.png)",
         "",

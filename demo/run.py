@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Interrupted
-from ..pipeline.config import ExtractConfig
+from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings
 from ..storage.names import COMMITS_NAME
 from ..text import Progress
 from ..trainer.config import PRESETS, TrainConfig
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, TRAIN_FILE, corpus_stats, generate_corpus, read_jsonl, write_jsonl
-from .errors import DemoError
 from .state import PHASES, REPORT_FILE, DemoState
 
 
@@ -82,12 +81,12 @@ class _Run:
     def run_corpus(self) -> dict[str, Any]:
         """Generate training and held-out chats; the held-out ones are the evaluation's prompts."""
         config = self.config
-        corpus = generate_corpus(config.n_chats, config.n_held_out, config.seed)
+        corpus = generate_corpus(config.corpus.n_chats, config.corpus.n_held_out, config.seed)
         self.corpus.mkdir(exist_ok=True)
         write_jsonl(corpus.held_out, self.corpus / HELD_OUT_FILE)
         write_jsonl(corpus.train, self.corpus / TRAIN_FILE)
         if self.progress is not None:
-            self.progress(config.n_chats, config.n_chats, "corpus")
+            self.progress(config.corpus.n_chats, config.corpus.n_chats, "corpus")
         return {"train": corpus_stats(corpus.train).to_dict(), "held_out": corpus_stats(corpus.held_out).to_dict()}
 
     def run_target(self) -> dict[str, Any]:
@@ -112,9 +111,9 @@ class _Run:
             model=str(self.target),
             dataset=str(self.corpus / TRAIN_FILE),
             out=str(self.store),
-            max_sequences=self.config.n_store_chats,
             activations=self.config.activations,
-            device="cpu",
+            data=DataSettings(max_sequences=self.config.corpus.n_store_chats),
+            forward=ForwardSettings(device="cpu"),
         )
 
     def run_train(self) -> dict[str, Any]:
@@ -134,21 +133,20 @@ class _Run:
 
     def train_config(self, resume: bool) -> TrainConfig:
         """Return the settings of the drafter's training."""
-        config = self.config
-        settings = dict(PRESETS["small"])
-        settings.update(
-            max_steps=config.drafter_steps,
-            batch_size=config.drafter_batch_size,
-            learning_rate=config.drafter_learning_rate,
-            validate_every=max(1, config.drafter_steps // 4),
-            checkpoint_every=max(1, config.drafter_steps // 4),
-            draft_length=config.draft_length,
-            seed=config.seed,
-            accelerator="cpu",
-            devices="1",
-            resume=resume,
-        )
-        return TrainConfig(store=str(self.store), out=str(self.drafter), **settings)
+        config, every = self.config, max(1, self.config.drafter.drafter_steps // 4)
+        own = {
+            "store": str(self.store),
+            "out": str(self.drafter),
+            "schedule": {"max_steps": config.drafter.drafter_steps},
+            "data": {"batch_size": config.drafter.drafter_batch_size},
+            "optimizer": {"learning_rate": config.drafter.drafter_learning_rate},
+            "validation": {"validate_every": every, "draft_length": config.evaluation.draft_length},
+            "record": {"checkpoint_every": every},
+            "machine": {"accelerator": "cpu", "devices": "1"},
+            "seed": config.seed,
+            "resume": resume,
+        }
+        return TrainConfig.merged([("", PRESETS["small"]), ("", own)])
 
     def run_eval(self) -> dict[str, Any]:
         """Decode held-out prompts with and without the drafter."""
@@ -162,9 +160,9 @@ class _Run:
             drafter=(str(self.drafter),),
             method=("plain", "chain"),
             out=str(self.evaluation),
-            n_prompts=self.config.n_eval_prompts,
-            max_new_tokens=self.config.max_new_tokens,
-            draft_length=self.config.draft_length,
+            n_prompts=self.config.evaluation.n_eval_prompts,
+            max_new_tokens=self.config.evaluation.max_new_tokens,
+            draft_length=self.config.evaluation.draft_length,
             device="cpu",
         )
         report = evaluate(config, progress=self.progress, provenance=self.provenance)
@@ -224,11 +222,10 @@ def run_demo(
         The figures and where the report is.
 
     Raises:
-        DemoError: If the settings cannot be used, the folder holds something else, or Ctrl-C stopped a phase.
+        DemoError: If the folder holds something else.
+        Interrupted: If Ctrl-C stopped a phase.
         Exception: Whatever the stages raise (`PipelineError`, `StoreError`, `TrainingError`, `EvaluationError`).
     """
-    if problems := config.problems():
-        raise DemoError("; ".join(problems))
     run = _Run(config, progress, provenance)
     reused = tuple(phase for phase in PHASES if run.state.is_done(phase))
     for phase, work in run.phases.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ class DemoState:
             DemoError: If the folder holds something else, or a demo with other settings; nothing is touched.
         """
         folder = Path(config.out)
-        settings = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name != "out"}))
+        settings = json.loads(json.dumps({name: value for name, value in config.named().items() if name != "out"}))
         file = folder / STATE_FILE
         if not file.is_file():
             if folder.exists() and not folder.is_dir():

@@ -132,11 +132,11 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
     torch.manual_seed(config.seed)
     hf_config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.hidden_size * 3,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.n_kv_heads,
+        hidden_size=config.target.hidden_size,
+        intermediate_size=config.target.hidden_size * 3,
+        num_hidden_layers=config.target.n_layers,
+        num_attention_heads=config.target.n_heads,
+        num_key_value_heads=config.target.n_kv_heads,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
@@ -175,7 +175,7 @@ def train_target(
     if (folder / MARKER).is_file():
         return TargetReport.load(folder)
     started = time.perf_counter()
-    tokenizer = train_tokenizer([m["content"] for row in train for m in row["messages"]], config.vocab_size)
+    tokenizer = train_tokenizer([m["content"] for row in train for m in row["messages"]], config.target.vocab_size)
     train_examples = _tokenize(tokenizer, train)
     held_out_examples = _tokenize(tokenizer, held_out)
     model = build_target(config, tokenizer)
@@ -261,17 +261,17 @@ def _fit(
     """Train with warm-up and cosine; return train losses, validation losses, final accuracy and tokens seen."""
     rng = np.random.default_rng(config.seed)
     optimizers = _optimizers(model, config)
-    warmup = min(WARMUP_STEPS, max(1, config.target_steps // 5))
+    warmup = min(WARMUP_STEPS, max(1, config.target.target_steps // 5))
     train_loss: list[tuple[int, float]] = []
     validation: list[tuple[int, float]] = []
     accuracy, n_tokens, started = 0.0, 0, time.perf_counter()
     pad_id = _pad_id(model)
     pending: list[np.ndarray] = []
     model.train()
-    for step in range(config.target_steps):
-        pending = pending or _batches(train, config.target_batch_tokens, rng)
+    for step in range(config.target.target_steps):
+        pending = pending or _batches(train, config.target.target_batch_tokens, rng)
         ids, labels, weights = _collate(train, pending.pop(), pad_id)
-        scale = _learning_rate_scale(step, config.target_steps, warmup)
+        scale = _learning_rate_scale(step, config.target.target_steps, warmup)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak_lr"] * scale
         loss = _weighted_loss(model, ids, labels, weights)
@@ -282,15 +282,15 @@ def _fit(
             optimizer.zero_grad(set_to_none=True)
         n_tokens += int((labels != IGNORED_LABEL).sum())
         done = step + 1
-        if done % 10 == 0 or done == config.target_steps:
+        if done % 10 == 0 or done == config.target.target_steps:
             train_loss.append((done, loss.item()))
-        if done % VALIDATE_EVERY == 0 or done == config.target_steps:
-            value, accuracy = _validate(model, held_out, config.target_batch_tokens, pad_id)
+        if done % VALIDATE_EVERY == 0 or done == config.target.target_steps:
+            value, accuracy = _validate(model, held_out, config.target.target_batch_tokens, pad_id)
             validation.append((done, value))
-        if progress is not None and (done % 10 == 0 or done == config.target_steps):
+        if progress is not None and (done % 10 == 0 or done == config.target.target_steps):
             rate = n_tokens / (time.perf_counter() - started)
             held = f", held-out {validation[-1][1]:.3f}" if validation else ""
-            progress(done, config.target_steps, f"loss {loss.item():.3f}{held}, {rate:,.0f} tok/s")
+            progress(done, config.target.target_steps, f"loss {loss.item():.3f}{held}, {rate:,.0f} tok/s")
     model.eval()
     return train_loss, validation, accuracy, n_tokens
 
@@ -307,8 +307,9 @@ def _optimizers(model: LlamaForCausalLM, config: DemoConfig) -> list[torch.optim
     in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
     rest = [p for p in model.parameters() if id(p) not in in_layers]
     matrices = [p for p in model.parameters() if id(p) in in_layers]
-    muon = Muon(matrices, lr=config.target_matrix_learning_rate, weight_decay=0.05)
-    adamw = torch.optim.AdamW(rest, lr=config.target_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    rates = config.target
+    muon = Muon(matrices, lr=rates.target_matrix_learning_rate, weight_decay=0.05)
+    adamw = torch.optim.AdamW(rest, lr=rates.target_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for group in (*muon.param_groups, *adamw.param_groups):
         group["peak_lr"] = group["lr"]
     return [muon, adamw]

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..moa.drafters.registry import DRAFTERS
 from .markdown import length_text, markdown_report, ratio_text
 from .report import EvaluationReport, MethodSummary
 
@@ -155,13 +154,16 @@ def differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """All that drafters of any kind are trained with; what one kind has of its own is what is compared."""
-    own = {
-        name
-        for drafter in DRAFTERS.values()
-        for name in drafter.training_options | {item.name for item in dataclasses.fields(drafter.config_class)}
+    groups = {name: value if isinstance(value, dict) else {name: value} for name, value in settings.items()}
+    official = {
+        key: value
+        for key, value in groups.pop("drafter", {}).items()
+        if key in ("official_quirks", "forward_kl_weight")
     }
-    left_out = _MAY_DIFFER | (own - {"official_quirks"})
-    return {name: value for name, value in settings.items() if name not in left_out}
+    flat = official | {
+        name if key == "kind" else key: value for name, own in groups.items() for key, value in own.items()
+    }
+    return {name: value for name, value in flat.items() if name not in _MAY_DIFFER}
 
 
 def _short(value: Any) -> str:

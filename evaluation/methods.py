@@ -56,7 +56,7 @@ def build_methods(config: EvalConfig, target: Target, calibration_prompts: Seque
     """
     methods = Methods()
     sessions = _open_sessions(config, target, methods) if set(config.method) & set(DRAFTING) else {}
-    decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=config.sampling())
+    decode = partial(generate_batch, target, max_new_tokens=config.max_new_tokens, sampling=config.sampling.build())
     for method in config.method:
         if method == "plain":
             methods.add(method, _decoding(decode, None, None))
@@ -64,7 +64,7 @@ def build_methods(config: EvalConfig, target: Target, calibration_prompts: Seque
             methods.add(method, _decoding(decode, prompt_lookup_session(target.device), TreeShape(config.draft_length)))
         elif method in ("assisted", "transformers"):
             assistant = load_assistant(str(config.assistant), target) if method == "assisted" else None
-            methods.add(method, TransformersGenerate(target, assistant, config.max_new_tokens, config.sampling()))
+            methods.add(method, TransformersGenerate(target, assistant, config.max_new_tokens, config.sampling.build()))
         else:
             for drafter, open_session in sessions.items():
                 name = f"{method} {drafter}" if len(sessions) > 1 else method
@@ -77,7 +77,7 @@ def build_methods(config: EvalConfig, target: Target, calibration_prompts: Seque
                         open_session,
                         calibration_prompts,
                         batch_size=config.batch_size,
-                        sampling=config.sampling(),
+                        sampling=config.sampling.build(),
                     )
                     # A policy learns from the answers; each repeat has its own, which has not seen the prompt before.
                     policies = [choice.policy() for _ in range(config.repeats)]
@@ -103,4 +103,5 @@ def _open_sessions(config: EvalConfig, target: Target, methods: Methods) -> dict
     """How each drafter opens its sessions, by name."""
     loaded = load_drafters(config.drafter, target, getattr(torch, config.dtype))
     methods.drafters |= {name: one.facts for name, one in loaded.items()}
-    return {name: draft_session(target, one.drafter, one.frozen, config.sampling()) for name, one in loaded.items()}
+    sampling = config.sampling.build()
+    return {name: draft_session(target, one.drafter, one.frozen, sampling) for name, one in loaded.items()}

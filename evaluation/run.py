@@ -45,7 +45,6 @@ def evaluate(
         DrafterError: target or drafter cannot be loaded, or do not belong together.
         PipelineError: the target has no chat template.
     """
-    _check(config)
     out = check_output(config.out)
     report = run_methods(config, progress, provenance)
     write_figures(report, out)
@@ -58,7 +57,6 @@ def run_methods(
     config: EvalConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
 ) -> EvaluationReport:
     """The measurement of :func:`evaluate`, which writes nothing; arguments and errors as there."""
-    _check(config)
     prompts = load_prompts(config.prompts, config.n_prompts)
     target = Target.load(config.model, getattr(torch, config.dtype), config.device)
     check_template(target.tokenizer, config.model)
@@ -78,13 +76,13 @@ def run_methods(
         warmup=config.warmup,
         batch_size=config.batch_size,
         repeats=config.repeats,
-        seed=config.seed,
+        seed=config.sampling.seed,
         progress=progress,
-        sampling=config.sampling(),
+        sampling=config.sampling.build(),
     )
     return build_report(
         measurement,
-        config=dataclasses.asdict(config) | {"method": list(config.method), "drafter": list(config.drafter)},
+        config=config.named() | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
         prompts=_prompt_facts(config.prompts, prompts),
@@ -111,7 +109,6 @@ def compare(
         DrafterError: as :func:`evaluate`.
         PipelineError: as :func:`evaluate`.
     """
-    _check(config)
     out = check_output(config.out, COMPARISON)
     evaluation = run_methods(config.evaluation(), progress, provenance)
     report = build_comparison(evaluation)
@@ -139,7 +136,6 @@ def disconnect(
         DrafterError: target or drafter cannot be loaded, or do not belong together.
         PipelineError: the target has no chat template.
     """
-    _check(config)
     out = check_output(config.out, DISCONNECTION)
     scorer = None if config.scorer is None else load_scorer(config.scorer)
     prompts = load_prompts(config.prompts, config.n_prompts)
@@ -159,7 +155,7 @@ def disconnect(
     )
     report = build_disconnection_report(
         rows,
-        config=dataclasses.asdict(config) | {"drafter": list(config.drafter)},
+        config=config.named() | {"drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
         prompts=_prompt_facts(config.prompts, prompts),
@@ -168,11 +164,6 @@ def disconnect(
     disconnection_figure(report, out.with_suffix(".png"))
     write_report(report.to_json(), disconnection_markdown(report), out)
     return report
-
-
-def _check(config: EvalConfig | CompareConfig | DisconnectConfig) -> None:
-    if problems := config.problems():
-        raise OptionInvalid("; ".join(problems) + ".")
 
 
 def _prompt_facts(path: str, prompts: PromptFile) -> dict[str, Any]:

@@ -288,7 +288,7 @@ def _recorded(plan: AddPlan) -> ExtractConfig | None:
     except RepairRefused:
         return None
     names = tuple(map(activation_name, plan.all_activations))
-    return dataclasses.replace(recorded, model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)
+    return recorded.replaced(model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)
 
 
 def _run_record(
@@ -297,10 +297,10 @@ def _run_record(
     """What runs/ keeps; the settings are those that would make the whole store, for a repair."""
     timings = report.timings
     record: dict[str, Any] = {
-        "added": dataclasses.asdict(plan.config) | {"fields": report.fields, "agreement": report.agreement},
+        "added": plan.config.named() | {"fields": report.fields, "agreement": report.agreement},
         "provenance": dict(provenance or {}),
         "n_parts_done": report.n_parts_done,
         "timings": dataclasses.asdict(timings)
         | {"padding_fraction": timings.padding_fraction, "tokens_per_s": timings.tokens_per_s},
     }
-    return record if recorded is None else record | {"config": dataclasses.asdict(recorded)}
+    return record if recorded is None else record | {"config": recorded.named()}

@@ -147,7 +147,6 @@ def plan_addition(config: AddConfig) -> AddPlan:
         StoreError: the store cannot be read.
         TargetError: the model folder has no config, weights or tokenizer.
     """
-    config.check()
     with ActivationStore(Path(config.store).expanduser()) as reader:
         stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, Path(reader.path)
         n_tokens = int(reader.lengths.sum())

@@ -5,18 +5,61 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import Field
+from typing_extensions import override
+
+from ..config import Config, Count, Natural
 from ..errors import OptionInvalid
 
-COMPUTE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-STORAGE_DTYPES = ("bfloat16", "float16", "float32")
 TEXT_FIELDS = ("tokens", "response_mask")
 """Fields of every store that are no activations."""
 _FIELD_LAYER = re.compile(r"hidden/layer_(\d+)")
 
 
-@dataclass(frozen=True)
-class ExtractConfig:
+class DataSettings(Config):
+    """Which sequences are made of the chats."""
+
+    split: str | None = None
+    """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
+    split of a folder. A folder with several splits, none of them the one wanted, is refused."""
+    max_sequences: Count | None = None
+    """Stop after this many usable sequences, in the dataset's order; default: all."""
+    max_length: Count = 2048
+    """Longest sequence in tokens; longer ones are cut, tokens and mask together."""
+    max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Fail when more than this fraction of the rows cannot be used."""
+
+
+class StorageSettings(Config):
+    """How the store holds the activations."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype in which activations are stored, and computed on an accelerator."""
+    codec: str = "lossless"
+    """Codec of the activations: lossless, int8, int6, or transform:B[,hidden=B][,tokens][@all, @layer or
+    @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's embeddings."""
+    part_tokens: Count = 65_536
+    """Tokens per part, the unit of work, resume and loss."""
+    target_license: str | None = None
+    """Licence of the target, as the Hub names licences, for the store's card; default: left to fill in."""
+    dataset_license: str | None = None
+    """Licence of the dataset, likewise."""
+
+
+class ForwardSettings(Config):
+    """How the target runs."""
+
+    device: str = "auto"
+    """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the forward; auto is `dtype` on an accelerator and float32 on a CPU, where bfloat16 is slow."""
+    batch_tokens: Count | None = None
+    """Tokens per forward, padding included; default: 16384 on an accelerator, 2048 on a CPU, where caches are small."""
+
+
+class ExtractConfig(Config):
     """What to extract, from which target and data, to where."""
 
     model: str
@@ -25,69 +68,16 @@ class ExtractConfig:
     """Chats: a hub id, a jsonl/json/parquet/arrow file, or a folder of them."""
     out: str
     """Folder of the store; the same command run again goes on where it stopped."""
-    split: str | None = None
-    """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
-    split of a folder. A folder with several splits, none of them the one wanted, is refused."""
-    max_sequences: int | None = None
-    """Stop after this many usable sequences, in the dataset's order; default: all."""
-    max_length: int = 2048
-    """Longest sequence in tokens; longer ones are cut, tokens and mask together."""
-    activations: tuple[str, ...] = ("kv", "hidden:last")
+    activations: Annotated[tuple[str, ...], Field(min_length=1)] = ("kv", "hidden:last")
     """What to store: kv, hidden:last (after the final norm), hidden:layer:K (output of decoder layer K, from 0)."""
-    target_layers: int = 0
+    target_layers: Natural = 0
     """Decoder layers kept for Target Layer Inference; the hidden state that enters them is stored too."""
-    dtype: str = "bfloat16"
-    """Dtype in which activations are stored, and computed on an accelerator."""
-    compute_dtype: str = "auto"
-    """Dtype of the forward; auto is `dtype` on an accelerator and float32 on a CPU, where bfloat16 is slow."""
-    device: str = "auto"
-    """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
-    codec: str = "lossless"
-    """Codec of the activations: lossless, int8, int6, or transform:B[,hidden=B][,tokens][@all, @layer or
-    @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's embeddings."""
-    part_tokens: int = 65_536
-    """Tokens per part, the unit of work, resume and loss."""
-    batch_tokens: int | None = None
-    """Tokens per forward, padding included; default: 16384 on an accelerator, 2048 on a CPU, where caches are small."""
-    max_rejected_fraction: float = 0.05
-    """Fail when more than this fraction of the rows cannot be used."""
-    target_license: str | None = None
-    """Licence of the target, as the Hub names licences, for the store's card; default: left to fill in."""
-    dataset_license: str | None = None
-    """Licence of the dataset, likewise."""
-
-    def problems(self) -> list[str]:
-        """Every value that cannot be used, one line each; empty when all are good."""
-        found = []
-        for name in ("max_length", "part_tokens", "batch_tokens", "max_sequences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{name} is {value}, expected at least 1")
-        if self.target_layers < 0:
-            found.append(f"target_layers is {self.target_layers}, expected 0 or more")
-        if not 0.0 <= self.max_rejected_fraction <= 1.0:
-            found.append(f"max_rejected_fraction is {self.max_rejected_fraction}, expected 0 to 1")
-        if self.dtype not in STORAGE_DTYPES:
-            found.append(f"dtype is {self.dtype!r}, expected one of {', '.join(STORAGE_DTYPES)}")
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            found.append(f"compute_dtype is {self.compute_dtype!r}, expected one of {', '.join(COMPUTE_DTYPES)}")
-        if not self.activations:
-            found.append("activations is empty, expected for example kv,hidden:last")
-        return found
-
-    def check(self) -> None:
-        """Refuse unusable values.
-
-        Raises:
-            OptionInvalid: with all problems in one line.
-        """
-        found = self.problems()
-        if found:
-            raise OptionInvalid("Unusable configuration: " + "; ".join(found) + ".")
+    data: DataSettings = Field(default_factory=DataSettings)
+    storage: StorageSettings = Field(default_factory=StorageSettings)
+    forward: ForwardSettings = Field(default_factory=ForwardSettings)
 
 
-@dataclass(frozen=True)
-class AddConfig:
+class AddConfig(Config):
     """What to add to an existing store. Everything else - lengths, dtype, codec, batches - is as the store has it."""
 
     store: str
@@ -96,21 +86,16 @@ class AddConfig:
     """The target that the store was made with: a folder in Hugging Face layout, or a hub id."""
     activations: tuple[str, ...] = ()
     """What to add: hidden:layer:K (output of decoder layer K, from 0), hidden:last, kv; what is there is kept."""
-    target_layers: int = 0
+    target_layers: Natural = 0
     """Decoder layers to keep for Target Layer Inference; the hidden state that enters them is added too."""
     device: str = "auto"
     """Device of the forward, of the kind that the store was extracted on; auto is that kind."""
 
-    def check(self) -> None:
-        """Refuse unusable values.
-
-        Raises:
-            OptionInvalid: naming the value.
-        """
-        if self.target_layers < 0:
-            raise OptionInvalid(f"target_layers is {self.target_layers}, expected 0 or more. Mend --target-layers.")
-        if not self.activations and not self.target_layers:
-            raise OptionInvalid("There is nothing to add. Give --activations, for example hidden:layer:3.")
+    @override
+    def problems(self) -> list[str]:
+        if self.activations or self.target_layers:
+            return []
+        return ["There is nothing to add. Give --activations, for example hidden:layer:3"]
 
 
 @dataclass(frozen=True)

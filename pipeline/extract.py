@@ -138,7 +138,7 @@ def extract(
                 f"{store.path}. Run the same command again to go on."
             ) from error
         names = public_name(config.model), public_name(config.dataset)
-        licences = config.target_license, config.dataset_license
+        licences = config.storage.target_license, config.storage.dataset_license
         write_card(store.path, CardOrigin(*names, "moa-data extract", *licences))
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, store, len(pending), timings)
@@ -155,7 +155,7 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractP
     if codec is None:
         codec, target = plan.codec, _load_target(plan)
         ids = plan.table["sequence_id"].to_pylist()
-        dtype = getattr(torch, plan.config.dtype)
+        dtype = getattr(torch, plan.config.storage.dtype)
         if progress:
             progress(0, plan.n_tokens, "learn the codec's basis")
 
@@ -180,7 +180,7 @@ def _forwards(plan: ExtractPlan, target: Target) -> Forwards:
         target=target,
         spec=plan.spec,
         codec=plan.codec,
-        dtype=getattr(torch, plan.config.dtype),
+        dtype=getattr(torch, plan.config.storage.dtype),
         batch_tokens=plan.batch_tokens,
         uses_cache=plan.spec.kv,
         text=lambda key: (plan.sequences.tokens(key), plan.sequences.response_mask(key)),
@@ -211,7 +211,7 @@ def _run_record(plan: ExtractPlan, report: ExtractReport, provenance: Mapping[st
     """What runs/ keeps: everything that may differ between runs that give equal data."""
     timings = report.timings
     return {
-        "config": dataclasses.asdict(plan.config),
+        "config": plan.config.named(),
         "provenance": dict(provenance or {}),
         "n_parts_done": report.n_parts_done,
         "rejections": dict(report.rejections),

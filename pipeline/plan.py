@@ -108,7 +108,7 @@ class ExtractPlan:
 
     def describe(self) -> str:
         """The plan as text for people."""
-        counts = self.sequences
+        counts, storage = self.sequences, self.config.storage
         n_response = int(self.table["n_response_tokens"].to_numpy().sum())
         lengths = np.sort(self.table["n_tokens"].to_numpy())
         raw = sum(self.raw_bytes.values())
@@ -117,16 +117,16 @@ class ExtractPlan:
             f"{self.manifest.target['n_layers']} layers, {self.manifest.target['n_kv_heads']} KV heads of "
             f"{self.manifest.target['head_dim']}, width {self.manifest.target['hidden_size']})",
             f"dataset      {self.dataset}: {counts.n_rows:,} rows read",
-            f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.max_length:,} tokens, "
+            f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.data.max_length:,} tokens, "
             f"{counts.n_duplicates:,} duplicates left out)",
             f"rejected     {counts.n_rejected:,} rows" + "".join("\n" + line for line in counts.rejection_lines()),
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
-            f"fields       {', '.join(self.raw_bytes)} in {self.config.dtype}, codec {self.config.codec}",
+            f"fields       {', '.join(self.raw_bytes)} in {storage.dtype}, codec {storage.codec}",
             f"raw          {format_bytes(raw)} ({raw / self.n_tokens:,.0f} bytes per token)",
             f"on disk      about {format_bytes(self.stored_bytes)} "
             f"({', '.join(f'{name} {bits:.1f} bits per value' for name, bits in self._expected_bits().items())})",
-            f"parts        {self.n_parts:,} of up to {self.config.part_tokens:,} tokens",
+            f"parts        {self.n_parts:,} of up to {storage.part_tokens:,} tokens",
             f"free disk    {format_bytes(self.free_bytes)} at {existing_parent(Path(self.config.out))}"
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
             f"time         about {format_hours(self.forward_s)} of forwards on {self.device} in {self.compute_dtype} "
@@ -168,7 +168,6 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         PipelineError: configuration, dataset or tokenizer cannot be used.
         TargetError: the model folder has no config, weights or tokenizer.
     """
-    config.check()
     folder = resolve_model_folder(config.model, with_weights=with_weights)
     model_config = load_target_config(folder)
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
@@ -176,14 +175,14 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
     tokenizer = load_target_tokenizer(folder)
     check_template(tokenizer, config.model)
-    source = ChatSource(config.dataset, config.split)
+    source = ChatSource(config.dataset, config.data.split)
     sequences = read_sequences(source, tokenizer, config, sizes, progress)
-    table = plan_parts(sequences.table(), config.part_tokens, ALIGNMENT_TOKENS)
-    device = pick_device(config.device)
+    table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
+    device = pick_device(config.forward.device)
     compute_dtype = resolve_compute_dtype(config, device)
-    batch_tokens = config.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
-    fields = field_specs(spec, sizes, config.dtype)
-    codec = _codec(config.codec, fields)
+    batch_tokens = config.forward.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
+    fields = field_specs(spec, sizes, config.storage.dtype)
+    codec = _codec(config.storage.codec, fields)
     n_tokens = int(table["n_tokens"].to_numpy().astype(np.int64).sum())
     manifest = StoreManifest(
         fields=fields,
@@ -236,9 +235,9 @@ def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> t
 
 def resolve_compute_dtype(config: ExtractConfig, device: str) -> str:
     """The dtype of the forward: auto is the storage dtype on an accelerator and float32 on a CPU."""
-    if config.compute_dtype != "auto":
-        return config.compute_dtype
-    return "float32" if device.startswith("cpu") else config.dtype
+    if config.forward.compute_dtype != "auto":
+        return config.forward.compute_dtype
+    return "float32" if device.startswith("cpu") else config.storage.dtype
 
 
 def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
@@ -259,10 +258,10 @@ def _extraction(
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
         "compute_dtype": compute_dtype,
         "device": torch.device(device).type,
-        "dtype": config.dtype,
-        "max_length": config.max_length,
-        "max_sequences": config.max_sequences,
-        "part_tokens": config.part_tokens,
+        "dtype": config.storage.dtype,
+        "max_length": config.data.max_length,
+        "max_sequences": config.data.max_sequences,
+        "part_tokens": config.storage.part_tokens,
         "target_layers": config.target_layers,
         "truncation": "right, tokens and mask together",
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -31,18 +30,15 @@ def recorded_config(store: Path) -> ExtractConfig:
         OSError: the records cannot be read.
     """
     runs = store / RUNS_NAME
-    names = {item.name for item in dataclasses.fields(ExtractConfig)}
+    names = {setting.name for setting in ExtractConfig.settings()}
     records = [name for name in (os.listdir(runs) if exists(runs) else ()) if name.endswith(".json")]
     for path in (runs / name for name in sorted(records, reverse=True)):
         try:
             settings = parse_object(read_bounded(path))["config"]
-            lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
-            settings = settings | lists | {"split": known_split(settings)}
-            config = ExtractConfig(**{name: value for name, value in settings.items() if name in names})
-            config.check()
+            settings = settings | {"split": known_split(settings)}
+            return ExtractConfig.of(**{name: value for name, value in settings.items() if name in names})
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
-        return config
     raise RepairRefused(
         f"{runs} records no finished extraction, so its settings are not known. Run `moa-data repair "
         f"{json.dumps(str(store))} --drop`, then the extract command that made the store: it redoes what is missing."

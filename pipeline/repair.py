@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,12 +50,11 @@ def repair(
             f"{plan.store}: {CODEC_NAME}/ is damaged and no extraction is recorded. If `recode` made the store, run "
             "the same command again: it learns the codec from the lossless store anew."
         ) from error
-    config = dataclasses.replace(
-        recorded,
+    config = recorded.replaced(
         model=model,
         dataset=dataset or recorded.dataset,
         out=str(plan.store),
-        device=device or recorded.device,
+        device=device or recorded.forward.device,
     )
     try:
         return extract(config, progress, provenance, redo=plan)

@@ -139,19 +139,19 @@ def read_sequences(
         SequenceTooLong: a sequence has more tokens than the target has positions.
     """
     sequences = Sequences()
-    total = config.max_sequences or source.count_rows()
+    total = config.data.max_sequences or source.count_rows()
     for row, content in source.rows():
         sequences.n_rows += 1
-        chat = tokenize_row(tokenizer, content, config.max_length)
+        chat = tokenize_row(tokenizer, content, config.data.max_length)
         if isinstance(chat, Rejection):
             sequences.reject(row, chat)
         else:
             _check_fits(row, chat, sizes, config)
             sequences.add(row, chat)
-        done = len(sequences) if config.max_sequences else sequences.n_rows
+        done = len(sequences) if config.data.max_sequences else sequences.n_rows
         if progress and done % _REPORT_ROWS == 0:
             progress(done, total, "tokenise")
-        if len(sequences) == config.max_sequences:
+        if len(sequences) == config.data.max_sequences:
             break
     if progress:
         progress(total, total, "tokenise")
@@ -179,7 +179,7 @@ def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config:
     if len(chat.tokens) > n_positions:
         raise SequenceTooLong(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
-            f"{config.max_length:,}, but the target has {n_positions:,} positions. Use --max-length {n_positions}."
+            f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use --max-length {n_positions}."
         )
     largest = int(chat.tokens.max())
     if largest >= sizes["vocab_size"]:
@@ -204,8 +204,8 @@ def _check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfi
             "Choose another --dataset or convert it."
         )
     fraction = sequences.n_rejected / sequences.n_rows
-    if fraction > config.max_rejected_fraction:
+    if fraction > config.data.max_rejected_fraction:
         raise TooManyRejected(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more than "
-            f"--max-rejected-fraction {config.max_rejected_fraction}: {reasons}. Mend the data or raise the limit."
+            f"--max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Mend the data or raise the limit."
         )

@@ -20,6 +20,7 @@ MOA = {"moa", "moa.nn", "moa.target", "moa.drafters"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
+    "config": {"errors"},
     "storage": LEAVES,
     "storage.chunks": LEAVES | {"storage"},
     "storage.codecs.transform": LEAVES | {"storage", "storage.chunks"},
@@ -35,11 +36,11 @@ ALLOWED: dict[str, set[str]] = {
     "moa.drafters": LEAVES | {"moa", "moa.files", "moa.nn", "moa.target"},
     "moa.decoding": LEAVES | MOA,
     "moa.formats": LEAVES | MOA | {"moa.files"},
-    "pipeline": LEAVES | STORAGE | {"storage.care", "moa", "moa.nn", "moa.target"},
-    "pipeline.exchange": LEAVES | STORAGE | MOA | {"moa.files", "pipeline"},
-    "trainer": LEAVES | STORAGE | MOA | {"moa.files", "moa.formats"},
-    "evaluation": LEAVES | MOA | {"moa.decoding", "moa.formats", "pipeline"},
-    "demo": LEAVES | STORAGE | MOA | {"storage.care", "pipeline", "trainer", "evaluation"},
+    "pipeline": LEAVES | {"config"} | STORAGE | {"storage.care", "moa", "moa.nn", "moa.target"},
+    "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"moa.files", "pipeline"},
+    "trainer": LEAVES | {"config"} | STORAGE | MOA | {"moa.files", "moa.formats"},
+    "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline"},
+    "demo": LEAVES | {"config"} | STORAGE | MOA | {"storage.care", "pipeline", "trainer", "evaluation"},
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}
 """What stands on top may import everything below; nothing imports it."""
@@ -48,6 +49,7 @@ ABOVE = {"commands", "cli", "__main__", "__init__"}
 OUTSIDE: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
+    "config": {"pydantic", "pydantic_core", "yaml"},
     "storage": {
         "numpy",
         "zarr",
@@ -60,7 +62,7 @@ OUTSIDE: dict[str, set[str]] = {
         "fsspec",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"},
-    "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml"},
+    "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},
 }
 
 

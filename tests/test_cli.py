@@ -100,7 +100,7 @@ def test_unknown_configuration_key_names_the_nearest(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("learning_rat: 1e-3\n", encoding="utf-8")
     result = run("train", "store", "--out", "run", "--config", str(path))
-    assert_one_line(result, "unknown key 'learning_rat'", "did you mean 'learning_rate'?")
+    assert_one_line(result, "unknown key 'learning_rat'", "did you mean 'optimizer.learning_rate'?")
 
 
 def test_unknown_preset_names_the_nearest() -> None:

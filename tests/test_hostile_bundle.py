@@ -83,7 +83,7 @@ def changed_tensors(draw: Callable[..., Any], content: bytes, file: Path) -> byt
 
 def use_bundle(folders: Path) -> None:
     store = folders / "store"
-    config = TrainConfig(store=str(store), out="unused", accelerator="cpu", batch_size=2, max_steps=1)
+    config = TrainConfig.of(store=str(store), out="unused", accelerator="cpu", batch_size=2, max_steps=1)
 
     def training() -> None:
         with ActivationStore(store) as reader:

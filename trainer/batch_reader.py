@@ -36,17 +36,18 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         TrainingError: N is not below the target's number of layers.
     """
     n_layers = int(store.manifest.target["n_layers"])
-    if config.target_layer_inference >= n_layers:
+    n_last = config.target_layer_inference
+    if n_last >= n_layers:
         raise TrainingError(
-            f"--target-layer-inference {config.target_layer_inference} must be below the target's {n_layers} layers."
+            f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
         )
-    drafter = drafter_class(config.drafter)
-    needed = drafter.needs(n_layers, config.target_layer_inference)
-    layers = drafter.needed_layers(n_layers, config.fused_layers)
+    drafter = drafter_class(config.drafter.kind)
+    needed = drafter.needs(n_layers, n_last)
+    layers = drafter.needed_layers(n_layers, getattr(config.drafter, "fused_layers", None))
     needed |= {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(layers)}
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        how = add_command(store.path, missing, config.target_layer_inference)
+        how = add_command(store.path, missing, n_last)
         raise MissingField(f"{store.path} lacks {', '.join(missing)}; add with {how}.")
     return needed
 
@@ -58,7 +59,8 @@ def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> lis
 
 
 def _layers_read(config: TrainConfig) -> tuple[int, ...] | None:
-    return drafter_class(config.drafter).layers_read(config.target_layer_inference, config.layer_attention)
+    drafter = drafter_class(config.drafter.kind)
+    return drafter.layers_read(config.target_layer_inference, getattr(config.drafter, "layer_attention", True))
 
 
 class BatchReader:
@@ -78,7 +80,7 @@ class BatchReader:
         self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         largest = max(sequence_bytes(store, config, store.lengths.max(initial=0)), MICRO_BATCH_BYTES)
         self._buffers = BufferPool(
-            (config.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
+            (config.data.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
         )
 
     def read(self, sequences: np.ndarray, lengths: np.ndarray) -> tuple[TrainingInputs, dict[str, EncodedField]]:
@@ -100,7 +102,7 @@ class BatchReader:
             [*_TEXT_FIELDS, *self._fields.values()],
             out=out | text,
             layers=_layers_read(self.config),
-            n_threads=self.config.reader_threads,
+            n_threads=self.config.data.reader_threads,
             decoded=False,
         )
         encoded = {}

@@ -26,7 +26,7 @@ from ..moa.nn import masks
 from ..storage.read.store import ActivationStore
 from .batch import Batch
 from .batch_reader import MICRO_BATCH_BYTES, BatchReader, needed_fields, sequence_bytes
-from .config import TrainConfig
+from .config import EagleSettings, RoundSettings, TrainConfig
 from .errors import TrainingError
 
 _GROUPED_BATCHES = 32
@@ -109,13 +109,13 @@ class TrainingStream:
         self._max_steps, self._rank, self._n_ranks = max_steps, rank, n_ranks
         self._micro = micro_batch_size(config, n_ranks, reader.n_bytes(lengths.max(initial=0, keepdims=True)))
         self._epoch_order: tuple[int, np.ndarray] | None = None
-        self.steps_per_epoch = len(sequences) // config.batch_size
+        self.steps_per_epoch = len(sequences) // config.data.batch_size
         self.start_step = 0
         self.wait_s = self.asked_s = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         config = self._reader.config
-        batches = _read_ahead(self._reads(), config.prefetch_batches, config.prefetch_mb << 20)
+        batches = _read_ahead(self._reads(), config.data.prefetch_batches, config.data.prefetch_mb << 20)
         while True:
             self.asked_s = time.perf_counter()
             batch = next(batches)
@@ -135,8 +135,8 @@ class TrainingStream:
         config = self._reader.config
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = epoch, epoch_order(self._lengths, config.batch_size, config.seed, epoch)
-        mine = np.arange(self._rank, config.batch_size, self._n_ranks)
+            self._epoch_order = epoch, epoch_order(self._lengths, config.data.batch_size, config.seed, epoch)
+        mine = np.arange(self._rank, config.data.batch_size, self._n_ranks)
         parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
         return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
 
@@ -191,23 +191,23 @@ def micro_batch_size(config: TrainConfig, n_ranks: int, sequence_bytes: int = 0)
     Raises:
         TrainingError: the batch does not divide over the devices, or the share not over the micro-batches.
     """
-    share, rest = divmod(config.batch_size, n_ranks)
+    share, rest = divmod(config.data.batch_size, n_ranks)
     if rest:
-        raise TrainingError(f"--batch-size {config.batch_size} does not divide over {n_ranks} devices.")
-    if config.micro_batch_size is None:
+        raise TrainingError(f"--batch-size {config.data.batch_size} does not divide over {n_ranks} devices.")
+    if config.data.micro_batch_size is None:
         return max(
             n for n in range(1, share + 1) if share % n == 0 and (n == 1 or n * sequence_bytes <= MICRO_BATCH_BYTES)
         )
-    if share % config.micro_batch_size:
+    if share % config.data.micro_batch_size:
         raise TrainingError(
-            f"--micro-batch-size {config.micro_batch_size} does not divide the {share} sequences of a device."
+            f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} sequences of a device."
         )
-    return config.micro_batch_size
+    return config.data.micro_batch_size
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
     """Weight of all positions that carry loss, each 1 unless the drafter says otherwise, of response masks [B, T]."""
-    return float(drafter_class(config.drafter).loss_positions(response, draws, config.official_quirks).sum())
+    return float(drafter_class(config.drafter.kind).loss_positions(response, draws, config.official).sum())
 
 
 class DrawnRows(Draws):
@@ -219,17 +219,20 @@ class DrawnRows(Draws):
 def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     """The random draws of one optimizer step, a pure function of seed and step."""
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
-    rows = config.batch_size
-    step_bound = torch.randint(config.step_bound_min, config.step_bound_max + 1, (rows,), generator=generator)
+    rows = config.data.batch_size
+    # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise seeds.
+    rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
+    step_bound = torch.randint(rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator)
     phase = torch.rand(rows, generator=generator)
     dropped = torch.rand(rows, generator=generator) < masks.staircase_drop_probability(step / max_steps)
-    has_staircase = config.staircase and config.on_policy
+    has_staircase = rounds.staircase and rounds.on_policy
     staircase = ~dropped if has_staircase else torch.zeros(rows, dtype=torch.bool)
-    offset = torch.zeros_like(step_bound) if config.official_quirks else (phase * step_bound).long()
+    offset = torch.zeros_like(step_bound) if config.official else (phase * step_bound).long()
     seeds = tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist())
-    bound = step_bound if config.step_bound else None
-    forced = 0.0 if config.official_quirks else config.teacher_forced_weight if config.on_policy else 1.0
-    return DrawnRows(bound, staircase, offset, seeds, config.feature_noise, float(config.on_policy), forced)
+    bound = step_bound if rounds.step_bound else None
+    forced = 0.0 if config.official else rounds.teacher_forced_weight if rounds.on_policy else 1.0
+    noise = config.drafter.feature_noise if isinstance(config.drafter, EagleSettings) else 0.0
+    return DrawnRows(bound, staircase, offset, seeds, noise, float(rounds.on_policy), forced)
 
 
 def _rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
@@ -265,10 +268,10 @@ class ValidationBatches:
             (self._reader.n_bytes(self._lengths[start : start + self._batch_size]), partial(self._read, start))
             for start in starts
         )
-        return _read_ahead(reads, config.prefetch_batches, config.prefetch_mb << 20)
+        return _read_ahead(reads, config.data.prefetch_batches, config.data.prefetch_mb << 20)
 
     def _read(self, start: int) -> Batch:
-        n_steps = self._reader.config.draft_length + 1
+        n_steps = self._reader.config.validation.draft_length + 1
         part = self._sequences[start : start + self._batch_size]
         lengths = self._lengths[start : start + self._batch_size]
         phase = torch.arange(start, start + len(part)) % n_steps
@@ -286,18 +289,20 @@ class StoreDataModule(L.LightningDataModule):
         self.store, self.config = store, config
         table = store.sequences
         self._lengths = table["n_tokens"].to_numpy().astype(np.int64)
-        train, held_out = split_sequences(table["sequence_id"].to_pylist(), config.validation_fraction)
+        train, held_out = split_sequences(table["sequence_id"].to_pylist(), config.validation.validation_fraction)
         responses = table["n_response_tokens"].to_numpy()
         self.train_sequences = train
-        self.validation_sequences = held_out[responses[held_out] > config.draft_length][: config.validation_sequences]
-        if len(train) < config.batch_size:
+        usable = held_out[responses[held_out] > config.validation.draft_length]
+        self.validation_sequences = usable[: config.validation.validation_sequences]
+        if len(train) < config.data.batch_size:
             raise TrainingError(
                 f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "
-                f"{config.batch_size}; extract more or lower --batch-size."
+                f"{config.data.batch_size}; extract more or lower --batch-size."
             )
         needed_fields(store, config)
-        self.steps_per_epoch = max(1, len(train) // config.batch_size)
-        self.max_steps = config.max_steps or max(1, round((config.epochs or 1) * self.steps_per_epoch))
+        self.steps_per_epoch = max(1, len(train) // config.data.batch_size)
+        schedule = config.schedule
+        self.max_steps = schedule.max_steps or max(1, round((schedule.epochs or 1) * self.steps_per_epoch))
 
     def train_dataloader(self) -> TrainingStream:
         """Stream that starts at the trainer's current step."""

@@ -14,7 +14,7 @@ import yaml
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import FolderOccupied, OptionInvalid
+from ..errors import FolderOccupied
 from ..moa.drafters.base import Drafter
 from ..moa.errors import CheckpointError
 from ..moa.files.foreign import read_header
@@ -91,9 +91,6 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
             or belongs to another target.
         CheckpointError: what was written does not load as the same drafter.
     """
-    config.check()
-    if config.format not in LAYOUTS:
-        raise OptionInvalid(f"format is {config.format!r}, expected one of {', '.join(LAYOUTS)}. Mend the options.")
     layout = LAYOUTS[config.format]
     source, folder = Path(config.drafter).expanduser(), Path(config.out).expanduser()
     drafter = load_drafter(source)

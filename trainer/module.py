@@ -33,7 +33,7 @@ class DrafterModule(L.LightningModule):
         self.config = config
         self._decay_end_step = decay_end_step
         self._frozen = [frozen]  # in a list, so that it is not a submodule
-        self._weights = LossWeights(config.forward_kl_weight, config.feature_weight)
+        self._weights = LossWeights(**config.drafter.loss_weights())
         self._validation = ValidationSums()
 
     @property
@@ -52,7 +52,7 @@ class DrafterModule(L.LightningModule):
             self._cast(batch.inputs),
             batch.draws,
             self._weights,
-            official=self.config.official_quirks,
+            official=self.config.official,
             denominator=batch.denominator,
         )
         values = {
@@ -108,7 +108,7 @@ class DrafterModule(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count one validation batch."""
         self._cast(batch.inputs)
-        self._validation.add(validate_batch(self.drafter, self.frozen, batch, self.config.draft_length))
+        self._validation.add(validate_batch(self.drafter, self.frozen, batch, self.config.validation.draft_length))
 
     def on_validation_epoch_end(self) -> None:
         """Log the ratios of the sums."""
@@ -118,8 +118,8 @@ class DrafterModule(L.LightningModule):
 
     def build_optimizer(self, precision: str) -> torch.optim.Optimizer:
         """The optimizer of the run, without a schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
-        config = self.config
-        if config.optimizer == "muon":
+        config = self.config.optimizer
+        if config.kind == "muon":
             weights = list(self.drafter.parameters())
             tables = {id(module.weight) for module in self.drafter.modules() if isinstance(module, torch.nn.Embedding)}
             matrices = [weight for weight in weights if weight.ndim == 2 and id(weight) not in tables]
@@ -144,10 +144,12 @@ class DrafterModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Optimizer with the zero-peak-constant schedule."""
-        config = self.config
+        schedule = self.config.schedule
         optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
-            lambda step: zero_peak_constant(step, config.warmup_steps, config.peak_multiplier, self._decay_end_step),
+            lambda step: zero_peak_constant(
+                step, schedule.warmup_steps, schedule.peak_multiplier, self._decay_end_step
+            ),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

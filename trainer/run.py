@@ -23,8 +23,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import Interrupted
-from ..moa.drafters.base import Drafter
-from ..moa.drafters.registry import DRAFTERS, drafter_class
+from ..moa.drafters.registry import drafter_class
 from ..moa.target.bundle import FrozenTarget
 from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
 from ..storage.locking import LockHeld, lock_file
@@ -43,7 +42,7 @@ from .checkpoints import (
     read_checkpoint,
     remove_leftovers,
 )
-from .config import TrainConfig
+from .config import MachineSettings, TrainConfig
 from .curves import keep_earlier_metrics, plot_curves
 from .data import StoreDataModule
 from .errors import CheckpointInvalid, RunExists, TrainingError
@@ -56,20 +55,10 @@ CHECKPOINTS = "checkpoints"
 STORE_FILE = "store.json"
 LOCK_FILE = "run.lock"
 _FREE_TO_CHANGE = frozenset(
-    {
-        "store",
-        "out",
-        "resume",
-        "stop_after_steps",
-        "devices",
-        "accelerator",
-        "reader_threads",
-        "prefetch_batches",
-        "prefetch_mb",
-        "log_every",
-        "checkpoint_every",
-    }
-)
+    {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
+     "checkpoint_every", "devices", "accelerator"}
+)  # fmt: skip
+"""Names of the settings that may differ between two invocations of one run."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +102,6 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
     """
     keep_freed_memory()
     out = Path(config.out)
-    if problems := config.problems() + options_of_others(config):
-        raise TrainingError("; ".join(problems) + ".")
     # Lightning starts this very command once more for each further device.
     is_first = getattr(rank_zero_only, "rank", 0) == 0
     try:
@@ -183,7 +170,7 @@ def _fit(
         [
             guard, throughput, validations, best, callbacks.WholeSteps(),
             *([TQDMProgressBar(refresh_rate=1)] if progress_bar else []),
-            callbacks.KeepLast(config.checkpoint_every, last),
+            callbacks.KeepLast(config.record.checkpoint_every, last),
         ],
         files,
         progress_bar,
@@ -241,29 +228,6 @@ def _write_report(file: Path, report: TrainReport) -> None:
     write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
-def _own_options(drafter: type[Drafter]) -> set[str]:
-    """Settings that concern this drafter: its sizes and what else it declares."""
-    sizes = {item.name for item in dataclasses.fields(drafter.config_class)}
-    return sizes & {item.name for item in dataclasses.fields(TrainConfig)} | drafter.training_options
-
-
-def options_of_others(config: TrainConfig) -> list[str]:
-    """Settings that differ from their defaults and mean nothing for the chosen drafter, one line each."""
-    if config.drafter not in DRAFTERS:
-        return [f"drafter must be one of {', '.join(DRAFTERS)}, got {config.drafter!r}"]
-    own = _own_options(DRAFTERS[config.drafter])
-    owners = {
-        item.name: " or ".join(kind for kind, drafter in DRAFTERS.items() if item.name in _own_options(drafter) - own)
-        for item in dataclasses.fields(config)
-        if getattr(config, item.name) != item.default
-    }
-    return [
-        f"{name} is an option of --drafter {kinds}, {config.drafter} has none; leave it out"
-        for name, kinds in owners.items()
-        if kinds
-    ]
-
-
 def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
     """Frozen target pieces from the store's bundle, and a drafter with its initial weights."""
     frozen = FrozenTarget.load(store.target_path, config.target_layer_inference, sizes=store.manifest.target)
@@ -273,41 +237,41 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
         for name, value in store.manifest.identities.items()
         if name.startswith("target.")
     }
-    build = drafter_class(config.drafter)
-    sizes = {name: getattr(config, name) for name in _own_options(build) - build.training_options}
-    if config.official_quirks:
-        for name in ("cross_attention_drafts", "layer_groups", "unrotated_keys"):  # the released code has no such thing
-            sizes.pop(name, None)
+    build = drafter_class(config.drafter.kind)
+    known = {item.name for item in dataclasses.fields(build.config_class)}
+    if config.official:  # the released code has no such thing
+        known -= {"cross_attention_drafts", "layer_groups", "unrotated_keys"}
+    sizes = {name: value for name, value in config.drafter if name in known}
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
-    if most is not None and config.draft_length > most:
+    if most is not None and config.validation.draft_length > most:
         raise TrainingError(
-            f"--draft-length {config.draft_length} asks validation for more levels than the {most} that this "
-            f"{build.kind} drafter drafts; lower it, or give the drafter more."
+            f"--draft-length {config.validation.draft_length} asks validation for more levels than the {most} that "
+            f"this {build.kind} drafter drafts; lower it, or give the drafter more."
         )
-    drafter.initialize(torch.Generator().manual_seed(config.seed), official=config.official_quirks)
+    drafter.initialize(torch.Generator().manual_seed(config.seed), official=config.official)
     reader = BatchReader(store, config, torch.device("cpu"))
     drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
-    decay_end_step = data.steps_per_epoch if config.decay_steps is None else config.decay_steps
+    decay_end_step = data.steps_per_epoch if config.schedule.decay_steps is None else config.schedule.decay_steps
     return DrafterModule(drafter, frozen, config, data.max_steps if decay_end_step == -1 else decay_end_step)
 
 
 def _build_trainer(
     config: TrainConfig, data: StoreDataModule, extra: list[L.Callback], files: CheckpointFiles, progress_bar: bool
 ) -> L.Trainer:
-    out, has_validation = Path(config.out), len(data.validation_sequences) > 0
-    devices: Any = config.devices if config.devices == "auto" else int(config.devices)
+    out, machine, has_validation = Path(config.out), config.machine, len(data.validation_sequences) > 0
+    devices: Any = machine.devices if machine.devices == "auto" else int(machine.devices)
     try:
         trainer = L.Trainer(
             default_root_dir=out,
-            accelerator=config.accelerator,
+            accelerator=machine.accelerator,
             devices=devices,
-            precision=_precision(config),
-            max_steps=min(data.max_steps, config.stop_after_steps or data.max_steps),
+            precision=_precision(machine),
+            max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
             max_epochs=-1,
-            gradient_clip_val=config.gradient_clip or None,
-            log_every_n_steps=config.log_every,
-            val_check_interval=config.validate_every if has_validation else None,
+            gradient_clip_val=config.optimizer.gradient_clip or None,
+            log_every_n_steps=config.record.log_every,
+            val_check_interval=config.validation.validate_every if has_validation else None,
             check_val_every_n_epoch=None if has_validation else 1,
             limit_val_batches=1.0 if has_validation else 0,
             num_sanity_val_steps=0,
@@ -321,13 +285,14 @@ def _build_trainer(
         )
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
-            f"this machine cannot train with --accelerator {config.accelerator} --devices {config.devices} --precision "
-            f"{config.precision} ({error}); choose others, or auto."
+            f"this machine cannot train with --accelerator {machine.accelerator} --devices {machine.devices} "
+            f"--precision {machine.precision} ({error}); choose others, or auto."
         ) from error
     trainer._signal_connector = SignalsLeftAlone(trainer)
-    share = config.batch_size // trainer.world_size
+    share = config.data.batch_size // trainer.world_size
     trainer.accumulate_grad_batches = share // data.micro_batch_size(trainer.world_size)
-    trainer.val_check_interval = config.validate_every * trainer.accumulate_grad_batches if has_validation else 1.0
+    every = config.validation.validate_every * trainer.accumulate_grad_batches
+    trainer.val_check_interval = every if has_validation else 1.0
     return trainer
 
 
@@ -338,37 +303,27 @@ def _hush_lightning() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def _precision(config: TrainConfig) -> Any:
-    if config.precision != "auto":
-        return config.precision
-    on_cpu = config.accelerator == "cpu" or (config.accelerator == "auto" and not torch.cuda.is_available())
+def _precision(machine: MachineSettings) -> Any:
+    if machine.precision != "auto":
+        return machine.precision
+    on_cpu = machine.accelerator == "cpu" or (machine.accelerator == "auto" and not torch.cuda.is_available())
     return "32-true" if on_cpu else "bf16-mixed"
-
-
-_BEFORE_THE_SETTING = {
-    "teacher_forced_weight": 0.0, "cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False,
-}  # fmt: skip
-"""What runs did that are older than a setting and so don't record it; its default where it is not named here."""
 
 
 def _check_folder(config: TrainConfig, out: Path) -> None:
     """Refuse what would mix two runs."""
     record, last = out / RUN_FILE, out / CHECKPOINTS / LAST
-    resolved = yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config)))  # as the record gives it back
     if config.resume:
         if not last.exists():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
         read_checkpoint(last)
         try:
-            before = {item.name: item.default for item in dataclasses.fields(config)}
-            own = _own_options(drafter_class(config.drafter))
-            before |= {name: value for name, value in _BEFORE_THE_SETTING.items() if name in own}
-            before |= dict(yaml.safe_load(record.read_text()))
+            before = TrainConfig(**yaml.safe_load(record.read_text())).named()
         except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
             raise TrainingError(f"{record} cannot be read, so nothing can be resumed; restore it.") from error
         changed = [
             f"{name} was {before.get(name)!r}, now {value!r}"
-            for name, value in resolved.items()
+            for name, value in config.named().items()
             if name not in _FREE_TO_CHANGE and before.get(name) != value
         ]
         if changed:
@@ -432,7 +387,7 @@ def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) ->
 def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
     """Write the resolved settings, the store's identity, and where they come from."""
     # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
-    write_atomic(out / RUN_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False).encode())
+    write_atomic(out / RUN_FILE, config.to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
     write_atomic(out / "provenance.json", (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode())

@@ -102,7 +102,7 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     if not layers[0] < layers[1] < layers[2]:
         raise DrafterError(
             f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; choose them "
-            "with --fused-layers, for example --fused-layers 0,1."
+            "with --set drafter.fused_layers, for example --set drafter.fused_layers 0,1."
         )
     return layers
 
@@ -200,7 +200,7 @@ class Eagle3Drafter(FeatureDrafter):
             DrafterError: the official form is asked for, which is that of the MoA paper's code; it has no EAGLE-3.
         """
         if official:
-            raise DrafterError("the official code has no EAGLE-3; leave out --official-quirks.")
+            raise DrafterError("the official code has no EAGLE-3; leave out official_quirks.")
         super().initialize(generator, std)
 
     @torch.no_grad()

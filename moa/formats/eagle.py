@@ -154,7 +154,7 @@ class EagleLayout(DrafterLayout):
             return []
         return [
             f"{self.reader} has no norm before its first layer: the folder holds one layer more, which hands its input "
-            "on and costs about as much as a layer (train with --no-eagle-input-norm to do without)"
+            "on and costs about as much as a layer (train with --set drafter.eagle_input_norm=false)"
         ]
 
 

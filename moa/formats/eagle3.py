@@ -125,7 +125,7 @@ class Eagle3Layout(DrafterLayout):
         """Biases of q, k and v have no place, and the joining layer takes three states."""
         found = ["q, k and v have biases, and the engines have none"] if sizes.qkv_bias else []
         if (n := len(sizes.fused_layers)) != 3:
-            found.append(f"it joins {n} layers of the target, and the engines join 3 (train with three --fused-layers)")
+            found.append(f"it joins {n} layers of the target, and the engines join 3 (train with three fused_layers)")
         return found
 
     def tensors(self, sizes: Eagle3Sizes) -> TensorList:

@@ -41,16 +41,17 @@ def _unlike_the_paper(sizes: MoASizes, who: str) -> list[str]:
     if sizes.cross_attention_drafts:
         found.append(
             f"its cross-attention sees the drafts of the round, which it does not in {who} (train with "
-            "--no-cross-attention-drafts)"
+            "--set drafter.cross_attention_drafts=false)"
         )
     if sizes.layer_groups > 1:
         found.append(
             f"its memory is made from {sizes.layer_groups} means over layers, in {who} from one (train with "
-            "--layer-groups 1)"
+            "--set drafter.layer_groups=1)"
         )
     if sizes.unrotated_keys:
         found.append(
-            f"its memory is made from keys before RoPE, in {who} from those after (train with --no-unrotated-keys)"
+            f"its memory is made from keys before RoPE, in {who} from those after (train with "
+            "--set drafter.unrotated_keys=false)"
         )
     return found
 

@@ -86,7 +86,6 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         FolderOccupied: the folder holds something else, or an export of another store.
         StoreError: the store cannot be read, or parts of it are still to be extracted.
     """
-    config.check()
     folder = Path(config.out).expanduser()
     with ActivationStore(Path(config.store).expanduser(), require_complete=True) as store:
         layout = make_layout(config.format, config.layers, int(store.manifest.target["n_layers"]), config.compress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -122,7 +121,6 @@ def import_folder(
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
     """
-    config.check()
     folder = Path(config.folder).expanduser()
     if not folder.is_dir():
         raise ForeignInvalid(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
@@ -154,7 +152,7 @@ def import_folder(
             store.path, layout.name, tuple(spec.name for spec in specs), manifest.n_sequences, manifest.n_tokens,
             texts.n_duplicates, len(pending),
         )  # fmt: skip
-        store.record_run({"import": dataclasses.asdict(config), "provenance": dict(provenance or {})})
+        store.record_run({"import": config.named(), "provenance": dict(provenance or {})})
     return report
 
 

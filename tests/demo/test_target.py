@@ -1,7 +1,5 @@
 """The target folder is an ordinary Hugging Face folder whose template marks the answers; a finished one is reused."""
 
-import dataclasses
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -10,7 +8,7 @@ from moa_data.demo.config import DemoConfig
 from moa_data.demo.corpus import generate_corpus
 from moa_data.demo.target import BOS, EOT, TargetReport, greedy_answers, train_target
 
-SMALL = DemoConfig(
+SMALL = DemoConfig.of(
     hidden_size=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=400, target_steps=12, target_batch_tokens=512
 )
 
@@ -61,7 +59,7 @@ def test_loss_falls_and_a_finished_folder_is_reused(folder, corpus):
 
 
 def test_equal_seeds_give_equal_weights(folder, corpus, tmp_path):
-    train_target(corpus.train, corpus.held_out, dataclasses.replace(SMALL, out="x"), tmp_path / "target")
+    train_target(corpus.train, corpus.held_out, SMALL.replaced(out="x"), tmp_path / "target")
     one, two = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (folder, tmp_path / "target"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 

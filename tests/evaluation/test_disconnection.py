@@ -158,7 +158,7 @@ def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path
 
 
 def changed(config: DisconnectConfig, **values: object) -> DisconnectConfig:
-    return DisconnectConfig(**{**vars(config), **values})  # type: ignore[arg-type]
+    return config.replaced(**values)
 
 
 @pytest.mark.draws
@@ -227,10 +227,12 @@ def test_a_scorer_whose_module_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_refusals(config: DisconnectConfig, tmp_path: Path) -> None:
-    with pytest.raises(OptionInvalid, match=r"n_tokens is 0.*cuts is 0.*expected module:function"):
-        disconnect(changed(config, n_tokens=0, cuts=0, scorer="scores"))
+    with pytest.raises(OptionInvalid, match=r"n_tokens is 0.*cuts is 0"):
+        changed(config, n_tokens=0, cuts=0)
+    with pytest.raises(OptionInvalid, match="expected module:function"):
+        changed(config, scorer="scores")
     with pytest.raises(OptionInvalid, match="no drafter is given"):
-        disconnect(changed(config, drafter=()))
+        changed(config, drafter=())
     with pytest.raises(EvaluationError, match=r"no_such_module cannot be imported"):
         disconnect(changed(config, scorer="no_such_module:score"))
     with pytest.raises(EvaluationError, match="json has no function 'score'"):

@@ -1,6 +1,5 @@
 """All methods see the same prompts and are counted by the same code; the first one is the baseline."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -209,7 +208,9 @@ def test_markdown_has_a_line_per_method_and_category() -> None:
     ]
     report = build_report(
         Measurement(rows),
-        config=dataclasses.asdict(EvalConfig("m", "p", method=("plain", "chain"), drafter=("d",), max_new_tokens=9)),
+        config=EvalConfig.of(
+            model="m", prompts="p", method=("plain", "chain"), drafter=("d",), max_new_tokens=9
+        ).named(),
         environment={"dtype": "float32", "device": "cpu", "n_threads": 1},
         provenance={},
         prompts={"file": "p.jsonl", "kind": "spec-bench"},

@@ -46,9 +46,9 @@ def refused(result: Any, *texts: str, exit_code: int = 2) -> None:
 def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
     """Fill a folder with model/, drafter/, chats.jsonl and store/ of several parts."""
     write_jsonl(folder / "chats.jsonl", chats)
-    config = DemoConfig(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
+    config = DemoConfig.of(out="unused", vocab_size=280, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1, seed=1)
     texts = [message["content"] for chat in chats for message in chat["messages"]]
-    tokenizer = train_tokenizer(texts, config.vocab_size)
+    tokenizer = train_tokenizer(texts, config.target.vocab_size)
     build_target(config, tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     target = Target.load(str(folder / "model"), device="cpu")

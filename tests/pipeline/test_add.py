@@ -52,18 +52,18 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(target_folder: Path, stores: Path, tmp_path: Path) -> ExtractConfig:
-    return ExtractConfig(
+    return ExtractConfig.of(
         model=str(target_folder), dataset=str(stores / "chats.jsonl"), out=str(tmp_path / "store"), max_length=128,
         device="cpu", part_tokens=512, batch_tokens=256, activations=OLD,
     )  # fmt: skip
 
 
 def made_once(config: ExtractConfig, **changes: Any) -> Path:
-    config = dataclasses.replace(config, **changes)
+    config = config.replaced(**changes)
     name = f"{config.codec}-{','.join(config.activations)}".replace(":", "_")
     folder = Path(config.dataset).with_name(name)
     if not folder.exists():
-        extract(dataclasses.replace(config, out=str(folder)))
+        extract(config.replaced(out=str(folder)))
     return folder
 
 
@@ -79,7 +79,9 @@ def fresh(config: ExtractConfig, **changes: Any) -> dict[str, bytes]:
 
 
 def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
-    return dataclasses.replace(AddConfig(config.out, config.model, ("hidden:layer:0",), target_layers=1), **changes)
+    return AddConfig.of(
+        store=config.out, model=config.model, **{"activations": ("hidden:layer:0",), "target_layers": 1} | changes
+    )
 
 
 def data_bytes(store: str | Path) -> dict[str, bytes]:
@@ -93,7 +95,7 @@ def data_bytes(store: str | Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("codec", ["lossless", "int6", "transform:3,tokens"])
 def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig, codec: str) -> None:
-    config = dataclasses.replace(config, codec=codec)
+    config = config.replaced(codec=codec)
     before = begun(config)
     calls: list[tuple[int, int, str]] = []
     Path(config.dataset).rename(f"{config.dataset}.away")  # the tokens are in the store
@@ -115,7 +117,7 @@ def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig,
 def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(config: ExtractConfig) -> None:
     begun(config)
     (Path(config.out) / "commits/part-00001.json").unlink()  # a part that is still to be extracted
-    before, wanted = data_bytes(config.out), dataclasses.replace(config, activations=NEW, target_layers=1)
+    before, wanted = data_bytes(config.out), config.replaced(activations=NEW, target_layers=1)
     lacking = "hidden/layer_0, hidden/layer_1, 1 decoder layers in target/; what it has is whole"
     command = f"moa-data add {config.out} --model MODEL --activations hidden:layer:0,hidden:layer:1 --target-layers 1"
     with pytest.raises(AdditionWanted, match=f"lacks {lacking}. Add with `{command}`"):
@@ -137,10 +139,10 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(conf
 def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     begun(config)
     with pytest.raises(OptionInvalid, match="nothing to add"):
-        add(AddConfig(config.out, config.model))
-    add(AddConfig(config.out, config.model, ("hidden:layer:1", "hidden:layer:0")))
+        add(AddConfig(store=config.out, model=config.model))
+    add(AddConfig(store=config.out, model=config.model, activations=("hidden:layer:1", "hidden:layer:0")))
     before = data_bytes(config.out)
-    report = add(AddConfig(config.out, config.model, target_layers=1))
+    report = add(AddConfig(store=config.out, model=config.model, target_layers=1))
     assert (report.fields, report.target_layers) == ((), 1)
     assert "target/ keeps the last 1 decoder layers" in report.describe()
     assert FrozenTarget.load(Path(config.out) / "target", 1).n_layers == 1
@@ -149,7 +151,7 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
         "README.md", "commits/store.json", "commits/target.json", "store.json", "target/frozen.safetensors",
     }  # fmt: skip
     assert after == fresh(config)
-    assert add(AddConfig(config.out, config.model, target_layers=1)).n_parts_done == 0
+    assert add(AddConfig(store=config.out, model=config.model, target_layers=1)).n_parts_done == 0
     assert data_bytes(config.out) == after
 
 
@@ -249,7 +251,7 @@ KILL_SCRIPT = """
 def test_kill_9_leaves_the_old_store_or_the_new_one_and_the_next_run_ends_in_the_same_bytes(
     config: ExtractConfig, codec: str, names: list[str]
 ) -> None:
-    config = dataclasses.replace(config, codec=codec)
+    config = config.replaced(codec=codec)
     begun(config)
     for name in names:
         shutil.copytree(config.out, f"{config.out}-{name}")
@@ -270,7 +272,7 @@ def test_kill_9_leaves_the_old_store_or_the_new_one_and_the_next_run_ends_in_the
 
 
 def test_another_addition_drops_what_an_unfinished_one_had_learned(config: ExtractConfig) -> None:
-    config = dataclasses.replace(config, codec="transform:3")
+    config = config.replaced(codec="transform:3")
     begun(config)
 
     def interrupt(_done: int, _total: int, message: str) -> None:
@@ -301,7 +303,7 @@ def test_a_damaged_added_field_is_extracted_again(config: ExtractConfig) -> None
 
 
 def test_the_new_field_is_what_a_plain_forward_gives_and_plain_zarr_reads_it(config: ExtractConfig) -> None:
-    config = dataclasses.replace(config, batch_tokens=1)  # one sequence per forward, so that every bit can agree
+    config = config.replaced(batch_tokens=1)  # one sequence per forward, so that every bit can agree
     extract(config)
     add(addition(config))
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
@@ -329,7 +331,7 @@ def test_a_recoded_store_takes_fields_too(config: ExtractConfig, tmp_path: Path)
 
 
 def test_keys_and_values_can_be_added(config: ExtractConfig) -> None:
-    extract(dataclasses.replace(config, activations=("hidden:last",), codec="int8"))
+    extract(config.replaced(activations=("hidden:last",), codec="int8"))
     add(addition(config, activations=("kv", "hidden:layer:0")))
     assert data_bytes(config.out) == fresh(config, codec="int8")
 
@@ -359,7 +361,7 @@ def test_another_target_and_another_device_are_refused(
         ({"max_length": 64}, r"extraction\.max_length"),
         ({"model": str(other)}, r"weights_sha256"),
     ):
-        wanted = dataclasses.replace(config, activations=NEW, **changes)
+        wanted = config.replaced(activations=NEW, **changes)
         with pytest.raises(StoreMismatch, match=key):
             extract(wanted)
     assert data_bytes(config.out) == before
@@ -417,7 +419,7 @@ def test_nothing_is_added_to_sequences_that_are_not_what_they_are_named_after(
 
 def test_training_reads_the_new_field(config: ExtractConfig) -> None:
     begun(config)
-    settings = TrainConfig(store=config.out, out="", batch_size=2, target_layer_inference=1, reader_threads=1)
+    settings = TrainConfig.of(store=config.out, out="", batch_size=2, target_layer_inference=1, reader_threads=1)
     how = (
         f"lacks hidden/layer_1; add with `moa-data add {config.out} --model MODEL --activations hidden:layer:1 --target"
     )

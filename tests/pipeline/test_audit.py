@@ -23,7 +23,11 @@ def store(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("audit")
     dataset = write_jsonl(folder / "chats.jsonl", random_chats(12))
     out = folder / "store"
-    extract(ExtractConfig(str(target_folder), str(dataset), str(out), max_length=128, target_layers=1, device="cpu"))
+    extract(
+        ExtractConfig.of(
+            model=str(target_folder), dataset=str(dataset), out=str(out), max_length=128, target_layers=1, device="cpu"
+        )
+    )
     return out
 
 

@@ -37,7 +37,9 @@ BAD_ROWS = {
 
 
 def plan_of(target: Path, dataset: Path, tmp_path: Path, **options: Any) -> ExtractPlan:
-    return build_plan(ExtractConfig(str(target), str(dataset), str(tmp_path / "out"), device="cpu", **options))
+    return build_plan(
+        ExtractConfig.of(model=str(target), dataset=str(dataset), out=str(tmp_path / "out"), device="cpu", **options)
+    )
 
 
 def write_rows(path: Path, rows: list[str]) -> Path:

@@ -1,6 +1,5 @@
 """The store holds what a plain forward gives; interrupted, killed and repeated runs end in identical bytes."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -36,7 +35,7 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 @pytest.fixture
 def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConfig:
-    return ExtractConfig(
+    return ExtractConfig.of(
         model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
         target_layers=1, part_tokens=512, batch_tokens=256,
     )  # fmt: skip
@@ -52,11 +51,11 @@ def data_bytes(store: Path) -> dict[str, bytes]:
 
 
 def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
-    return dataclasses.replace(config, out=str(Path(config.out).with_name(name)))
+    return config.replaced(out=str(Path(config.out).with_name(name)))
 
 
 def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> None:
-    config = dataclasses.replace(config, batch_tokens=1)  # one sequence per forward, so that every bit can agree
+    config = config.replaced(batch_tokens=1)  # one sequence per forward, so that every bit can agree
     report = extract(config, provenance={"argv": ["x"]})
     assert report.n_parts == report.n_parts_done > 1
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
@@ -162,7 +161,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_changed_target_is_refused_by_name(config: ExtractConfig, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "target"
     shutil.copytree(config.model, folder)
-    config = dataclasses.replace(config, model=str(folder))
+    config = config.replaced(model=str(folder))
     extract(config)
     before = data_bytes(Path(config.out))
     change, key = CHANGES[name]
@@ -176,7 +175,7 @@ def test_changed_data_and_changed_options_are_refused_together(config: ExtractCo
     extract(config)
     replace_byte(Path(config.dataset), b"cat", b"bat")
     with pytest.raises(StoreMismatch, match=r"extraction\.max_length: store has 128, given 100.*identities\.dataset"):
-        extract(dataclasses.replace(config, max_length=100))
+        extract(config.replaced(max_length=100))
 
 
 def test_a_folder_that_holds_something_else_is_refused(config: ExtractConfig) -> None:
@@ -268,7 +267,7 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
     model.save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
     with pytest.raises(NonFiniteActivation, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
-        extract(dataclasses.replace(config, model=str(folder)))
+        extract(config.replaced(model=str(folder)))
     assert not list((Path(config.out) / "parts").iterdir())
 
 
@@ -308,7 +307,7 @@ KILL_SCRIPT = """
         child = os.fork()
         if child == 0:
             arm()
-            extract_module.extract(ExtractConfig(model=model, dataset=dataset, out=f"{out}-{name}", max_length=128,
+            extract_module.extract(ExtractConfig.of(model=model, dataset=dataset, out=f"{out}-{name}", max_length=128,
                 device="cpu", target_layers=1, part_tokens=512, batch_tokens=256))
             os._exit(0)
         status = os.waitpid(child, 0)[1]

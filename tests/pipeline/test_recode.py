@@ -1,6 +1,5 @@
 """Recoding a lossless store gives what extracting with the codec would have given, and goes on after a stop."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from moa_data.storage.read.store import ActivationStore
 
 
 def config(target_folder: Path, chats_file: Path, out: Path, **changes: object) -> ExtractConfig:
-    base = ExtractConfig(
+    base = ExtractConfig.of(
         model=str(target_folder), dataset=str(chats_file), out=str(out), device="cpu", part_tokens=512, target_layers=1,
         batch_tokens=512,
     )  # fmt: skip
-    return dataclasses.replace(base, **changes)
+    return base.replaced(**changes)
 
 
 @pytest.fixture

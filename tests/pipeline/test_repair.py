@@ -1,6 +1,5 @@
 """A damaged store gets its parts back from the target, byte for byte; nothing is deleted for the wrong target."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 @pytest.fixture
 def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConfig:
-    return ExtractConfig(
+    return ExtractConfig.of(
         model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
         target_layers=1, part_tokens=512, batch_tokens=256,
     )  # fmt: skip
@@ -71,7 +70,7 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
 
 
 def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = dataclasses.replace(config, codec="transform:3,tokens")
+    config = config.replaced(codec="transform:3,tokens")
     extract(config)
     store = Path(config.out)
     whole = data_bytes(store)
@@ -108,11 +107,11 @@ def test_settings_come_from_the_last_record_that_can_be_read(config: ExtractConf
         recorded_config(store)
     runs = store / "runs"
     runs.mkdir(parents=True)
-    values = dataclasses.asdict(config)
+    values = config.named()
     for name, text in {
         "1.json": json.dumps({"config": values | {"max_length": 77, "added_later": 1}}),
         "2.json": '{"config": {"model": 5}}',
         "3.json": "{",
     }.items():
         (runs / name).write_text(text)
-    assert recorded_config(store) == dataclasses.replace(config, max_length=77)
+    assert recorded_config(store) == config.replaced(max_length=77)

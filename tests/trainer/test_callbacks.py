@@ -44,7 +44,7 @@ def test_writing_checkpoints_is_no_waiting_for_data(store_path, tmp_path, monkey
 
 
 def test_waiting_is_the_time_until_a_batch_comes(store_path, monkeypatch):
-    clock, settings = [0.0], TrainConfig(store="", out="", batch_size=4)
+    clock, settings = [0.0], TrainConfig.of(store="", out="", batch_size=4)
     monkeypatch.setattr(data, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     store = ActivationStore(store_path)
     reader = BatchReader(store, settings, torch.device("cpu"))

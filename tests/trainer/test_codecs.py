@@ -23,7 +23,9 @@ def int8_path(tmp_path_factory):
 
 def read_batch(path, rows, **changes) -> tuple[ActivationStore, Batch]:
     store = ActivationStore(path)
-    config = TrainConfig(store="", out="", batch_size=len(rows), target_layer_inference=1, reader_threads=1, **changes)
+    config = TrainConfig.of(
+        store="", out="", batch_size=len(rows), target_layer_inference=1, reader_threads=1, **changes
+    )
     inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows].astype(np.int64))
     return store, Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded)
 
@@ -71,7 +73,7 @@ def test_codes_are_smaller_than_values(int8_path):
 
 def test_a_drafter_trains_from_codes(tmp_path):
     store = build_store(tmp_path / "store", n_sequences=40, codec="int6")
-    config = TrainConfig(
+    config = TrainConfig.of(
         store=str(store), out=str(tmp_path / "run"), batch_size=8, max_steps=3, validate_every=3, warmup_steps=1,
         checkpoint_every=3, log_every=1, draft_length=3, step_bound_min=3, step_bound_max=6, accelerator="cpu",
         precision="32-true", validation_fraction=0.2, peak_multiplier=3.0, decay_steps=-1,
@@ -85,7 +87,7 @@ def test_a_drafter_trains_from_codes(tmp_path):
 def test_who_decodes(int8_path, device):
     """On a CPU the thread that reads; elsewhere the training device, so that codes are what travels."""
     store = ActivationStore(int8_path)
-    config = TrainConfig(store="", out="", batch_size=4, target_layer_inference=1, reader_threads=1)
+    config = TrainConfig.of(store="", out="", batch_size=4, target_layer_inference=1, reader_threads=1)
     reader = BatchReader(store, config, torch.device(device))
     rows = np.arange(8)
     (batch,) = itertools.islice(TrainingStream(reader, rows, store.lengths[rows].astype(np.int64), 10, 0, 1), 1)

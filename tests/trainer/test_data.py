@@ -24,7 +24,7 @@ from moa_data.trainer.data import (
 
 
 def config(**changes):
-    return TrainConfig(store="", out="", **({"batch_size": 4, "reader_threads": 2} | changes))
+    return TrainConfig.of(store="", out="", **({"batch_size": 4, "reader_threads": 2} | changes))
 
 
 def stream_of(store, settings, max_steps=20, rank=0, n_ranks=1):

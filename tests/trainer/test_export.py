@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def runs(target: Path, store: Path, tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_format_from_a_run(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
     run, out = runs[LAYOUTS[name].kind], tmp_path / "out"
-    report = export_drafter(DrafterExportConfig(str(run), name, str(out)))
+    report = export_drafter(DrafterExportConfig(drafter=str(run), format=name, out=str(out)))
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
     assert report.n_tensors == len(load_file(out / "model.safetensors"))
     assert report.written_bytes == (out / "model.safetensors").stat().st_size
@@ -64,13 +65,19 @@ def test_every_format_from_a_run(runs: dict[str, Path], tmp_path: Path, name: st
     assert all(torch.equal(value, after.state_dict()[key]) for key, value in before.state_dict().items())
     # From one format to the next, without the run.
     if name == "vllm-eagle":
-        export_drafter(DrafterExportConfig(str(out), "sglang-eagle", str(tmp_path / "next"), dtype="bfloat16"))
+        export_drafter(
+            DrafterExportConfig(drafter=str(out), format="sglang-eagle", out=str(tmp_path / "next"), dtype="bfloat16")
+        )
         assert load_drafter(tmp_path / "next").config == before.config
 
 
 def test_embeddings_are_the_targets_from_store_or_model(runs: dict[str, Path], target: Path, tmp_path: Path) -> None:
     for name, model in (("store", None), ("model", str(target))):
-        export_drafter(DrafterExportConfig(str(runs["eagle"]), "eagle", str(tmp_path / name), model, "bfloat16"))
+        export_drafter(
+            DrafterExportConfig(
+                drafter=str(runs["eagle"]), format="eagle", out=str(tmp_path / name), model=model, dtype="bfloat16"
+            )
+        )
     store, model = (load_file(tmp_path / name / "model.safetensors") for name in ("store", "model"))
     assert torch.equal(store["embed_tokens.weight"], model["embed_tokens.weight"])
     weights = load_file(target / "model.safetensors")
@@ -81,28 +88,27 @@ def test_what_cannot_be_exported_is_named(
     runs: dict[str, Path], target: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eagle, out = str(runs["eagle"]), str(tmp_path / "out")
-    with pytest.raises(OptionInvalid, match="format is 'eagle4', expected one of moa, moa-vllm, eagle"):
-        export_drafter(DrafterExportConfig(eagle, "eagle4", out))
-    with pytest.raises(OptionInvalid, match="dtype is 'int8'"):
-        export_drafter(DrafterExportConfig(eagle, "eagle", out, dtype="int8"))
+    with pytest.raises(OptionInvalid, match=r"format is 'eagle4', expected one of moa, moa-vllm.*; dtype is 'int8'"):
+        DrafterExportConfig(drafter=eagle, format="eagle4", out=out, dtype="int8")
+    assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
     with pytest.raises(CheckpointError, match="holds drafters of kind moa, this one is of kind eagle"):
-        export_drafter(DrafterExportConfig(eagle, "moa", out))
+        export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
     with pytest.raises(CheckpointError, match="holds no drafter"):
-        export_drafter(DrafterExportConfig(str(tmp_path / "nowhere"), "moa", out))
+        export_drafter(DrafterExportConfig(drafter=str(tmp_path / "nowhere"), format="moa", out=out))
     with pytest.raises(FolderOccupied, match="is not an empty folder"):
-        export_drafter(DrafterExportConfig(eagle, "vllm-eagle", eagle))
+        export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=eagle))
     with pytest.raises(TargetError, match="neither a folder nor a Hub id"):
-        export_drafter(DrafterExportConfig(eagle, "eagle", out, "/nowhere"))
+        export_drafter(DrafterExportConfig(drafter=eagle, format="eagle", out=out, model="/nowhere"))
     other = make_run(tmp_path / "other", target, store, "eagle", weights_sha256="ef" * 32)
     for model in (str(target), str(store), None):
         with pytest.raises(TargetMismatch, match="weights efefefefefef"):
-            export_drafter(DrafterExportConfig(str(other), "eagle", out, model))
+            export_drafter(DrafterExportConfig(drafter=str(other), format="eagle", out=out, model=model))
     gone = make_run(tmp_path / "gone", target, tmp_path / "no-store", "eagle")
     with pytest.raises(TargetUnknown, match=r"no-store' of .*gone is not there\. Give the target with --model"):
-        export_drafter(DrafterExportConfig(str(gone), "eagle", out))
+        export_drafter(DrafterExportConfig(drafter=str(gone), format="eagle", out=out))
     (gone / "run.yaml").unlink()
     with pytest.raises(TargetUnknown, match="drafter is no run"):
-        export_drafter(DrafterExportConfig(str(gone / "drafter"), "eagle", out))
+        export_drafter(DrafterExportConfig(drafter=str(gone / "drafter"), format="eagle", out=out))
     assert not Path(out).exists()
 
     def damaged(folder: Path):  # a disk that changes what is written
@@ -114,7 +120,7 @@ def test_what_cannot_be_exported_is_named(
     loads = iter((load_drafter, damaged))
     monkeypatch.setattr(drafter_export, "load_drafter", lambda folder: next(loads)(folder))
     with pytest.raises(CheckpointError, match=r"fc\.weight does not load as it was written"):
-        export_drafter(DrafterExportConfig(eagle, "vllm-eagle", out))
+        export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=out))
     assert {path.name for path in tmp_path.iterdir()} == {"moa", "eagle", "eagle3", "other", "gone"}
 
 

@@ -16,20 +16,19 @@ from moa_data.errors import Interrupted
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.trainer import checkpoints, data, muon, run
 from moa_data.trainer.checkpoints import read_checkpoint
-from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.module import DrafterModule
 
-from .test_run import BASE
+from .test_run import settings
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
-SETTINGS = {**BASE, "optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4}
+SETTINGS = {"optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 def train(store, out, **changes):
-    return run.train(TrainConfig(store=str(store), out=str(out), **(SETTINGS | changes)), None, False)
+    return run.train(settings(store, out, **(SETTINGS | changes)), None, False)
 
 
 def leaves(value, name=""):
@@ -149,9 +148,10 @@ def test_before_the_first_checkpoint_the_line_says_so(store_path, tmp_path, stri
 
 def command(store, out, *more):
     """The arguments of a run that takes some seconds."""
-    settings = SETTINGS | {"max_steps": 120, "validate_every": 20, "checkpoint_every": 10} | dict(more)
-    options = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return ["-m", "moa_data", "train", str(store), "--out", str(out), *options]
+    changes = SETTINGS | {"max_steps": 120, "validate_every": 20, "checkpoint_every": 10} | dict(more)
+    file = Path(out).with_suffix(".yaml")
+    file.write_text(settings(store, out, **changes).to_yaml())
+    return ["-m", "moa_data", "train", "--config", str(file)]
 
 
 def heed_signals():

@@ -6,15 +6,12 @@ import torch
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
-from moa_data.trainer.config import PRESETS, TrainConfig
+from moa_data.trainer.config import PRESETS
 from moa_data.trainer.data import TrainingStream, draw, sum_loss_weights
-from moa_data.trainer.errors import TrainingError
 
-from .test_run import BASE, last_state, run
+from .test_run import last_state, run, settings
 
-
-def settings(store_path, **changes):
-    return TrainConfig(store=str(store_path), out="unused", **(BASE | changes))
+PAPER = PRESETS["paper"]["drafter"]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +21,7 @@ def settings(store_path, **changes):
         {"step_bound": False},
         {"step_bound_min": 4, "step_bound_max": 4},
         {"on_policy": False, "target_layer_inference": 1},
-        PRESETS["paper"],
+        PAPER,
     ],
     ids=str,
 )
@@ -66,15 +63,13 @@ def test_draws_of_each_variant(store_path):
     for changes in ({"step_bound": False, "teacher_forced_weight": 0.0}, {"on_policy": False}):
         config = settings(store_path, **changes)
         assert sum_loss_weights(response, draw(config, 0, 10), config) == 8 * 25
-    paper = settings(store_path, **PRESETS["paper"])
+    paper = settings(store_path, **PAPER)
     on_policy = sum_loss_weights(response, draw(paper, 0, 10), paper)
     assert on_policy < 8 * 25
     assert sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
     both = settings(store_path, teacher_forced_weight=0.5)
     assert sum_loss_weights(response, draw(both, 0, 10), both) == on_policy + 0.5 * 8 * 25
     assert draw(settings(store_path, official_quirks=True), 0, 10).teacher_forced_weight == 0.0
-    problems = settings(store_path, official_quirks=True, on_policy=False).problems()
-    assert any("needs on_policy" in problem for problem in problems)
     store = ActivationStore(store_path)
     config = settings(store_path, step_bound=False, micro_batch_size=4)
     reader = BatchReader(store, config, torch.device("cpu"))
@@ -82,9 +77,3 @@ def test_draws_of_each_variant(store_path):
     batch = next(iter(TrainingStream(reader, rows, store.lengths[rows].astype("int64"), 4, 0, 1)))
     assert batch.draws.step_bound is None
     assert batch.n_bytes_read > 0
-
-
-def test_they_are_options_of_this_drafter_alone(store_path, tmp_path):
-    changes = {"drafter": "eagle", "step_bound_min": 5, "step_bound_max": 15, "on_policy": False}
-    with pytest.raises(TrainingError, match="layer_attention is an option of --drafter moa, eagle has none"):
-        run(store_path, tmp_path / "run", max_steps=2, layer_attention=False, **changes)

@@ -26,7 +26,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def extract_config(target: Path, tmp_path_factory: pytest.TempPathFactory) -> ExtractConfig:
     folder = tmp_path_factory.mktemp("data")
-    return ExtractConfig(
+    return ExtractConfig.of(
         model=str(target), dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(12))),
         out=str(folder / "store"), part_tokens=512, target_layers=1, device="cpu",
         activations=("hidden:last", *(f"hidden:layer:{layer}" for layer in LAYERS)),

@@ -32,7 +32,7 @@ def live(model: AutoModelForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tenso
 def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the_norm(
     store: Path, model: AutoModelForCausalLM, tmp_path: Path
 ) -> None:
-    export_store(ExportConfig(str(store), "speculators", str(tmp_path), max_sequences=1))
+    export_store(ExportConfig(store=str(store), format="speculators", out=str(tmp_path), max_sequences=1))
     record = load_file(tmp_path / "hidden_states" / "hs_0.safetensors")
     states = live(model, record["token_ids"])
     slots = record["hidden_states"].float()
@@ -47,7 +47,7 @@ def test_specforge_and_eagle_hold_the_last_state_after_the_norm(
     store: Path, model: AutoModelForCausalLM, tmp_path: Path
 ) -> None:
     for name, file in (("specforge", "rows_0-2000/data_0.ckpt"), ("eagle", "0/data_0.ckpt")):
-        export_store(ExportConfig(str(store), name, str(tmp_path / name), max_sequences=1))
+        export_store(ExportConfig(store=str(store), format=name, out=str(tmp_path / name), max_sequences=1))
         record = torch.load(tmp_path / name / file, weights_only=True)
         states = live(model, record["input_ids"])
         last = record["hidden_state"].float()

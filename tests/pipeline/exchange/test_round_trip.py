@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from moa_data.cli import main
 from moa_data.errors import FolderOccupied, OptionInvalid
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.exchange.config import FORMATS, ExportConfig, ImportConfig
+from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
 from moa_data.pipeline.exchange.errors import FieldMissing, ForeignInvalid, InteropError
 from moa_data.pipeline.exchange.exporting import export_store
 from moa_data.pipeline.exchange.importing import import_folder
@@ -32,12 +32,12 @@ from moa_data.storage.read.store import ActivationStore
 
 
 def export(store: Path, name: str, out: Path, **options: Any) -> Path:
-    export_store(ExportConfig(str(store), name, str(out), **options))
+    export_store(ExportConfig(store=str(store), format=name, out=str(out), **options))
     return out
 
 
 def bring_in(folder: Path, name: str, target: Path, out: Path, **options: Any) -> ActivationStore:
-    import_folder(ImportConfig(str(folder), name, str(target), str(out), **options))
+    import_folder(ImportConfig(folder=str(folder), format=name, model=str(target), out=str(out), **options))
     return ActivationStore(out)
 
 
@@ -62,7 +62,7 @@ def stop_at(n: int) -> Callable[[int, int, str], None]:
     return progress
 
 
-@pytest.mark.parametrize(("name", "compress"), [*((name, False) for name in FORMATS), ("specforge", True)])
+@pytest.mark.parametrize(("name", "compress"), [*((name, False) for name in get_args(Format)), ("specforge", True)])
 def test_round_trip_keeps_every_bit(store: Path, target: Path, tmp_path: Path, name: str, compress: bool) -> None:
     folder = export(store, name, tmp_path / "out", compress=compress)
     back = bring_in(folder, name, target, tmp_path / "back", part_tokens=300)
@@ -121,10 +121,10 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
         bring_in(folder, "specforge", target, tmp_path / "wrong")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", get_args(Format))
 def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_path: Path, name: str) -> None:
     whole = contents(export(store, name, tmp_path / "whole"))
-    config = ExportConfig(str(store), name, str(tmp_path / "out"))
+    config = ExportConfig(store=str(store), format=name, out=str(tmp_path / "out"))
     with pytest.raises(KeyboardInterrupt):
         export_store(config, progress=stop_at(5))
     report = export_store(config)
@@ -138,7 +138,9 @@ def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_
 def test_an_interrupted_import_goes_on_and_ends_in_equal_files(store: Path, target: Path, tmp_path: Path) -> None:
     folder = export(store, "specforge", tmp_path / "out")
     bring_in(folder, "specforge", target, tmp_path / "whole", part_tokens=256)
-    config = ImportConfig(str(folder), "specforge", str(target), str(tmp_path / "back"), part_tokens=256)
+    config = ImportConfig(
+        folder=str(folder), format="specforge", model=str(target), out=str(tmp_path / "back"), part_tokens=256
+    )
     with pytest.raises(KeyboardInterrupt):
         import_folder(config, progress=stop_at(6))
     assert 0 < import_folder(config).n_parts_done < ActivationStore(tmp_path / "back").manifest.n_parts
@@ -155,7 +157,7 @@ def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path
         export(recipe_store, "eagle", tmp_path / "out")
     with pytest.raises(FolderOccupied, match="begun with 4 sequences"):
         export(store, "eagle", tmp_path / "out", max_sequences=2)
-    assert export_store(ExportConfig(str(store), "eagle", str(tmp_path / "out"))).n_written == 8
+    assert export_store(ExportConfig(store=str(store), format="eagle", out=str(tmp_path / "out"))).n_written == 8
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(FolderOccupied, match="not an empty folder"):
@@ -183,16 +185,17 @@ def test_the_commands_work(store: Path, target: Path, tmp_path: Path) -> None:
     assert "12 sequences" in result.output
 
 
-def test_options_are_checked_before_anything_is_read(tmp_path: Path) -> None:
-    for config, text in (
-        (ExportConfig("s", "gguf", "o"), "format is 'gguf'"),
-        (ExportConfig("s", "eagle", "o", layers=(1,)), "no meaning"),
-        (ExportConfig("s", "speculators", "o", layers=(1, 1)), "repeats"),
-        (ExportConfig("s", "eagle", "o", compress=True), "specforge only"),
-        (ImportConfig("f", "eagle", "m", "o", max_sequences=0, target_layers=-1), "max_sequences is 0.*target_layers"),
+def test_options_are_checked_before_anything_is_read() -> None:
+    both = {"max_sequences": 0, "target_layers": -1}
+    for config_class, values, text in (
+        (ExportConfig, {"format": "gguf"}, "format is 'gguf'"),
+        (ExportConfig, {"format": "eagle", "layers": (1,)}, "no meaning"),
+        (ExportConfig, {"format": "speculators", "layers": (1, 1)}, "repeats"),
+        (ExportConfig, {"format": "eagle", "compress": True}, "specforge only"),
+        (ImportConfig, {"format": "eagle", "folder": "f", "model": "m", **both}, "max_sequences is 0.*target_layers"),
     ):
         with pytest.raises(OptionInvalid, match=text):
-            config.check()
+            config_class.of(out="o", **({"store": "s"} if config_class is ExportConfig else {}), **values)
 
 
 def official_eagle(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
@@ -225,7 +228,9 @@ def test_official_eagle_files_come_in_as_they_are(target: Path, tmp_path: Path) 
 def test_equal_texts_come_in_once(target: Path, tmp_path: Path) -> None:
     folder = official_eagle(tmp_path / "data")
     shutil.copy(folder / "0" / "data_3.ckpt", folder / "1" / "data_3.ckpt")
-    report = import_folder(ImportConfig(str(folder), "eagle", str(target), str(tmp_path / "back")))
+    report = import_folder(
+        ImportConfig(folder=str(folder), format="eagle", model=str(target), out=str(tmp_path / "back"))
+    )
     assert (report.n_sequences, report.n_duplicates) == (21, 1)
 
 

@@ -1,0 +1,29 @@
+"""The command demo."""
+
+import click
+
+from ..demo.config import DemoConfig
+from .console import ProgressLine, out
+from .options import StageCommand, config_options
+from .provenance import collect_provenance
+
+_SHOWN = {"Settings": "out seed n_chats n_store_chats target_steps drafter_steps n_eval_prompts max_new_tokens"}
+
+
+@click.command(cls=StageCommand)
+@config_options(DemoConfig, shown=_SHOWN)
+def demo(config: DemoConfig) -> None:
+    """Show the whole idea on a small machine, without network, in a few minutes.
+
+    Generates chats, trains a tiny target on them, extracts its activations, trains a drafter from the store, and
+    decodes held-out prompts with it. Running it again reuses what is finished.
+
+    \b
+    Example:
+      moa-data demo --out runs/demo
+    """
+    from ..demo.run import run_demo
+
+    with ProgressLine("step") as progress:
+        report = run_demo(config, progress=progress, provenance=collect_provenance())
+    out.print(report.describe())

@@ -1,0 +1,83 @@
+"""Commands that measure drafters: eval, compare, disconnect."""
+
+import click
+
+from ..evaluation.config import CompareConfig, DisconnectConfig, EvalConfig
+from .console import ProgressLine, out, tell
+from .options import StageCommand, config_options
+from .provenance import collect_provenance
+
+_SHOWN = {
+    "What to measure": "model drafter method prompts n_prompts out",
+    "Decoding": "max_new_tokens draft_length tree batch_size assistant",
+    "Sampling": "temperature top_p top_k repetition_penalty seed",
+    "Measurement": "repeats warmup dtype device compile",
+}
+
+
+@click.command("eval", cls=StageCommand)
+@config_options(EvalConfig, shown=_SHOWN)
+def evaluate(config: EvalConfig) -> None:
+    """Measure drafters: acceptance length, target calls and tokens/s beside plain decoding.
+
+    All methods decode the same prompts in turns. The prompts are chats (jsonl; the last assistant turn is left out) or
+    Spec-Bench questions (multi-turn). Acceptance length = tokens committed per target call, bonus token included.
+
+    \b
+    Examples:
+      moa-data eval --model ./llama3-8b --drafter runs/moa --prompts test.jsonl --out report.json
+      moa-data eval --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts spec_bench.jsonl \\
+          --method plain,chain,tree,auto,prompt-lookup --repeats 3
+      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain     how much is noise
+    """
+    from ..evaluation.markdown import markdown_report
+    from ..evaluation.run import evaluate as run_evaluate
+
+    with ProgressLine("prompt") as progress:
+        report = run_evaluate(config, progress=progress, provenance=collect_provenance())
+    out.print(markdown_report(report))
+
+
+@click.command(cls=StageCommand)
+@config_options(CompareConfig, arguments=("runs",))
+def compare(config: CompareConfig) -> None:
+    """Compare training runs: one table of what they cost, and what they give in decoding.
+
+    Decodes the same prompts plainly and with chains and trees of each drafter, as `eval` does, and sets beside it what
+    the runs say of themselves: weights, steps, training tokens, bytes read. Warns where runs were not trained alike.
+
+    \b
+    Example:
+      moa-data compare runs/moa runs/eagle runs/glide --model ./llama3-8b --prompts test.jsonl --n-prompts 40
+    """
+    from ..evaluation.comparison import comparison_markdown
+    from ..evaluation.run import compare as run_compare
+
+    with ProgressLine("prompt") as progress:
+        report = run_compare(config, progress=progress, provenance=collect_provenance())
+    out.print(comparison_markdown(report))
+    for warning in report.warnings:
+        tell(f"not trained alike: {warning}.")
+
+
+@click.command(cls=StageCommand)
+@config_options(DisconnectConfig)
+def disconnect(config: DisconnectConfig) -> None:
+    """Measure drafters that go on alone: what they write when the target can no longer be reached.
+
+    The target answers each prompt up to a cut, then each drafter writes the next tokens without verification. The
+    report gives, by the number of tokens since the cut, the agreement with what the target itself would have written,
+    and the target's log-probability of what the drafter wrote. --scorer names a function of yours for the answers.
+
+    \b
+    Examples:
+      moa-data disconnect --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts test.jsonl
+      moa-data disconnect --model ./llama3-8b --drafter runs/moa --prompts gsm8k.jsonl \\
+          --n-tokens 256 --scorer my_scores.py:exact_answer
+    """
+    from ..evaluation.disconnection_report import disconnection_markdown
+    from ..evaluation.run import disconnect as run_disconnect
+
+    with ProgressLine("cut") as progress:
+        report = run_disconnect(config, progress=progress, provenance=collect_provenance())
+    out.print(disconnection_markdown(report))

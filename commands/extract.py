@@ -1,0 +1,190 @@
+"""Commands that run the target, or write a store: plan, extract, add, recode, repair, audit."""
+
+from pathlib import Path
+
+import click
+
+from ..pipeline.config import AddConfig, ExtractConfig
+from .console import Findings, ProgressLine, StageFailure, out
+from .options import StageCommand, config_options
+from .provenance import collect_provenance
+
+_SHOWN = {
+    "What to extract": "model dataset out split max_sequences max_length activations target_layers",
+    "How it is stored": "dtype codec part_tokens",
+    "How it is computed": "device compute_dtype batch_tokens max_rejected_fraction",
+}
+
+
+@click.command(cls=StageCommand)
+@config_options(ExtractConfig, shown=_SHOWN)
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop, like `moa-data plan`.")
+def extract(config: ExtractConfig, dry_run: bool) -> None:
+    """Run a target over chats and store its activations.
+
+    Run the same command again to go on after an interruption: committed parts are kept. If anything that shapes the
+    data has changed meanwhile, the command refuses and names what; more --activations or --target-layers than the store
+    has are what `moa-data add` is for.
+
+    \b
+    Examples:
+      moa-data extract --model meta-llama/Meta-Llama-3-8B-Instruct \\
+          --dataset HuggingFaceH4/ultrachat_200k --split train_sft --out stores/llama3-8b
+      moa-data extract --model ./tiny-llama --dataset chats.jsonl --out store \\
+          --max-sequences 500 --target-layers 1 --activations kv,hidden:last
+    """
+    if dry_run:
+        _print_plan(config)
+        return
+    from ..pipeline.extract import extract as run_extract
+
+    with ProgressLine("tok") as progress:
+        report = run_extract(config, progress=progress, provenance=collect_provenance())
+    out.print(report.describe())
+
+
+@click.command(cls=StageCommand)
+@config_options(ExtractConfig, shown=_SHOWN)
+def plan(config: ExtractConfig) -> None:
+    """Say what an extraction would cost: sequences, tokens, bytes, parts, hours.
+
+    Takes the options of `extract`; reads the dataset and the tokenizer, runs no forward of the target and writes
+    nothing. Fails when the disk can't hold the store.
+
+    \b
+    Example:
+      moa-data plan --model ./llama3-8b --dataset HuggingFaceH4/ultrachat_200k --out /data/store
+    """
+    _print_plan(config)
+
+
+def _print_plan(config: ExtractConfig) -> None:
+    from ..pipeline.add_plan import refuse_addition
+    from ..pipeline.plan import build_plan
+
+    with ProgressLine("chat") as progress:
+        extraction_plan = build_plan(config, progress=progress)
+    refuse_addition(extraction_plan)
+    out.print(extraction_plan.describe())
+    extraction_plan.check_disk()
+
+
+@click.command(cls=StageCommand)
+@config_options(AddConfig, arguments=("store",))
+@click.option("--dry-run", is_flag=True, help="Print what would be added and what it costs, and stop.")
+def add(config: AddConfig, dry_run: bool) -> None:
+    """Add activations to a store; what it holds already is kept, byte for byte.
+
+    Runs the target again over the stored tokens, in the batches of the extraction; the dataset is not needed. Until all
+    parts have the new fields the store is as it was. Run the same command again to go on after an interruption.
+
+    \b
+    Examples:
+      moa-data add store --model ./llama3-8b --activations hidden:layer:1,hidden:layer:15
+      moa-data add store --model ./llama3-8b --target-layers 1
+    """
+    from ..pipeline.add import add as run_add
+    from ..pipeline.add_plan import plan_addition
+
+    if dry_run:
+        plan = plan_addition(config)
+        out.print(plan.describe())
+        plan.check_disk()
+        return
+    with ProgressLine("tok") as progress:
+        report = run_add(config, progress=progress, provenance=collect_provenance())
+    out.print(report.describe())
+
+
+@click.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option(
+    "--codec",
+    required=True,
+    help="lossless, int8, int6 or transform:<bits per value>[,hidden=<bits>][,tokens][@<scope>].",
+)
+@click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the new store.")
+def recode(store: Path, codec: str, folder: Path) -> None:
+    """Write a lossless store again with another codec, without the target.
+
+    Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
+    go on after an interruption.
+
+    \b
+    Examples:
+      moa-data recode store --codec int8 --out store-int8
+      moa-data recode store --codec transform:1.0 --out store-small
+      moa-data recode store --codec transform:0.88,hidden=1.55,tokens@all --out store-smaller
+    """
+    from ..pipeline.recode import recode as run_recode
+
+    with ProgressLine("tok") as progress:
+        report = run_recode(store, codec, folder, progress=progress, provenance=collect_provenance())
+    out.print(report.describe())
+
+
+@click.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option("--model", help="Extract what is damaged again with this target, the one the store was made with.")
+@click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
+@click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
+@click.option("--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them.")
+def repair(store: Path, model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
+    """Mend a damaged store: extract the damaged parts again, or drop them.
+
+    Without --model and --drop it verifies the store, lists the damage and changes nothing; exit code 1 if there is any.
+    Where a file could not be checked (too many open files, no right to read it) nothing is changed: exit code 2.
+
+    \b
+    Examples:
+      moa-data repair store
+      moa-data repair store --model ./llama3-8b
+      moa-data repair store --drop
+    """
+    if model and drop:
+        raise StageFailure("give --model to extract the damaged parts again, or --drop to delete them, not both.")
+    from ..storage.care.repair import drop_damage, plan_repair
+
+    with ProgressLine("B", scaled=True) as progress:
+        damage = plan_repair(store, progress=progress)
+    out.print(damage.describe() or f"{store} is whole, there is nothing to repair")
+    if not damage.damages:
+        return
+    if drop:
+        dropped = drop_damage(damage)
+        out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * damage.target}")
+        return
+    if model is None:
+        raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
+    from ..pipeline.repair import repair as run_repair
+
+    with ProgressLine("tok") as progress:
+        report = run_repair(damage, model, dataset, device, progress, collect_provenance())
+    out.print(report.describe())
+
+
+@click.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
+@click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None:
+    """Run random sequences on the live target and compare with the store.
+
+    Compares tokens, masks, keys and values, hidden states and the teacher's logits. Exit code 1 if anything is out of
+    tolerance.
+
+    \b
+    Example:
+      moa-data audit store --model ./llama3-8b --samples 20
+    """
+    from ..pipeline.audit import audit as run_audit
+
+    with ProgressLine("seq") as progress:
+        report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
+    out.print(report.describe())
+    if not report.ok:
+        raise Findings(f"{store} differs from {model} beyond the tolerance.")

@@ -1,0 +1,365 @@
+"""The base of all settings: frozen pydantic models, one per stage, with groups of settings inside.
+
+A group is a model in a model; a choice between kinds of things (the drafter of a run) is a union of groups, told apart
+by their ``kind``. The text under a field is its help text, in ``--help`` and in docs/options.md::
+
+    class Optimizer(Config):
+        kind: Literal["adamw", "muon"] = "adamw"
+        '''AdamW, or Muon for the matrices.'''
+        learning_rate: Positive = 3e-5
+        '''Learning rate at the end of the schedule.'''
+
+    class TrainConfig(Config):
+        optimizer: Optimizer = Optimizer()
+
+``optimizer.learning_rate`` is the key of a setting (of ``--set``, and by its groups in a YAML file) and
+``learning_rate`` its name (the flag ``--learning-rate``, and :meth:`Config.of`); the name of ``optimizer.kind`` is
+``optimizer``. Names are unique in a stage. Values are merged from weak to strong: defaults, a named preset, a YAML file
+(``--config``), ``--set``, flags.
+"""
+
+import difflib
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from .errors import OptionInvalid
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+Presets = Mapping[str, Mapping[str, Any]]
+
+
+class Setting(NamedTuple):
+    """One setting of a stage."""
+
+    key: str
+    name: str
+    field: FieldInfo
+    kind: str | None
+    """Kind of the group that has the setting; None where it is no choice between kinds."""
+
+
+class Config(BaseModel):
+    """Settings that are checked when they are made.
+
+    Raises:
+        OptionInvalid: naming every setting that cannot be used.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False,
+        defer_build=True,
+    )  # fmt: skip
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise OptionInvalid(_message(type(self), error, [("", values)])) from error
+
+    # Pydantic calls an __init__ that is not its own for groups too, whose errors would then have lost their places.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def problems(self) -> list[str]:
+        """Settings that do not fit together, one line each; called once each of them fits its field."""
+        return []
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if found := self.problems():
+            raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_values(cls, values: Any) -> Any:
+        """Read what flags and files may write in another way than Python.
+
+        A kind stands for its group, a group without a kind is of the default one, and a list may be text. True and
+        false are refused for numbers, where Python takes them.
+        """
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: _read_value(value, cls.model_fields[name]) if name in cls.model_fields else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def settings(cls) -> Iterator[Setting]:
+        """Every setting, in the order of the groups; one that several kinds have comes once for each."""
+        for name, field in cls.model_fields.items():
+            groups = _groups(field)
+            if not groups:
+                yield Setting(name, name, field, None)
+            if len(groups) > 1:
+                kinds = tuple(map(_default_kind, groups))
+                choice = FieldInfo(annotation=Literal[kinds], default=kinds[0], description=field.description)  # type: ignore[valid-type]
+                yield Setting(f"{name}.kind", name, choice, None)
+            for group in groups:
+                kind = _default_kind(group) if len(groups) > 1 else None
+                for own in group.settings():
+                    if not (kind and own.name == "kind"):
+                        yield Setting(f"{name}.{own.key}", name if own.name == "kind" else own.name, own.field, kind)
+
+    @classmethod
+    def of(cls, **named: Any) -> Self:
+        """Make it from settings by their names, without groups: ``TrainConfig.of(learning_rate=1e-4)``."""
+        keys = {setting.name: setting.key for setting in cls.settings()}
+        return cls(**nested({keys.get(name, name): value for name, value in named.items()}))
+
+    def named(self) -> dict[str, Any]:
+        """Return the settings by their names, as :meth:`of` takes them."""
+        found: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            inner = value.named() if isinstance(value, Config) else {name: value}
+            found |= {name if key == "kind" else key: each for key, each in inner.items()}
+        return found
+
+    def replaced(self, **named: Any) -> Self:
+        """Return a copy with some settings changed, by their names."""
+        return self.of(**self.named() | named)
+
+    def to_yaml(self) -> str:
+        """Write it as YAML that ``--config`` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    @classmethod
+    def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]]) -> Self:
+        """Make it from several sources.
+
+        Args:
+            layers: name of the source for messages and its nested values, from weak to strong.
+
+        Raises:
+            OptionInvalid: naming each setting that cannot be used, and its source.
+        """
+        layers = list(layers)
+        values: dict[str, Any] = {}
+        for _, layer in layers:
+            values = _merge(values, layer)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise OptionInvalid(_message(cls, error, layers)) from error
+
+
+def _groups(field: FieldInfo) -> list[type[Config]]:
+    """The groups that a field can be; none for a field that is a setting itself."""
+    annotation = field.annotation
+    members = [annotation] if isinstance(annotation, type) else list(typing.get_args(annotation))
+    return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
+
+
+def _read_value(value: Any, field: FieldInfo) -> Any:
+    groups, kinds = _groups(field), _kinds(field.annotation)
+    if groups and "kind" in groups[0].model_fields:
+        if isinstance(value, str):
+            return {"kind": value}
+        return {"kind": _default_kind(groups[0])} | value if isinstance(value, dict) else value
+    if tuple in kinds and value is not None:
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        items = [item.strip() if isinstance(item, str) else item for item in items]
+        return tuple(item for item in items if item != "")
+    return str(value).lower() if isinstance(value, bool) and kinds & {int, float} else value
+
+
+def _default_kind(group: type[Config]) -> str:
+    return str(group.model_fields["kind"].default)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The plain types of an annotation; that of a list is ``tuple`` whatever it holds."""
+    if (origin := typing.get_origin(annotation)) is tuple:
+        return {tuple}
+    if origin is Annotated:
+        return _kinds(typing.get_args(annotation)[0])
+    return set().union(*map(_kinds, typing.get_args(annotation))) if origin else {annotation}
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted keys into groups: ``{"a.b": 1}`` into ``{"a": {"b": 1}}``."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        found = _merge(found, value)
+    return found
+
+
+def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(weak)
+    for key, value in strong.items():
+        before = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(before, str):
+            before = {"kind": before}
+        elif isinstance(value, str) and isinstance(before, Mapping):
+            value = {"kind": value}
+        merged[key] = _merge(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a YAML file of settings; dashes in keys count as underscores.
+
+    Raises:
+        OptionInvalid: it can't be read, or holds no mapping.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionInvalid(f"--config {path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionInvalid(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict | None):
+        raise OptionInvalid(f"--config {path} holds a {type(loaded).__name__}, expected 'key: value' lines")
+    return _with_underscores(loaded or {})
+
+
+def _with_underscores(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {str(key).replace("-", "_"): _with_underscores(value) for key, value in values.items()}
+
+
+def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
+    """Read ``group.key=value`` texts; ``none`` is no value.
+
+    Raises:
+        OptionInvalid: a text is no such thing.
+    """
+    keys: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise OptionInvalid(f"--set {text!r}: expected KEY=VALUE, such as optimizer.learning_rate=1e-4")
+        keys[key.strip().replace("-", "_")] = None if value.strip().lower() in ("none", "null") else value.strip()
+    return nested(keys)
+
+
+def resolve(
+    config_class: type[Config],
+    flags: Mapping[str, Any],
+    config_path: Path | None = None,
+    assignments: Iterable[str] = (),
+    presets: Presets | None = None,
+) -> Any:
+    """Merge defaults, preset, file, assignments and flags, from weak to strong.
+
+    Args:
+        config_class: of the stage.
+        flags: key to value, those that were given.
+        config_path: a YAML file.
+        assignments: what ``--set`` got.
+        presets: nested values by name; the key ``preset`` of any source picks one.
+
+    Raises:
+        OptionInvalid: naming each setting that cannot be used, and its source.
+    """
+    layers = [
+        (f"--config {config_path}", read_config_file(config_path) if config_path else {}),
+        ("--set", read_assignments(assignments)),
+        ("", nested(flags)),
+    ]
+    if presets:
+        chosen = [layer.pop("preset") for _, layer in layers if "preset" in layer]
+        if chosen and chosen[-1] is not None:
+            if chosen[-1] not in presets:
+                near = difflib.get_close_matches(str(chosen[-1]), presets, 1, 0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known presets: {', '.join(presets)}"
+                raise OptionInvalid(f"unknown preset {chosen[-1]!r} ({hint}).")
+            layers.insert(0, (f"preset {chosen[-1]}", dict(presets[chosen[-1]])))
+    return config_class.merged(layers)
+
+
+def option_name(name: str) -> str:
+    """The flag of a setting: ``max_length`` becomes ``--max-length``."""
+    return "--" + name.replace("_", "-")
+
+
+def _message(config_class: type[Config], error: ValidationError, layers: list[tuple[str, Mapping[str, Any]]]) -> str:
+    """All that is wrong, in one line."""
+    problems: dict[str, list[str]] = {}
+    missing = []
+    for item in error.errors(include_url=False):
+        key, kind = _key_of(config_class, item["loc"])
+        if item["type"] == "missing":
+            missing.append(option_name(key.rpartition(".")[2]))
+            continue
+        where = next((f"{name}: " for name, layer in reversed(layers) if name and _holds(layer, key)), "")
+        problems.setdefault(where, []).append(_problem(config_class, key, kind, item))
+    found = [where + "; ".join(texts) for where, texts in problems.items()]
+    if missing:
+        found.append(f"missing: {', '.join(missing)}. Give it on the command line or in --config FILE")
+    return f"{'; '.join(found)}."
+
+
+def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
+    """The key of a place in pydantic's errors, and the kind that those put between a choice and its setting."""
+    parts, kind, rest = [], None, list(map(str, loc))
+    group: type[Config] | None = config_class
+    while rest and group is not None:
+        parts.append(rest.pop(0))
+        field = group.model_fields.get(parts[-1])
+        groups = _groups(field) if field else []
+        if len(groups) > 1 and rest:
+            kind = rest.pop(0)
+            groups = [one for one in groups if _default_kind(one) == kind]
+        group = groups[0] if groups else None
+    return ".".join(parts), kind
+
+
+def _holds(values: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+# What was expected, by pydantic's error type or the beginning of it.
+_WANTED = {
+    "greater_than_equal": "at least {ge}", "greater_than": "above {gt}", "less_than_equal": "at most {le}",
+    "less_than": "below {lt}", "literal_error": "one of {expected}", "union_tag_invalid": "one of {expected_tags}",
+    "too_short": "at least {min_length}", "int": "a whole number", "float": "a number", "bool": "true or false",
+    "string": "text", "tuple": "a list", "model": "a group of settings", "finite": "a finite number",
+}  # fmt: skip
+
+
+def _problem(config_class: type[Config], key: str, kind: str | None, item: ErrorDetails) -> str:
+    """What is wrong with one setting: what it is, and what was expected."""
+    context = item.get("ctx", {})
+    if item["type"] == "value_error":
+        return str(context["error"])
+    if item["type"] == "extra_forbidden":
+        return _unknown(config_class, key, kind)
+    given = context["tag"] if item["type"] == "union_tag_invalid" else item["input"]
+    wanted = _WANTED.get(item["type"]) or _WANTED.get(item["type"].partition("_")[0]) or item["msg"]
+    words = {
+        name: f"{value:g}" if isinstance(value, float) else str(value).replace("'", "").replace(" or ", ", ")
+        for name, value in context.items()
+    }
+    return f"{key} is {given!r:.80}, expected {wanted.format(**words)}"
+
+
+def _unknown(config_class: type[Config], key: str, kind: str | None) -> str:
+    settings = list(config_class.settings())
+    owners = [setting.kind for setting in settings if setting.key == key and setting.kind]
+    if owners:
+        return f"{key} is a setting of {' or '.join(owners)}, {kind} has none; leave it out"
+    keys = {setting.name: setting.key for setting in settings} | {setting.key: setting.key for setting in settings}
+    near = [key.rpartition(".")[2]] if key.rpartition(".")[2] in keys else difflib.get_close_matches(key, keys, 1, 0.5)
+    hint = f"did you mean {keys[near[0]]!r}?" if near else f"known keys: {', '.join(sorted(set(keys.values())))}"
+    return f"unknown key {key!r} ({hint})"

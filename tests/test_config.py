@@ -1,0 +1,168 @@
+"""Defaults < preset < file < --set < flags; what cannot be used is named with its place, and all of it at once."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import Field
+
+from moa_data.config import Config, Count, Positive, resolve
+from moa_data.errors import OptionInvalid
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.trainer.config import PRESETS, TrainConfig
+
+
+class Bird(Config):
+    """A kind."""
+
+    kind: Literal["bird"] = "bird"
+    wings: Count = 2
+    """How many."""
+
+
+class Fish(Config):
+    """Another kind."""
+
+    kind: Literal["fish"] = "fish"
+    fins: Count = 4
+    """How many."""
+
+
+class Steps(Config):
+    """A group."""
+
+    kind: Literal["short", "long"] = "short"
+    """Which steps."""
+    size: Positive = 3e-5
+    """Size
+    of a step."""
+    n_steps: Count | None = None
+    """How many."""
+
+
+class Stage(Config):
+    """An example stage."""
+
+    store: Path
+    """The store to read."""
+    names: tuple[str, ...] = ("kv", "hidden:last")
+    """What to store."""
+    layers: tuple[int, ...] = ()
+    """Layers."""
+    resume: bool = False
+    """Go on."""
+    limit: int | None = 5
+    """The end."""
+    animal: Bird | Fish = Field(default_factory=Bird, discriminator="kind")
+    """Which animal."""
+    steps: Steps = Field(default_factory=Steps)
+
+    def problems(self) -> list[str]:
+        return [f"{name} is twice there" for name in self.names if self.names.count(name) > 1]
+
+
+SETS: dict[str, dict[str, Any]] = {"small": {"steps": {"n_steps": 4, "size": 1e-3}}, "wrong": {"stebs": 1}}
+
+
+def config_file(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_each_source_wins_over_those_before(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "preset: small\nstore: a\nsteps:\n  n-steps: 7\n  kind: long\nlimit: 6\n")
+    assert resolve(Stage, {}, path, (), SETS).named() == {
+        "store": Path("a"), "names": ("kv", "hidden:last"), "layers": (), "resume": False, "limit": 6,
+        "animal": "bird", "wings": 2, "steps": "long", "size": 1e-3, "n_steps": 7,
+    }  # fmt: skip
+    config = resolve(Stage, {"steps.size": "2"}, path, ["steps.n_steps=8", "limit=none", "steps.size=9"], SETS)
+    assert (config.steps, config.limit) == (Steps(kind="long", size=2, n_steps=8), None)
+
+
+def test_values_take_the_type_of_their_field(tmp_path: Path) -> None:
+    text = "store: a/b\nnames: kv, hidden:layer:3\nlayers: [1, 2]\nresume: true\nsteps: {size: 3e-5, n_steps: }\n"
+    config = resolve(Stage, {}, config_file(tmp_path, text))
+    assert config == Stage(store=Path("a/b"), names=("kv", "hidden:layer:3"), layers=(1, 2), resume=True)
+    assert resolve(Stage, {"store": "s"}, None, ["layers=3"]).layers == (3,)
+
+
+def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
+    assert resolve(Stage, {"store": "s", "animal.kind": "fish"}).animal == Fish()
+    assert resolve(Stage, {"store": "s"}, config_file(tmp_path, "animal: fish"), ["animal.fins=6"]).animal.fins == 6
+    assert resolve(Stage, {"store": "s"}, None, ["animal.wings=6"]).animal == Bird(wings=6)
+    assert resolve(Stage, {"store": "s", "animal.kind": "fish"}, config_file(tmp_path, "animal: bird")).animal == Fish()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layer: 3", "^--config .*run.yaml: unknown key 'layer' .did you mean 'layers'"),
+        ("sice: 3", "unknown key 'sice' .did you mean 'steps.size'"),
+        ("size: 3", "unknown key 'size' .did you mean 'steps.size'"),
+        ("steps: {limit: 3}", "unknown key 'steps.limit' .did you mean 'limit'"),
+        ("zzz: 3", "unknown key 'zzz' .known keys: animal.fins, animal.kind, animal.wings, "),
+        ("animal: {fins: 3}", "animal.fins is a setting of fish, bird has none; leave it out"),
+        ("animal: cat", "animal is 'cat', expected one of bird, fish"),
+        ("limit: many", "limit is 'many', expected a whole number"),
+        ("limit: 1.5", "limit is 1.5, expected a whole number"),
+        ("limit: true", "limit is 'true', expected a whole number"),
+        ("store: false", "store is False, expected"),
+        ("steps: {size: [1]}", "steps.size is .1., expected a number"),
+        ("steps: {size: 0, n_steps: 0}", "steps.size is 0, expected above 0; steps.n_steps is 0, expected at least"),
+        ("steps: {size: .inf}", "steps.size is inf, expected a finite number"),
+        ("steps: [3]", "steps is .3., expected a group of settings"),
+        ("layers: [1, x]", "layers is 'x', expected a whole number"),
+        ("resume: 3", "resume is 3, expected true or false"),
+        ("steps: tree", "steps.kind is 'tree', expected one of short, long"),
+        ("names: [a, a]\nstore: s", "a is twice there; a is twice there"),
+        ("- a", "holds a list, expected 'key: value'"),
+        ("a: b: c", "is not YAML"),
+        ("preset: smal", "unknown preset 'smal' .did you mean 'small'"),
+        ("preset: xyz", "unknown preset 'xyz' .known presets: small, wrong"),
+        ("preset: wrong", "preset wrong: unknown key 'stebs' .did you mean 'steps"),
+        ("limit: 3", "missing: --store. Give it on the command line or in --config FILE"),
+    ],
+)  # fmt: skip
+def test_bad_values_say_what_was_wrong(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(OptionInvalid, match=message):
+        resolve(Stage, {}, config_file(tmp_path, text), (), SETS)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(
+        OptionInvalid, match=r"limit is 'x'.*--set: steps.n_steps is '0', .*; unknown key 'a' .*missing: --store"
+    ) as error:
+        resolve(Stage, {"limit": "x"}, None, ["a=1", "steps.n_steps=0"])
+    assert "\n" not in str(error.value)
+    with pytest.raises(OptionInvalid, match="--set 'resume': expected KEY=VALUE"):
+        resolve(Stage, {}, None, ["resume"])
+    with pytest.raises(OptionInvalid, match=r"^steps.n_steps is 0, expected at least 1; missing: --store"):
+        Stage(steps={"n_steps": 0})  # type: ignore[arg-type]
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OptionInvalid, match=r"absent\.yaml: No such file"):
+        resolve(Stage, {}, tmp_path / "absent.yaml")
+
+
+def test_yaml_and_names_read_back_to_an_equal_configuration(tmp_path: Path) -> None:
+    config = Stage.of(store="s", names=["kv"], animal="fish", fins=3, steps="long", size=1e-7, limit=None)
+    assert resolve(Stage, {}, config_file(tmp_path, config.to_yaml())) == config
+    assert Stage.of(**config.named()) == config
+    assert config.replaced(fins=5).animal == Fish(fins=5)
+    with pytest.raises(OptionInvalid, match=r"unknown key 'fin' .did you mean 'animal.fins'"):
+        Stage.of(store="s", fin=3)
+
+
+@pytest.mark.parametrize("config_class", [ExtractConfig, TrainConfig])
+def test_names_are_unique(config_class: type[Config]) -> None:
+    keys: dict[str, str] = {}
+    for setting in config_class.settings():
+        assert keys.setdefault(setting.name, setting.key) == setting.key
+        assert setting.field.description, setting.key
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_settings(name: str) -> None:
+    assert resolve(TrainConfig, {"store": "s", "out": "o", "preset": name}, None, (), PRESETS)
