@@ -70,6 +70,7 @@ def config_options(
             return command(*args, config=config, **kwargs)
 
         wrapped.__doc__, wrapped.__name__ = command.__doc__, command.__name__
+        wrapped.config_class = config_class  # type: ignore[attr-defined]  # docs/generate.py reads it
         parameters: list[click.Parameter] = [_argument(settings[name]) for name in arguments]
         parameters += [_option(settings[name], heading) for name, heading in flags.items()]
         parameters += _sources(presets, len(flags) + len(arguments) < len(settings))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-OTHERS = {"tests", "benchmarks", "build"}
+OTHERS = {"tests", "benchmarks", "build", "docs"}
 
 LEAVES = {"errors", "text"}
 CODECS = {"storage", "storage.chunks", "storage.codecs", "storage.codecs.transform"}

@@ -1,5 +1,6 @@
 """Flags, help pages and docs/options.md come from the settings of a stage."""
 
+import runpy
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,8 @@ from pydantic import Field
 
 from moa_data.commands.options import StageCommand, config_options
 from moa_data.config import Config, Count
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Steps(Config):
@@ -81,3 +84,8 @@ def test_an_argument_may_take_several(given: list[str], read: tuple[str, ...]) -
 
     assert CliRunner().invoke(several, [*given, "--store", "s"]).exit_code == 0
     assert "NAMES..." in CliRunner().invoke(several, ["--help"]).output
+
+
+def test_the_page_of_options_is_current() -> None:
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == generate["page"](), "run docs/generate.py"

@@ -134,7 +134,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
         ({"temperature": -1.0}, "temperature is -1.0, expected at least 0"),
         ({"batch_size": 0, "repeats": 0}, "batch_size is 0.*repeats is 0"),
         ({"dtype": "float8"}, "expected one of float32"),
-        ({"draft_length": 0, "n_prompts": 0}, "draft_length is 0.*n_prompts is 0"),
+        ({"draft_length": 0, "n_prompts": 0}, "n_prompts is 0.*draft_length is 0"),
         ({"warmup": -1}, "warmup is -1"),
         ({"seed": 99999999999999999999}, "seed is 9{20}, expected below"),
     ],

@@ -60,7 +60,7 @@ def config(target_folder: Path, stores: Path, tmp_path: Path) -> ExtractConfig:
 
 def made_once(config: ExtractConfig, **changes: Any) -> Path:
     config = config.replaced(**changes)
-    name = f"{config.codec}-{','.join(config.activations)}".replace(":", "_")
+    name = f"{config.storage.codec}-{','.join(config.activations)}".replace(":", "_")
     folder = Path(config.dataset).with_name(name)
     if not folder.exists():
         extract(config.replaced(out=str(folder)))

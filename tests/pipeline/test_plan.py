@@ -20,13 +20,9 @@ from moa_data.tests.kit.chats import random_chats, write_jsonl
 
 def make_config(target: Path, dataset: Path, tmp_path: Path, **overrides: Any) -> ExtractConfig:
     return ExtractConfig.of(
-        model=str(target),
-        dataset=str(dataset),
-        out=str(tmp_path / "store"),
-        max_length=overrides.pop("max_length", 128),
-        device="cpu",
-        **overrides,
-    )
+        model=str(target), dataset=str(dataset), out=str(tmp_path / "store"),
+        **{"max_length": 128, "device": "cpu"} | overrides,
+    )  # fmt: skip
 
 
 def test_the_plan_counts_everything_before_any_forward(target_folder: Path, tmp_path: Path) -> None:
