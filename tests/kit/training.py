@@ -31,7 +31,7 @@ class NoTokenizer:
 
 def tiny_model() -> Any:
     """The target of ``build_store``."""
-    return build_text_model(num_hidden_layers=N_LAYERS, vocab_size=VOCABULARY, pad_token_id=0)
+    return build_text_model(num_hidden_layers=N_LAYERS, vocab_size=VOCABULARY, pad_token_id=None)
 
 
 def build_store(
