@@ -35,7 +35,7 @@ def compiled(model: object, n_slots: int = 64) -> tuple[Target, CompileCounter]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str) -> None:
-    model = build_model(family)
+    model = build_model(family, num_hidden_layers=2)
     static, counter = compiled(model)
     plain = Target(model)
     prompts = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 5, 0, 0]])
@@ -60,7 +60,7 @@ def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str) -> None:
 
 @pytest.mark.parametrize("shape", [None, TreeShape(5), TreeShape(3, 2, 6)])
 def test_a_few_graphs_serve_all_rounds(shape: Shape | None) -> None:
-    model = build_model(eos_token_id=None)
+    model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, counter = compiled(model)
     session = draft_session(target, build_drafter(model)) if shape else None
     found = [generate_batch(target, [p], max_new_tokens=40, open_session=session, tree=shape)[0] for p in PROMPTS[:1]]
@@ -135,7 +135,7 @@ def test_a_buffer_is_known_to_stay_where_it_is_after_rows_have_left() -> None:
 
 
 def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
-    model = build_model(eos_token_id=None)
+    model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, counter = compiled(model, n_slots=16)
     session = draft_session(target, build_drafter(model))
     found = generate_batch(target, PROMPTS, max_new_tokens=40, open_session=session, tree=TreeShape(2, 2, 4))
