@@ -16,8 +16,8 @@ from ..moa.target.live import load_target_config, load_target_tokenizer, pick_de
 from ..storage.codecs.registry import StoreCodec
 from ..storage.errors import ManifestInvalid, SchemaVersionError, StoreMismatch, StoreNotFound
 from ..storage.names import PLAN_NAME
+from ..storage.parts.manifest_commit import find_manifest_damage
 from ..storage.parts.plan import read_plan
-from ..storage.parts.seal import find_seal_damage
 from ..storage.read.store import ActivationStore, read_manifest
 from ..storage.schema import StoreManifest
 from ..storage.write.addition import extended_codec, lacking_fields
@@ -206,7 +206,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
         AdditionWanted: naming what the store lacks, and the command that adds it.
     """
     path = Path(plan.config.out).expanduser()
-    if find_seal_damage(path):
+    if find_manifest_damage(path):
         return  # opening the store for writing mends it, or names the damage
     try:
         old, old_table = read_manifest(path), read_plan(path / PLAN_NAME)

@@ -1,4 +1,18 @@
-"""Run the target over every pending part of the plan and write the store."""
+"""Run the target over every pending part of the plan and write the store.
+
+The way of one chat::
+
+    row of the dataset      {"messages": [...]}                        dataset, chats
+      -> tokens, mask       int32 [T], uint8 [T], named by their hash  rendering, prompts, sequences
+      -> part 3, token 128  planned before the first forward           plan
+      -> batch              longest first, padded on the right         forwards.run_parts
+      -> forward            kv [B, T, L, H_kv, 2, d], hidden [B, T, E] capture.capture
+      -> codes              on the device, if the codec is lossy       Capture.encode
+      -> host memory        a copy beside the next forward             Capture.to_host
+    then on the writer's thread
+      -> chunks, shards     one row of chunks in memory at a time      PartWriter.write
+      -> commit             the part exists                            PartWriter.commit
+"""
 
 from __future__ import annotations
 

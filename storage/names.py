@@ -35,3 +35,8 @@ def commit_path(store: Path, part: int) -> Path:
 def target_commit_path(store: Path) -> Path:
     """Return the path of the target bundle's commit."""
     return store / COMMITS_NAME / "target.json"
+
+
+def manifest_commit_path(store: Path) -> Path:
+    """Return the path of the commit of store.json and plan.parquet."""
+    return store / COMMITS_NAME / MANIFEST_NAME

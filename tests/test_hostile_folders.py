@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from moa_data.storage.names import target_commit_path
 from moa_data.storage.parts.commit import target_commit_json
-from moa_data.storage.parts.seal import write_seal
+from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.schema import StoreManifest
 from moa_data.tests.kit.command import TRAIN, copied, error_line, refused, run
@@ -56,7 +56,7 @@ def change_manifest(store: Path, change: Callable[[dict[str, Any]], None]) -> No
     document = json.loads(path.read_text())
     change(document)
     path.write_text(StoreManifest.from_json(json.dumps(document)).to_json())
-    write_seal(store)
+    write_manifest_commit(store)
 
 
 def put_code(folder: Path, native: bool) -> None:

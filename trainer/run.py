@@ -27,7 +27,7 @@ from ..moa.drafters.registry import drafter_class
 from ..moa.target.bundle import FrozenTarget
 from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
 from ..storage.locking import LockHeld, lock_file
-from ..storage.parts.seal import check_target_bundle
+from ..storage.parts.manifest_commit import check_target_bundle
 from ..storage.read.store import ActivationStore
 from . import callbacks
 from .allocator import keep_freed_memory

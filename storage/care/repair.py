@@ -10,9 +10,16 @@ from pathlib import Path
 from ...text import Progress
 from ..checking import check_guard
 from ..errors import RepairImpossible
-from ..names import CODEC_NAME, COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, TARGET_NAME, target_commit_path
+from ..names import (
+    CODEC_NAME,
+    COMMITS_NAME,
+    MANIFEST_NAME,
+    PLAN_NAME,
+    TARGET_NAME,
+    manifest_commit_path,
+    target_commit_path,
+)
 from ..parts.plan import read_plan
-from ..parts.seal import seal_path
 from ..read.store import read_manifest
 from ..write.links import refuse_links
 from ..write.store import StoreWriter
@@ -29,7 +36,7 @@ class RepairPlan:
         parts: parts that must be extracted again or dropped.
         target: whether the target bundle must be.
         manifest: whether store.json or plan.parquet are not what was written; only the inputs can give them back.
-        seal: whether only their record is damaged.
+        manifest_commit: whether only their record, commits/store.json, is damaged.
         codec: whether what a codec has learned is; the target can teach it again.
         strays: commits that belong to no part, relative to the store.
         others: damages that a repair does not mend.
@@ -40,7 +47,7 @@ class RepairPlan:
     parts: tuple[int, ...]
     target: bool
     manifest: bool
-    seal: bool
+    manifest_commit: bool
     codec: bool
     strays: tuple[str, ...]
     others: tuple[Damage, ...]
@@ -54,14 +61,14 @@ class RepairPlan:
             lines.append("the target bundle is damaged; training needs it")
         if self.manifest:
             lines.append(f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help")
-        if self.seal:
+        if self.manifest_commit:
             lines.append(f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged")
         if self.codec:
             lines.append(
                 f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop "
                 "cannot help"
             )
-        if self.manifest or self.seal or self.codec:
+        if self.manifest or self.manifest_commit or self.codec:
             lines.append("so the parts were not checked yet: afterwards run this command once more")
         lines += [f"{name} belongs to no part" for name in self.strays]
         lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
@@ -89,17 +96,17 @@ def plan_repair(
     target_commit = target_commit_path(Path()).as_posix()
     in_target = [damage for damage in whole_store if damage.path.startswith((f"{TARGET_NAME}/", target_commit))]
     in_manifest = [damage for damage in whole_store if damage.path in (MANIFEST_NAME, PLAN_NAME)]
-    in_seal = [damage for damage in whole_store if damage.path == seal_path(Path()).as_posix()]
+    in_commit = [damage for damage in whole_store if damage.path == manifest_commit_path(Path()).as_posix()]
     in_codec = [damage for damage in whole_store if damage.path == CODEC_NAME]
     strays = [damage for damage in whole_store if damage.path.startswith(f"{COMMITS_NAME}/part-")]
-    known = {*in_target, *in_manifest, *in_seal, *in_codec, *strays}
+    known = {*in_target, *in_manifest, *in_commit, *in_codec, *strays}
     return RepairPlan(
         store=store,
         damages=tuple(damages),
         parts=tuple(sorted({damage.part for damage in damages if damage.part is not None})),
         target=bool(in_target),
         manifest=bool(in_manifest),
-        seal=bool(in_seal),
+        manifest_commit=bool(in_commit),
         codec=bool(in_codec),
         strays=tuple(damage.path for damage in strays),
         others=tuple(damage for damage in whole_store if damage not in known),

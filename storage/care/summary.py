@@ -14,8 +14,8 @@ import numpy as np
 from ..codecs.registry import StoreCodec
 from ..names import PLAN_NAME
 from ..parts.commit import PartCommit, read_commits
+from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, read_plan
-from ..parts.seal import check_seal
 from ..read.store import read_manifest
 from ..write.addition import unfinished_fields
 
@@ -152,7 +152,7 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
     """
     store = Path(path)
     manifest = read_manifest(store)
-    check_seal(store)
+    check_manifest(store)
     plan = read_plan(store / PLAN_NAME)
     check_plan(plan, manifest.alignment_tokens)
     commits = read_commits(store, range(manifest.n_parts))

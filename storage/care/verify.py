@@ -30,8 +30,8 @@ from ..names import (
     target_commit_path,
 )
 from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit
+from ..parts.manifest_commit import find_manifest_damage
 from ..parts.plan import check_plan, part_lengths, read_plan
-from ..parts.seal import find_seal_damage
 from ..parts.shard import FileRecord
 from ..read.store import ActivationStore, read_manifest
 from ..schema import FieldSpec, StoreManifest
@@ -74,7 +74,7 @@ def verify_store(
         CheckIncomplete: a file without which nothing else can be checked could not be read.
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
-        ManifestInvalid: store.json or plan.parquet cannot be read, in a store without a seal.
+        ManifestInvalid: store.json or plan.parquet cannot be read, in a store without commits/store.json.
         PlanInvalid: plan.parquet breaks a rule of the plan.
     """
     store = Path(path)
@@ -98,7 +98,7 @@ class _Settings:
 
 def _verify(store: Path, report: VerifyReport, settings: _Settings) -> None:
     if exists(store / MANIFEST_NAME):
-        report.add(Damage(None, _below(store, path), str(error)) for path, error in find_seal_damage(store))
+        report.add(Damage(None, _below(store, path), str(error)) for path, error in find_manifest_damage(store))
     if report.damages:
         return  # nothing can be held against a manifest or plan that may never have been written
     manifest = read_manifest(store)

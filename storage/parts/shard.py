@@ -1,8 +1,18 @@
 """One Zarr v3 shard (``sharding_indexed``): encoded inner chunks in the order written, then the index.
 
-::
+``kv/c/0/0/0/0/0`` of Llama-3-8B, that is 1,024 tokens of 32 layers with 8 KV heads of 128 (134 MB raw, 93 MB stored)::
 
-    | chunk | chunk | ... | index: (offset uint64, n_bytes uint64) per inner chunk, C order | crc32c of the index |
+    | chunk 0,0 | chunk 0,1 | ... | chunk 0,31 | chunk 1,0 | ... | chunk 15,31 | index 8,192 | crc32c 4 |
+      layer 0     layer 1           layer 31     layer 0           layer 31
+      tokens 0 to 63                             64 to 127         960 to 1,023
+
+A chunk of it: 64 tokens x 1 layer x 8 heads x 2 x 128 in bfloat16, 262,144 raw bytes in about 181,000 ::
+
+    | header 16 | block at byte 20: 4 | size 4 | low bytes 131,072 | size 4 | high bytes, coded 50,000 | crc32c 4 |
+    +------------------------------------ a blosc frame ------------------------------------------------+
+
+The index: 16 rows x 32 columns of (offset uint64, n_bytes uint64), in C order. A reader of one layer of 64 tokens reads
+the index once, then one chunk.
 
 An index entry of 2**64 - 1 twice means "no chunk", which only positions beyond the end of the array have here: a chunk
 of zeros is written like any other, so that a lost chunk never reads as zeros.

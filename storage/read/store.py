@@ -28,8 +28,8 @@ from ..errors import (
 from ..names import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_path
 from ..parts.commit import find_size_damage, read_commits
 from ..parts.files import RemotePath, open_path
+from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, read_plan
-from ..parts.seal import check_seal
 from ..schema import FieldSpec, StoreManifest
 from . import selection
 from .arrays import PartArrays
@@ -410,7 +410,7 @@ def _open_manifest(store: Path) -> tuple[StoreManifest, StoreCodec]:
     """Read the manifest, and the codec with what it has learned, of one and the same moment."""
     while True:
         manifest = read_manifest(store)
-        check_seal(store)
+        check_manifest(store)
         try:
             return manifest, StoreCodec.open(manifest, store)
         except (ShardMissing, ShardCorrupt):

@@ -15,9 +15,9 @@ from ..checking import exists
 from ..durable import PARTIAL_SUFFIX
 from ..errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreLocked, StoreMismatch, StoreReadOnly
 from ..locking import LockHeld, lock_file
-from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME
+from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
+from ..parts.manifest_commit import find_manifest_damage, restore_manifest
 from ..parts.plan import plan_bytes, read_plan
-from ..parts.seal import find_seal_damage, restore_sealed_files, seal_path
 from ..read.store import read_manifest
 from ..schema import StoreManifest, flatten
 
@@ -54,15 +54,17 @@ def check_unoccupied(store: Path) -> None:
         try:
             read_manifest(store)
         except SchemaVersionError:
-            if not any(path == manifest for path, _ in find_seal_damage(store)):
+            if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 raise  # else no release wrote that version: a bit flipped in it
         except ManifestInvalid as error:
-            if exists(seal_path(store)):
+            if exists(manifest_commit_path(store)):
                 return  # a store whose manifest is damaged: it is restored, or the damage is named
             raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
     commits = os.listdir(store / COMMITS_NAME) if exists(store / COMMITS_NAME) else []
-    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not exists(seal_path(store)):
+    if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not exists(
+        manifest_commit_path(store)
+    ):
         raise OutputOccupied(
             f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
             f"Restore {MANIFEST_NAME}, or choose another output folder."
@@ -107,15 +109,15 @@ def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
     Raises:
         ManifestInvalid: store.json is gone and these inputs do not give it back.
     """
-    if not exists(seal_path(store)):
+    if not exists(manifest_commit_path(store)):
         return
     contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
     try:
-        restore_sealed_files(store, contents)
+        restore_manifest(store, contents)
     except ManifestInvalid:
         if not exists(store / MANIFEST_NAME):
             raise
-        # Either the seal is damaged, or the inputs are others: the comparison that follows says which.
+        # Either their commit is damaged, or the inputs are others: the comparison that follows says which.
 
 
 def check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:

@@ -1,7 +1,19 @@
 """Writing a store: one process, part by part, each part committed atomically.
 
-A part is written to ``parts/part-K.zarr.partial``, synced, renamed, and only then its commit appears. Whatever a kill
-leaves behind without a commit is deleted by the next run, which then redoes exactly the parts that are missing.
+The order of what is made durable (every file is synced before its rename, and its folder after it)::
+
+    1  store.lock                        locked; held until the process ends, however it ends
+    2  codec/basis.safetensors           before the manifest, which holds its sha256
+    3  plan.parquet                      before the manifest, which a folder without is an unfinished start
+    4  store.json                        now the folder is a store
+    5  commits/store.json                sizes and checksums of 3 and 4, which are equal to what the inputs give
+    6  target.partial/ -> target/        commits/target.json after it, and taken away before a replacement
+    7  parts/part-K.zarr.partial/        all files and folders synced
+       parts/part-K.zarr/                renamed: whole, but nobody's yet
+       commits/part-K.json               now the part exists for readers; 7 again for each part, in any order
+
+A commit comes after what it lists and goes before it: so at every moment what has a commit is whole. Whatever a kill
+leaves behind without one is deleted by the next run, which then redoes exactly the parts that are missing.
 """
 
 from __future__ import annotations
@@ -34,12 +46,13 @@ from ..names import (
     RUNS_NAME,
     TARGET_NAME,
     commit_path,
+    manifest_commit_path,
     part_path,
     target_commit_path,
 )
 from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit, target_commit_json
+from ..parts.manifest_commit import find_manifest_damage, write_manifest_commit
 from ..parts.plan import check_plan, part_lengths, plan_bytes
-from ..parts.seal import find_seal_damage, seal_path, write_seal
 from ..parts.shard import FileRecord
 from ..schema import StoreManifest
 from .links import refuse_links
@@ -102,7 +115,7 @@ class StoreWriter:
         try:
             with check_guard(store):
                 refuse_links(store)
-                is_begun = exists(seal_path(store)) or exists(store / MANIFEST_NAME)
+                is_begun = exists(manifest_commit_path(store)) or exists(store / MANIFEST_NAME)
             if is_begun:
                 with check_guard(store):
                     restore(store, manifest, plan)
@@ -117,9 +130,9 @@ class StoreWriter:
                 writer = cls(store, manifest, plan, lock_fd)
             writer._clean()
             with check_guard(store):
-                is_sealed = exists(seal_path(store)) and not find_seal_damage(store)
-            if not is_sealed:
-                write_seal(store)  # both files were found equal to what the inputs give
+                is_recorded = exists(manifest_commit_path(store)) and not find_manifest_damage(store)
+            if not is_recorded:
+                write_manifest_commit(store)  # both files were found equal to what the inputs give
             return writer
         except BaseException:
             os.close(lock_fd)
@@ -221,21 +234,21 @@ class StoreWriter:
     def replace_manifest(self, manifest: StoreManifest) -> None:
         """Give the store another store.json, of which every file is there already.
 
-        The seal goes first and comes back last: a store without one is read as it is, so that at every moment readers
-        find the old manifest or the new one.
+        The commit of the old one goes first and that of the new one comes last: a store without one is read as it
+        is, so that at every moment readers find the old manifest or the new one.
 
         Args:
             manifest: of the same plan.
 
         Raises:
-            DiskFull: no room; the store is the old one, or the new one without a seal until it is opened again.
+            DiskFull: no room; the store is the old one, or the new one without its commit until it is opened again.
         """
         if manifest != self.manifest:
             refuse_links(self.path, folders=())
-            self._retract(seal_path(self.path))
+            self._retract(manifest_commit_path(self.path))
             write_atomic(self.path / MANIFEST_NAME, manifest.to_json().encode())
             self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
-            write_seal(self.path)
+            write_manifest_commit(self.path)
             name_next_basis(self.path, manifest)
 
     def record_run(self, record: Mapping[str, Any]) -> Path:

@@ -226,7 +226,7 @@ KILL_SCRIPT = """
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 11),
         "before_commit": lambda: die_at(part_writer, "write_atomic", 2),
         "before_manifest": lambda: die_at(writer, "write_atomic", 2),
-        "before_seal": lambda: die_at(writer, "write_seal", 1),
+        "before_seal": lambda: die_at(writer, "write_manifest_commit", 1),
         "before_name": lambda: die_at(writer, "name_next_basis", 2),
     }
     for name in names:

@@ -30,8 +30,8 @@ from moa_data.storage.dtypes import from_float32
 from moa_data.storage.durable import crc32c
 from moa_data.storage.errors import ManifestInvalid, ShardCorrupt, StoreError
 from moa_data.storage.parts.commit import PartCommit, read_part_commit
+from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.parts.plan import PLAN_SCHEMA, read_plan
-from moa_data.storage.parts.seal import write_seal
 from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
@@ -298,7 +298,7 @@ def use_believing(store: Path, basis: bytes) -> None:
         replaced(store / "store.json", StoreManifest.from_json(json.dumps(manifest)).to_json().encode()),
         replaced(store / "commits/store.json", (store / "commits/store.json").read_bytes()),
     ):
-        write_seal(store)
+        write_manifest_commit(store)
         use(store)
 
 

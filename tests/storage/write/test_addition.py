@@ -18,7 +18,7 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.errors import DiskFull, PartIncomplete, ShardCorrupt, WriteInvalid
 from moa_data.storage.names import commit_path
-from moa_data.storage.parts import seal
+from moa_data.storage.parts import manifest_commit
 from moa_data.storage.parts.commit import read_commits
 from moa_data.storage.parts.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
@@ -87,7 +87,7 @@ def check_whole(path: Path, wanted) -> bool:
         for i, row in enumerate(store.sequences.to_pylist()):
             for name, spec in store.fields.items():
                 np.testing.assert_array_equal(store.read(i, name), wanted.values(spec, row))
-        seal.check_target_bundle(path, store.target_path)
+        manifest_commit.check_target_bundle(path, store.target_path)
         assert (store.target_path / "frozen").read_bytes() in (OLD_WEIGHTS, NEW_WEIGHTS)
         assert (store.target_path / "config.json").exists()
         n_fields = len(store.fields)
@@ -289,7 +289,7 @@ def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
     recipe, wanted, tmp_path: Path, monkeypatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = seal.read_file_records, []
+    real, calls = manifest_commit.read_file_records, []
 
     def change_after_reading(path: Path) -> Any:
         records = real(path)
@@ -298,18 +298,18 @@ def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
             add(store, wanted)
         return records
 
-    monkeypatch.setattr(seal, "read_file_records", change_after_reading)
-    assert seal.find_seal_damage(store) == []
+    monkeypatch.setattr(manifest_commit, "read_file_records", change_after_reading)
+    assert manifest_commit.find_manifest_damage(store) == []
     assert calls
-    monkeypatch.setattr(seal, "read_file_records", real)
+    monkeypatch.setattr(manifest_commit, "read_file_records", real)
     content = (store / "store.json").read_bytes()
     (store / "store.json").write_bytes(content[:-1] + b" ")
-    assert [path.name for path, _ in seal.find_seal_damage(store)] == ["store.json"]
+    assert [path.name for path, _ in manifest_commit.find_manifest_damage(store)] == ["store.json"]
 
 
 def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(recipe, tmp_path: Path, monkeypatch) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = seal.read_target_commit, []
+    real, calls = manifest_commit.read_target_commit, []
 
     def change_after_reading(path: Path) -> Any:
         records = real(path)
@@ -319,8 +319,8 @@ def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(recip
                 write_bundle(writer, NEW_WEIGHTS)
         return records
 
-    monkeypatch.setattr(seal, "read_target_commit", change_after_reading)
-    seal.check_target_bundle(store, store / "target")
+    monkeypatch.setattr(manifest_commit, "read_target_commit", change_after_reading)
+    manifest_commit.check_target_bundle(store, store / "target")
     assert calls
 
 

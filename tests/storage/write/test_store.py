@@ -25,7 +25,7 @@ from moa_data.storage.errors import (
     StoreMismatch,
     WriteInvalid,
 )
-from moa_data.storage.parts.seal import write_seal
+from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.store import StoreWriter
@@ -198,7 +198,7 @@ def test_an_empty_folder_is_fine(tmp_path: Path, recipe):
 def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe):
     text = (store / "store.json").read_text().replace('"schema_version": 1', '"schema_version": 2')
     (store / "store.json").write_text(text)
-    write_seal(store)  # as the release that wrote it did
+    write_manifest_commit(store)  # as the release that wrote it did
     with pytest.raises(SchemaVersionError, match="schema version 2"):
         recipe.write(store)
     assert (store / "store.json").read_text() == text

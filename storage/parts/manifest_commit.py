@@ -1,9 +1,10 @@
 """Checks of what is read once and believed ever after: store.json, plan.parquet and the target bundle.
 
-The seal holds the sizes and checksums of store.json and plan.parquet, so that no flipped byte in them goes unnoticed.
+``commits/store.json`` holds the sizes and checksums of store.json and plan.parquet, so that no flipped byte in them
+goes unnoticed. It is the manifest's commit, as ``commits/target.json`` is that of target/.
 
 It is written to ``commits/store.json`` when a store is begun, or when an extraction goes on that found both files equal
-to what its inputs give. Stores without one (made before there were seals) are read as they are.
+to what its inputs give. Stores without one (made before there was such a commit) are read as they are.
 """
 
 from __future__ import annotations
@@ -18,69 +19,64 @@ from ..checking import MISSING
 from ..documents import read_bounded
 from ..durable import file_crc32, write_atomic
 from ..errors import ManifestInvalid, ShardCorrupt, StoreError
-from ..names import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, target_commit_path
+from ..names import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path, target_commit_path
 from .commit import find_size_damage, read_file_records, read_target_commit
 from .plan import MAX_PLAN_BYTES
 from .shard import FileRecord
 
-SEALED_NAMES = (MANIFEST_NAME, PLAN_NAME)
+_NAMES = (MANIFEST_NAME, PLAN_NAME)
 
 
-def seal_path(store: Path) -> Path:
-    """Return the path of the seal."""
-    return store / COMMITS_NAME / "store.json"
-
-
-def write_seal(store: Path) -> None:
+def write_manifest_commit(store: Path) -> None:
     """Record the two files as they are.
 
     Raises:
         DiskFull: no room.
     """
     files = {}
-    for name in SEALED_NAMES:
+    for name in _NAMES:
         content = (store / name).read_bytes()
         files[name] = asdict(FileRecord(len(content), zlib.crc32(content)))
-    write_atomic(seal_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
+    write_atomic(manifest_commit_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
 
 
-def read_seal(store: Path) -> dict[str, FileRecord] | None:
-    """Return the recorded sizes and checksums by name, or None where there is no seal.
+def read_manifest_commit(store: Path) -> dict[str, FileRecord] | None:
+    """Return the recorded sizes and checksums by name, or None where there is no such commit.
 
     Raises:
-        ManifestInvalid: the seal is damaged.
+        ManifestInvalid: the commit is damaged.
     """
-    path = seal_path(store)
+    path = manifest_commit_path(store)
     try:
         records = read_file_records(path)
     except MISSING:
         return None
     except ManifestInvalid as error:
-        raise ManifestInvalid(f"{path}, which guards {' and '.join(SEALED_NAMES)}, is damaged. {_RESTORE}") from error
-    if sorted(records) != sorted(SEALED_NAMES):
-        raise ManifestInvalid(f"{path} names the files {sorted(records)}, expected {sorted(SEALED_NAMES)}. {_RESTORE}")
+        raise ManifestInvalid(f"{path}, which guards {' and '.join(_NAMES)}, is damaged. {_RESTORE}") from error
+    if sorted(records) != sorted(_NAMES):
+        raise ManifestInvalid(f"{path} names the files {sorted(records)}, expected {sorted(_NAMES)}. {_RESTORE}")
     return records
 
 
-def find_seal_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
-    """Return (path, error) for each of the two files that is not as recorded, or for the seal itself.
+def find_manifest_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
+    """Return (path, error) for each of the two files that is not as recorded, or for their commit itself.
 
     Raises:
         OSError: one of them could not be read, which is no damage.
     """
     while True:
-        before = _content(seal_path(store))
-        damage = _compare_sealed(store)
-        # A store that is given more fields has its seal taken away and made anew: what was compared may be of both.
-        if not damage or _content(seal_path(store)) == before:
+        before = _content(manifest_commit_path(store))
+        damage = _compare(store)
+        # A store that is given more fields has this commit taken away and made anew: what was compared may be of both.
+        if not damage or _content(manifest_commit_path(store)) == before:
             return damage
 
 
-def _compare_sealed(store: Path) -> list[tuple[Path, ManifestInvalid]]:
+def _compare(store: Path) -> list[tuple[Path, ManifestInvalid]]:
     try:
-        records = read_seal(store)
+        records = read_manifest_commit(store)
     except ManifestInvalid as error:
-        return [(seal_path(store), error)]
+        return [(manifest_commit_path(store), error)]
     damage = []
     for name, record in (records or {}).items():
         path = store / name
@@ -95,7 +91,7 @@ def _holds(path: Path, record: FileRecord) -> bool:
     try:
         if path.stat().st_size != record.bytes:
             return False
-        return is_sealed(read_bounded(path, MAX_PLAN_BYTES), record)
+        return matches_record(read_bounded(path, MAX_PLAN_BYTES), record)
     except (*MISSING, ValueError):  # gone, no regular file, or longer than any is
         return False
 
@@ -110,34 +106,34 @@ def _content(path: Path) -> bytes | None:
         return b""
 
 
-def is_sealed(content: bytes, record: FileRecord) -> bool:
+def matches_record(content: bytes, record: FileRecord) -> bool:
     """Whether these bytes are the recorded ones."""
     return len(content) == record.bytes and zlib.crc32(content) == record.crc32
 
 
-def check_seal(store: Path) -> None:
+def check_manifest(store: Path) -> None:
     """Refuse a store whose store.json or plan.parquet has changed since it was begun.
 
     Raises:
         ManifestInvalid: naming the file.
     """
-    for _, error in find_seal_damage(store):
+    for _, error in find_manifest_damage(store):
         raise error
 
 
-def restore_sealed_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
-    """Write store.json and plan.parquet anew where they are damaged and the seal confirms the given bytes.
+def restore_manifest(store: Path, contents: Mapping[str, bytes]) -> list[str]:
+    """Write store.json and plan.parquet anew where they are damaged and their commit confirms the given bytes.
 
     Args:
         contents: name -> bytes that the same inputs give.
 
     Raises:
-        ManifestInvalid: there is no whole seal, or it was made of other bytes.
+        ManifestInvalid: there is no whole commit of them, or it was made of other bytes.
     """
-    records = read_seal(store)
+    records = read_manifest_commit(store)
     restored = []
-    for path, error in find_seal_damage(store):
-        if not is_sealed(contents[path.name], (records or {})[path.name]):
+    for path, error in find_manifest_damage(store):
+        if not matches_record(contents[path.name], (records or {})[path.name]):
             raise error
         write_atomic(path, contents[path.name])
         restored.append(path.name)
