@@ -27,7 +27,7 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress, activation_name, format_bytes, format_hours
 from .add_plan import AddPlan, plan_addition
 from .audit import stored_tolerance
-from .calibrate import calibrate
+from .calibrate import learn_from_target
 from .capture import capture
 from .card import CardOrigin, public_name, write_card
 from .config import ActivationSpec, AddConfig, ExtractConfig
@@ -210,15 +210,10 @@ class _Addition:
         if self.progress:
             self.progress(0, plan.n_tokens, "learn the codec's basis")
         ids = self.reader.sequences["sequence_id"].to_pylist()
-
-        def read(row: int) -> dict[str, np.ndarray]:
-            tokens, _ = self._text(ids[row])
-            fields = capture(target.model, [tokens], plan.spec, self.dtype, plan.uses_cache).fields
-            return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
-
-        model = target.model
-        lm_head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().get_parameter("weight")
-        calibrate(codec.only(plan.fields), self.reader.lengths, read, model.config, lm_head, embeddings)
+        new, lengths = codec.only(plan.fields), self.reader.lengths
+        learn_from_target(
+            new, lengths, lambda row: self._text(ids[row])[0], target, plan.spec, plan.dtype, plan.uses_cache
+        )
         save_next_basis(self.writer, codec)
 
     def _compare(self, target: Target, part: int) -> str:
@@ -295,12 +290,10 @@ def _run_record(
     plan: AddPlan, report: AddReport, recorded: ExtractConfig | None, provenance: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What runs/ keeps; the settings are those that would make the whole store, for a repair."""
-    timings = report.timings
     record: dict[str, Any] = {
         "added": plan.config.named() | {"fields": report.fields, "agreement": report.agreement},
         "provenance": dict(provenance or {}),
         "n_parts_done": report.n_parts_done,
-        "timings": dataclasses.asdict(timings)
-        | {"padding_fraction": timings.padding_fraction, "tokens_per_s": timings.tokens_per_s},
+        "timings": report.timings.record(),
     }
     return record if recorded is None else record | {"config": recorded.named()}

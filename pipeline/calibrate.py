@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..moa.target.live import Target
 from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform.calibration import logit_metric
@@ -17,6 +18,8 @@ from ..storage.codecs.transform.codec import TransformCodec
 from ..storage.codecs.transform.rope import Rope
 from ..storage.errors import ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing
 from ..storage.read.store import read_manifest
+from .capture import capture
+from .config import ActivationSpec
 
 SAMPLE_TOKENS = 30_000
 """Tokens that a codec learns from; in float32 they take 8 GB at the sizes of Llama-3-8B."""
@@ -37,7 +40,8 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
         Ascending rows; all of them where there are fewer tokens.
     """
     n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
-    return np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist()
+    rows: list[int] = np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist()
+    return rows
 
 
 def learned_before(codec: StoreCodec, store: Path) -> StoreCodec | None:
@@ -83,6 +87,33 @@ def calibrate(
                 rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), METRIC_TOKENS)).astype(int)]
                 field.metric = logit_metric(rows, lm_head.detach().float().cpu().numpy())
         field.calibrate(sample, [values[TOKENS] for values in sequences] if field.needs_tokens else None)
+
+
+def learn_from_target(
+    codec: StoreCodec,
+    lengths: np.ndarray,
+    tokens_of: Callable[[int], np.ndarray],
+    target: Target,
+    spec: ActivationSpec,
+    dtype: str,
+    uses_cache: bool | None = None,
+) -> None:
+    """Let a codec learn from forwards of the target over a sample of the sequences.
+
+    Args:
+        lengths: tokens of each planned sequence.
+        tokens_of: row of the plan -> token ids, int32 [n_tokens].
+        spec, dtype, uses_cache: as for ``capture``.
+    """
+    model: Any = target.model
+
+    def read(row: int) -> dict[str, np.ndarray]:
+        tokens = tokens_of(row)
+        fields = capture(model, [tokens], spec, getattr(torch, dtype), uses_cache).fields
+        return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
+
+    lm_head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().get_parameter("weight")
+    calibrate(codec, lengths, read, model.config, lm_head, embeddings)
 
 
 def target_rope(model_config: Any) -> Rope:

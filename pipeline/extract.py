@@ -29,14 +29,12 @@ import torch
 from ..errors import Interrupted
 from ..moa.target.live import Target
 from ..storage.care.repair import RepairPlan, drop_from
-from ..storage.chunks.field import TOKENS
 from ..storage.names import commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes, format_hours
 from .add_plan import refuse_addition
-from .calibrate import calibrate, learned_before
-from .capture import capture
+from .calibrate import learn_from_target, learned_before
 from .card import CardOrigin, public_name, write_card
 from .config import ExtractConfig
 from .forwards import Forwards, Timings, run_parts, save_bundle
@@ -169,18 +167,12 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractP
     if codec is None:
         codec, target = plan.codec, _load_target(plan)
         ids = plan.table["sequence_id"].to_pylist()
-        dtype = getattr(torch, plan.config.storage.dtype)
         if progress:
             progress(0, plan.n_tokens, "learn the codec's basis")
-
-        def read(row: int) -> dict[str, np.ndarray]:
-            tokens = plan.sequences.tokens(ids[row])
-            fields = capture(target.model, [tokens], plan.spec, dtype).fields
-            return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
-
-        model, lengths = target.model, plan.table["n_tokens"].to_numpy()
-        lm_head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().get_parameter("weight")
-        calibrate(codec, lengths, read, model.config, lm_head, embeddings)
+        lengths = plan.table["n_tokens"].to_numpy()
+        learn_from_target(
+            codec, lengths, lambda row: plan.sequences.tokens(ids[row]), target, plan.spec, plan.config.storage.dtype
+        )
     manifest = dataclasses.replace(plan.manifest, codec=codec.describe())
     return dataclasses.replace(plan, codec=codec, manifest=manifest), target
 
@@ -223,7 +215,6 @@ def _report(plan: ExtractPlan, store: StoreWriter, n_parts_done: int, timings: T
 
 def _run_record(plan: ExtractPlan, report: ExtractReport, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
     """What runs/ keeps: everything that may differ between runs that give equal data."""
-    timings = report.timings
     return {
         "config": plan.config.named(),
         "provenance": dict(provenance or {}),
@@ -233,7 +224,6 @@ def _run_record(plan: ExtractPlan, report: ExtractReport, provenance: Mapping[st
         "n_rows": report.n_rows,
         "n_duplicates": report.n_duplicates,
         "n_truncated": plan.sequences.n_truncated,
-        "timings": dataclasses.asdict(timings)
-        | {"padding_fraction": timings.padding_fraction, "tokens_per_s": timings.tokens_per_s},
+        "timings": report.timings.record(),
         "plan": {"expected_bytes": plan.stored_bytes, "expected_forward_s": plan.forward_s},
     }

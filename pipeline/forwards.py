@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..moa.target.bundle import save_target_bundle
+from ..moa.target.bundle import load_target_config, save_target_bundle
 from ..moa.target.clock import DeviceClock, Mark
-from ..moa.target.live import Target, load_target_config, load_target_model
+from ..moa.target.live import Target, load_target_model
 from ..storage.codecs.registry import StoreCodec
 from ..storage.write.addition import StoreAddition
 from ..storage.write.part import PartWriter
@@ -59,6 +59,10 @@ class Timings:
     def tokens_per_s(self) -> float:
         """Tokens stored per second, from the first forward to the last commit."""
         return self.n_tokens / self.extract_s if self.extract_s else 0.0
+
+    def record(self) -> dict[str, float]:
+        """Return what runs/ keeps of them."""
+        return asdict(self) | {"padding_fraction": self.padding_fraction, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True)

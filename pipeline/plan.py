@@ -16,12 +16,12 @@ import pyarrow as pa
 import torch
 
 from ..errors import OptionInvalid
-from ..moa.target.bundle import target_sizes
-from ..moa.target.live import load_target_config, load_target_tokenizer, pick_device, resolve_model_folder
+from ..moa.target.bundle import load_target_config, target_sizes
+from ..moa.target.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform.calibration import MAX_FEATURES
 from ..storage.errors import CodecUnknown
-from ..storage.parts.plan import plan_parts
+from ..storage.parts.plan import plan_counts, plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
     FieldSpec,
@@ -42,7 +42,6 @@ from .sequences import Sequences, read_sequences
 
 FORWARD_EFFICIENCY = 0.5
 """Assumed speed of the forward as a fraction of a large matrix product on the same device."""
-DISK_RESERVE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -183,14 +182,15 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     batch_tokens = config.forward.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
     fields = field_specs(spec, sizes, config.storage.dtype)
     codec = _codec(config.storage.codec, fields)
-    n_tokens = int(table["n_tokens"].to_numpy().astype(np.int64).sum())
+    counts = plan_counts(table)
+    n_tokens = counts["n_tokens"]
     manifest = StoreManifest(
         fields=fields,
         target=sizes,
         identities=collect_identities(folder, tokenizer, source, with_weights),
         extraction=_extraction(config, spec, compute_dtype, device, batch_tokens) | _template_time(tokenizer),
-        n_sequences=table.num_rows,
-        n_parts=int(table["part"].to_numpy().max()) + 1,
+        n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"],
         n_tokens=n_tokens,
         codec=codec.describe(),
         alignment_tokens=ALIGNMENT_TOKENS,

@@ -72,7 +72,8 @@ def template_text(tokenizer: Any) -> str:
             "Use an instruction-tuned model, or put its chat_template.jinja into the model folder."
         )
     try:
-        return tokenizer.get_chat_template()
+        template: str = tokenizer.get_chat_template()
+        return template
     except ValueError as error:
         raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
 
@@ -122,7 +123,7 @@ def render(
     lengths = [len(value) for value in texts([*messages, *(tools or ())])]
     limit = _SPARE_CHARS + _CHARS_PER_CHAR * sum(lengths) + _CHARS_PER_TEXT * len(lengths)
     with _bounded(_compile_jinja_template(text), tokenizer, limit):
-        return tokenizer.apply_chat_template(
+        rendered: str = tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
             chat_template=text,
@@ -130,6 +131,7 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **TEMPLATE_ARGUMENTS,
         )
+    return rendered
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -87,7 +88,7 @@ class SpeculatorsLayout(Layout):
                 f"{path}: its token_ids are not the input_ids of row {row} of the Arrow dataset. The files belong to "
                 "another dataset; make them again."
             )
-        return mask
+        return np.asarray(mask)
 
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         """Return a file's hidden states; see the base class."""
@@ -146,7 +147,7 @@ def _write_stream(path: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) ->
     ids_type = pa.list_(pa.int64())
     schema = pa.schema([("input_ids", ids_type), ("loss_mask", ids_type), ("seq_len", pa.int64())])
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        columns: tuple[list, list, list] = ([], [], [])
+        columns: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
 
         def flush() -> None:
             arrays = [pa.array(column, item.type) for column, item in zip(columns, schema, strict=True)]
@@ -179,4 +180,5 @@ def _read(path: Path, key: str) -> Tensor:
     if key not in read_header(path, ForeignInvalid):
         raise ForeignInvalid(f"{path} has no tensor {key}. Make the file again.")
     with safe_open(path, framework="pt") as file:
-        return file.get_tensor(key)
+        tensor: Tensor = file.get_tensor(key)
+    return tensor

@@ -31,7 +31,7 @@ from ..names import (
 )
 from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit
 from ..parts.manifest_commit import find_manifest_damage
-from ..parts.plan import check_plan, part_lengths, read_plan
+from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..parts.shard import FileRecord
 from ..read.store import ActivationStore, read_manifest
 from ..schema import FieldSpec, StoreManifest
@@ -42,8 +42,6 @@ SLICE_BYTES = 32 << 20
 """Raw bytes that one thread holds at a time."""
 SLICE_TOKENS = 64
 """Slices start at multiples of this, as codecs that work on blocks of tokens want it."""
-
-"""Called as ``progress(done, total, message)``."""
 
 
 def verify_store(
@@ -122,12 +120,7 @@ def _below(store: Path, path: Path) -> str:
 
 
 def _check_plan(manifest: StoreManifest, plan: pa.Table) -> Iterator[Damage]:
-    counts = {
-        "n_sequences": plan.num_rows,
-        "n_parts": int(plan["part"].to_numpy().max()) + 1,
-        "n_tokens": int(plan["n_tokens"].to_numpy().sum(dtype=np.int64)),
-    }
-    for key, counted in counts.items():
+    for key, counted in plan_counts(plan).items():
         expected = getattr(manifest, key)
         if counted != expected:
             yield Damage(None, PLAN_NAME, f"{PLAN_NAME} has {key} {counted}, store.json says {expected}")

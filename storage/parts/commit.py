@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..checking import MISSING, exists
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
@@ -132,7 +133,7 @@ def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tupl
     return damage
 
 
-def _records(document: dict) -> dict[str, FileRecord]:
+def _records(document: dict[str, Any]) -> dict[str, FileRecord]:
     return {
         relative_name(name): FileRecord(
             whole_number(record["bytes"], "bytes"), whole_number(record["crc32"], "crc32", 0, (1 << 32) - 1)
@@ -141,7 +142,7 @@ def _records(document: dict) -> dict[str, FileRecord]:
     }
 
 
-def _dump(document: Mapping) -> bytes:
+def _dump(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 

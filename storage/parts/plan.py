@@ -102,6 +102,15 @@ def _check_sequences(table: pa.Table) -> None:
         )
 
 
+def plan_counts(plan: pa.Table) -> dict[str, int]:
+    """Return what a manifest says of a plan: n_sequences, n_parts and n_tokens (without alignment padding)."""
+    return {
+        "n_sequences": plan.num_rows,
+        "n_parts": int(plan["part"].to_numpy().max()) + 1,
+        "n_tokens": int(plan["n_tokens"].to_numpy().sum(dtype=np.int64)),
+    }
+
+
 def part_lengths(plan: pa.Table, alignment_tokens: int) -> np.ndarray:
     """Return the length of each part's token axis, padding included: int64 [n_parts]."""
     ends = plan["first_token"].to_numpy() + plan["n_tokens"].to_numpy()

@@ -29,7 +29,7 @@ from ..names import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_pat
 from ..parts.commit import find_size_damage, read_commits
 from ..parts.files import RemotePath, open_path
 from ..parts.manifest_commit import check_manifest
-from ..parts.plan import check_plan, read_plan
+from ..parts.plan import check_plan, plan_counts, read_plan
 from ..schema import FieldSpec, StoreManifest
 from . import selection
 from .arrays import PartArrays
@@ -113,9 +113,9 @@ class ActivationStore:
 
     def _check_plan(self, plan: pa.Table) -> None:
         check_plan(plan, self.manifest.alignment_tokens)
-        counts = {"n_sequences": plan.num_rows, "n_parts": int(plan["part"].to_numpy().max()) + 1}
-        for key, counted in counts.items():
-            if (expected := getattr(self.manifest, key)) != counted:
+        counts = plan_counts(plan)
+        for key in ("n_sequences", "n_parts"):
+            if (expected := getattr(self.manifest, key)) != (counted := counts[key]):
                 raise ManifestInvalid(
                     f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
                     "Restore the two files from one copy."
@@ -154,7 +154,7 @@ class ActivationStore:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of every committed sequence: int32 [len(self)]."""
-        return self._n_tokens
+        return np.asarray(self._n_tokens)
 
     @property
     def n_bytes_read(self) -> int:

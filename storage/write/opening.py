@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from ..checking import exists
@@ -17,7 +16,7 @@ from ..errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreL
 from ..locking import LockHeld, lock_file
 from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
 from ..parts.manifest_commit import find_manifest_damage, restore_manifest
-from ..parts.plan import plan_bytes, read_plan
+from ..parts.plan import plan_bytes, plan_counts, read_plan
 from ..read.store import read_manifest
 from ..schema import StoreManifest, flatten
 
@@ -28,12 +27,7 @@ def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
     Raises:
         ManifestInvalid: a count differs.
     """
-    counted = {
-        "n_sequences": plan.num_rows,
-        "n_parts": int(plan["part"].to_numpy().max()) + 1,
-        "n_tokens": int(plan["n_tokens"].to_numpy().sum(dtype=np.int64)),
-    }
-    for key, value in counted.items():
+    for key, value in plan_counts(plan).items():
         if getattr(manifest, key) != value:
             raise ManifestInvalid(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
 

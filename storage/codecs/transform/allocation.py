@@ -191,7 +191,7 @@ def allocate(options: Options, budget_bits: float) -> np.ndarray:
             low = multiplier
         else:
             high, chosen = multiplier, trial
-    return chosen
+    return np.asarray(chosen)
 
 
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:

@@ -121,7 +121,7 @@ def token_features(embeddings: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     features = embeddings / np.maximum(scale, 1e-12)
     if features.shape[1] > MAX_FEATURES:
         features = features @ principal_axes(features[tokens])[:, :MAX_FEATURES]
-    return features.astype(np.float16).astype(np.float32)
+    return np.asarray(features.astype(np.float16), np.float32)
 
 
 def learn_regression(features: Sequence[np.ndarray], sequences: Sequence[np.ndarray]) -> np.ndarray:

@@ -196,7 +196,7 @@ def _concatenated(parts: Sequence[Options]) -> Options:
 def quantise(scaled: np.ndarray, rounding: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Quantise components that are divided by their steps: float32 [n, n_components] -> int32 of the same shape."""
     codes = np.sign(scaled) * np.floor(np.abs(scaled) + rounding)
-    return np.clip(codes, -limit, limit).astype(np.int32)
+    return np.asarray(np.clip(codes, -limit, limit), np.int32)
 
 
 def _layout(

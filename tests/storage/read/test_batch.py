@@ -108,7 +108,7 @@ def test_new_arrays_and_strided_buffers(store: Path, n_threads: int):
         np.testing.assert_array_equal(stored["kv"], batch["kv"])
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "int6"])
 def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe, codec: str):
     lossy = recipe.with_manifest(codec=StoreCodec(codec, recipe.manifest.fields).describe())
     with ActivationStore(lossy.write(tmp_path / "lossy")) as reader:
