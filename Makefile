@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format types bench check clean
+.PHONY: help setup demo test test-slow test-gpu lint format types docs figures bench check lock release clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,7 +22,7 @@ setup: $(STAMP) ## Create .venv and install the package with the tested versions
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python 3.11 or newer is needed, this is %d.%d; set PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 demo: $(STAMP) ## Run the whole idea on this machine: chats, target, store, drafter, report
@@ -37,24 +37,44 @@ test-slow: $(STAMP) ## Run the slow tests
 test-gpu: $(STAMP) ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-lint: $(STAMP) ## Check style, formatting and docstrings
+lint: $(STAMP) ## Check style, formatting, docstrings and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/python .ci/whitespace.py
 
 format: $(STAMP) ## Format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # mypy can't follow the mapping of an editable install, so it gets a link with the package's name.
-types: $(STAMP) ## Check types over the packages
+types: $(STAMP) ## Check types over the package and the benchmarks
 	@mkdir -p .mypy_path && ln -sfn .. .mypy_path/moa_data
 	MYPYPATH=.mypy_path $(BIN)/mypy -p moa_data
+	MYPYPATH=.mypy_path:benchmarks $(BIN)/mypy benchmarks
+
+docs: $(STAMP) ## Build the site into site/; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+figures: $(STAMP) ## Draw the pictures and write the tables of docs/ from benchmarks/results
+	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/figures.py
 
 bench: $(STAMP) ## Measure this machine; results go to benchmarks/results
 	$(BIN)/python benchmarks/bench_store.py
 
-check: lint types test ## All that continuous integration runs
+check: lint types docs test ## All that continuous integration runs
+
+lock: $(STAMP) ## Resolve all dependencies afresh and write constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --dry-run --ignore-installed \
+		--report $(VENV)/lock.json '.[all,dev,bench]'
+	$(BIN)/python .ci/lock.py $(VENV)/lock.json
+
+release: $(STAMP) ## Build dist/ and check it; CONTRIBUTING.md says what comes before and after
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove .venv, caches and the demo's output
-	rm -rf $(VENV) $(DEMO_OUT) .mypy_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build ./*.egg-info
+	rm -rf $(VENV) $(DEMO_OUT) .mypy_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,40 @@
+"""Checks that text files end in one newline and have no trailing whitespace; ``--fix`` mends them.
+
+python .ci/whitespace.py [--fix] [FILE ...]      without files: all that git tracks
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+BINARY = {".png", ".safetensors", ".npz", ".pt"}
+
+
+def mended(text: str) -> str:
+    """The text as it should be."""
+    stripped = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE).rstrip("\n")
+    return stripped + "\n" if stripped else ""
+
+
+def main() -> int:
+    """Check the files; 1 if one was wrong."""
+    fix = "--fix" in sys.argv
+    tracked = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True).stdout.splitlines()
+    names = [name for name in sys.argv[1:] if name != "--fix"] or tracked
+    wrong = []
+    for path in map(Path, names):
+        if path.suffix in BINARY or not path.is_file():
+            continue
+        text = path.read_bytes().decode()
+        if text != mended(text):
+            wrong.append(str(path))
+            if fix:
+                path.write_bytes(mended(text).encode())
+    for name in wrong:
+        sys.stderr.write(f"{name}: {'mended' if fix else 'trailing whitespace, or not one newline at the end'}\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
