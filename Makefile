@@ -53,8 +53,11 @@ types: $(STAMP) ## Check types over the package and the benchmarks
 	MYPYPATH=.mypy_path $(BIN)/mypy -p moa_data
 	MYPYPATH=.mypy_path:benchmarks $(BIN)/mypy benchmarks
 
+# The API reference reads the sources below the package's name, and nothing else that lies at the root.
 docs: $(STAMP) ## Build the site into site/; a broken link is an error
-	$(BIN)/mkdocs build --strict --quiet
+	@rm -rf .docs_path && mkdir -p .docs_path/moa_data
+	@cd .docs_path/moa_data && ln -s $(addprefix ../../,$(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) .
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 figures: $(STAMP) ## Draw the pictures and write the tables of docs/ from benchmarks/results
 	$(BIN)/python benchmarks/tables.py
@@ -76,5 +79,5 @@ release: $(STAMP) ## Build dist/ and check it; CONTRIBUTING.md says what comes b
 	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove .venv, caches and the demo's output
-	rm -rf $(VENV) $(DEMO_OUT) .mypy_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site ./*.egg-info
+	rm -rf $(VENV) $(DEMO_OUT) .mypy_path .docs_path .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,96 @@
+"""Writes docs/results.md from the figures in benchmarks/results: one table for each file, in order.
+
+    python benchmarks/tables.py [--check]       --check writes nothing and fails if the page is not current
+
+A file of figures is one table::
+
+    {"order": 100, "title": "...", "text": "...",           where it stands, and what was measured how
+     "data": "...", "machine": "...", "measured": "...",     on what, and when
+     "caveats": ["..."],                                     what a reader could take it for and must not
+     "commands": {"eval": "moa-data eval ..."},              by name
+     "columns": {"length": {"title": "...", "form": "{:.2f}"}},
+     "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}]}
+
+A value of three numbers is a figure with its 95 % interval.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+HEAD = """\
+# Results
+
+Everything that was measured, with its command and its caveats. `make figures` writes this page and its picture from
+`benchmarks/results/*.json`. Another machine gives other speeds; acceptance lengths depend on target, data and training alone.
+
+- *Acceptance length*: tokens committed per target call, the bonus token included. The prefill is not counted, nor the token it gives.
+- *Tokens/s* of decoding: all new tokens over all seconds of a method, prefill included. Methods decode the same prompts in one process,
+  in alternating order, after a warm-up.
+- Brackets are 95 % intervals, bootstrap over prompts, unless said otherwise.
+- *MoA* is Mixture of Attentions. STORE, MODEL, RUN, TRAIN_CHATS and TEST_CHATS stand for your own.
+
+![Acceptance length of MoA and EAGLE-2 by training tokens](images/moa-and-eagle.png)
+"""
+
+Table = dict[str, Any]
+
+
+def load_tables(folder: Path = RESULTS) -> list[Table]:
+    """Read all files of figures, in the order of the page."""
+    tables: list[Table] = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(tables, key=lambda table: int(table["order"]))
+
+
+def page(tables: list[Table]) -> str:
+    """Return the whole page as Markdown."""
+    return "\n".join([HEAD, *(section(table) for table in tables)])
+
+
+def section(table: Table) -> str:
+    """Return one table with what it needs to be read."""
+    columns = table["columns"]
+    lines = [f"## {table['title']}", "", table["text"], ""]
+    lines.append("| " + " | ".join(column["title"] for column in columns.values()) + " |")
+    lines.append("|---" * len(columns) + "|")
+    for row in table["rows"]:
+        cells = (cell(row.get(key), column["form"]) for key, column in columns.items())
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", *(f"- {caveat}" for caveat in table["caveats"])]
+    lines.append(f"- Data: {table['data']}. Machine: {table['machine']}. Measured: {table['measured']}.")
+    used = list(dict.fromkeys(row["command"] for row in table["rows"]))
+    others = [name for name in table["commands"] if name not in used]
+    lines += ["", "```bash", *(table["commands"][name] for name in others + used), "```", ""]
+    return "\n".join(lines)
+
+
+def cell(value: Any, form: str) -> str:
+    """Return one value as text; three numbers are a figure and its interval."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        middle, low, high = (form.format(number) for number in value)
+        return f"{middle} ({low}{' to ' if value[1] < 0 else '-'}{high})"
+    # A word among numbers ("as above") has no form.
+    return value if isinstance(value, str) and form != "`{}`" else form.format(value)
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description="Write docs/results.md from benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="fail if the page is not what would be written")
+    options = parser.parse_args()
+    text = page(load_tables())
+    if options.check:
+        return int(PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
