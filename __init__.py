@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .moa.formats.checkpoint import load_drafter
     from .moa.target.live import Target
     from .pipeline.config import ExtractConfig
+    from .pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
     from .pipeline.extract import extract
     from .storage.read.store import ActivationStore
     from .trainer.config import TrainConfig
@@ -26,6 +27,9 @@ _HOMES = {
     "ActivationStore": "storage.read.store",
     "ExtractConfig": "pipeline.config",
     "extract": "pipeline.extract",
+    "ActivationDataset": "pipeline.exchange.torch_dataset",
+    "IterableActivationDataset": "pipeline.exchange.torch_dataset",
+    "pad_collate": "pipeline.exchange.torch_dataset",
     "TrainConfig": "trainer.config",
     "train": "trainer.run",
     "Target": "moa.target.live",
@@ -36,9 +40,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "ActivationDataset",
     "ActivationStore",
     "EvalConfig",
     "ExtractConfig",
+    "IterableActivationDataset",
     "MoaDataError",
     "Target",
     "TrainConfig",
@@ -46,6 +52,7 @@ __all__ = [
     "evaluate",
     "extract",
     "load_drafter",
+    "pad_collate",
     "train",
 ]
 

@@ -1,6 +1,6 @@
 """Writes constraints.txt from pip's resolution of all extras: `make lock` resolves, this keeps names and versions.
 
-    python .ci/lock.py REPORT         what `pip install --dry-run --ignore-installed --report REPORT` wrote
+python .ci/lock.py REPORT         what `pip install --dry-run --ignore-installed --report REPORT` wrote
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-HEADER = "# The versions that the tests pass with (python {}). `make setup` installs exactly these; `make lock` renews them.\n"
+HEADER = "# The versions that the tests pass with (python {}). `make setup` installs these, `make lock` renews them.\n"
 
 # pip itself, the project, and what the CUDA build of torch pins itself: constraints are to serve either build.
 SKIPPED = re.compile(r"(pip|setuptools|wheel|moa-data|triton|nvidia-.*|cuda-.*)$")

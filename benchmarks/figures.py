@@ -36,7 +36,9 @@ def main() -> None:
     axes.set_xticks(lengths, [f"{n:g} M" for n in lengths])
     axes.minorticks_off()
     axes.set_ylabel("tokens per target call (plain: 1)")
-    axes.set_title("Mixture of Attentions learns faster than EAGLE-2; with more training the distance shrinks", loc="left")
+    axes.set_title(
+        "Mixture of Attentions learns faster than EAGLE-2; with more training the distance shrinks", loc="left"
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e8f0")
     PICTURE.parent.mkdir(exist_ok=True)

@@ -27,11 +27,13 @@ HEAD = """\
 # Results
 
 Everything that was measured, with its command and its caveats. `make figures` writes this page and its picture from
-`benchmarks/results/*.json`. Another machine gives other speeds; acceptance lengths depend on target, data and training alone.
+`benchmarks/results/*.json`. Another machine gives other speeds; acceptance lengths depend on target, data and training
+alone.
 
-- *Acceptance length*: tokens committed per target call, the bonus token included. The prefill is not counted, nor the token it gives.
-- *Tokens/s* of decoding: all new tokens over all seconds of a method, prefill included. Methods decode the same prompts in one process,
-  in alternating order, after a warm-up.
+- *Acceptance length*: tokens committed per target call, the bonus token included. The prefill is not counted, nor the
+  token it gives.
+- *Tokens/s* of decoding: all new tokens over all seconds of a method, prefill included. Methods decode the same prompts
+  in one process, in alternating order, after a warm-up.
 - Brackets are 95 % intervals, bootstrap over prompts, unless said otherwise.
 - *MoA* is Mixture of Attentions. STORE, MODEL, RUN, TRAIN_CHATS and TEST_CHATS stand for your own.
 

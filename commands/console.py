@@ -213,6 +213,8 @@ def user_message(error: BaseException) -> str | None:
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
+    if isinstance(error, ModuleNotFoundError) and (error.name or "moa_data").split(".")[0] != "moa_data":
+        return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[all]'."
     # Where memory is limited, Python itself fails with SystemError where it can't make an exception.
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     if isinstance(error, MemoryError | SystemError if is_limited else MemoryError) or any(
