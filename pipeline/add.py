@@ -121,7 +121,7 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
         recorded = _recorded(plan)
         if recorded is not None:
             names = public_name(recorded.model), public_name(recorded.dataset)
-            licences = recorded.target_license, recorded.dataset_license
+            licences = recorded.storage.target_license, recorded.storage.dataset_license
             write_card(plan.store, CardOrigin(*names, "moa-data extract", *licences))
         timings.wall_s = time.perf_counter() - start
         if report.fields or report.target_layers != plan.n_layers_before:
