@@ -11,7 +11,7 @@ from .commands.console import StageGroup, quiet_libraries
 COMMANDS = {
     "plan": "extract", "extract": "extract", "add": "extract", "recode": "extract", "repair": "extract",
     "audit": "extract", "inspect": "store", "verify": "store", "train": "train", "eval": "evaluate",
-    "compare": "evaluate", "disconnect": "evaluate", "generate": "generate", "export": "exchange",
+    "disconnect": "evaluate", "generate": "generate", "export": "exchange",
     "import": "exchange", "export-drafter": "exchange", "demo": "demo",
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from train_step import add_size_options, chosen_sizes, small_config
 from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
 from moa_data.evaluation.run import disconnect, evaluate
-from moa_data.evaluation.statistics import ratio_with_interval, relative_with_interval
+from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import DrafterError
@@ -236,7 +236,7 @@ def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, 
         row[key] = {"mean": mean, "interval": interval, "by_seed": by_seed}
         if pairs and key in ("chain", "tree"):
             joined = [(a, b) for ours, full in pairs for a, b in zip(values(ours), values(full), strict=True)]
-            of_full = relative_with_interval([a[0] for a, _ in joined], [(*a[1:], *b[1:]) for a, b in joined])
+            of_full = ratio_with_interval([a[0] for a, _ in joined], [(*a[1:], *b[1:]) for a, b in joined])
             row[key] |= {"of_full": of_full[0], "of_full_interval": of_full[1]}
     n_offsets = max(len(one["agrees"]) for result in results for _, one in result._written())
     row["agreement_by_offset"] = []

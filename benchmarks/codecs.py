@@ -27,7 +27,8 @@ from train_step import add_size_options, add_training_options, chosen_sizes, cho
 
 from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.prompts import load_prompts
-from moa_data.moa.decoding.loop import draft_session, generate_batch
+from moa_data.moa.decoding.loop import generate_batch
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.nn.kv import unpack_kv
@@ -153,7 +154,7 @@ def acceptance_length(options: argparse.Namespace, target: Target, run: Path) ->
             target,
             prompts[start : start + 20],
             max_new_tokens=128,
-            open_session=draft_session(target, drafter),
+            proposer=DrafterProposer(target, drafter),
             tree=TreeShape(5),
         )
         lengths += [generation.stats.acceptance_length for generation in generations]

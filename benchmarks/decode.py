@@ -4,8 +4,8 @@
     python benchmarks/decode.py --shape llama-3-8b --device cuda --dtype bfloat16      random weights
     python benchmarks/decode.py --shape llama-3-8b --kind eagle                        of another drafter
 
-Drafts and target calls are timed alone, in turns, and the least of all repeats counts; rounds are timed while decoding.
-With random weights nothing is accepted, which leaves the costs as they are. Writes JSON with --out.
+Drafts and target calls are timed alone, in alternation, and the least of all repeats counts; rounds are timed
+while decoding. With random weights nothing is accepted, which leaves the costs as they are. Writes JSON with --out.
 """
 
 import argparse
@@ -13,17 +13,22 @@ import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moa_data.commands.provenance import collect_provenance
-from moa_data.moa.decoding.auto_tree import measure_costs
-from moa_data.moa.decoding.loop import OnRound, draft_session, generate_batch
-from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.decoding.loop import OnRound, generate_batch
+from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
+from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
@@ -47,6 +52,106 @@ SHAPES: dict[str, dict[str, Any]] = {
 FORM = ("cross_attention_drafts", "layer_groups", "unrotated_keys")
 """What a Mixture of Attentions is, of the settings of training that are no sizes."""
 ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
+
+N_VERIFIED = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 63)
+BREADTHS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """Seconds of the parts of a round.
+
+    Attributes:
+        verify_s: tokens in a target call -> its seconds, not falling.
+        root_s: breadth -> seconds of the first level of drafts, which also reads the token committed last.
+        level_s: breadth -> seconds of each further level.
+        prompt_token_s: seconds that the drafter needs for each token of a prompt before its first draft.
+        stop_s: seconds of asking whether a chain stops, for each of its drafts.
+    """
+
+    verify_s: dict[int, float]
+    root_s: dict[int, float]
+    level_s: dict[int, float]
+    prompt_token_s: float
+    stop_s: float
+
+    def verification_s(self, n_tokens: float) -> float:
+        """Seconds of a target call over n tokens, interpolated."""
+        return float(np.interp(n_tokens, list(self.verify_s), list(self.verify_s.values())))
+
+    def chain_s(self, n_drafts: int, is_asked: bool) -> float:
+        """Seconds of a chain of n drafts, each of them asked whether the chain stops or not."""
+        return self.root_s[1] + (n_drafts - 1) * self.level_s[1] + n_drafts * self.stop_s * is_asked
+
+
+class _Text:
+    """A prompt in the target's cache, and a proposer that drafts behind it."""
+
+    def __init__(self, target: Target, proposer: Proposer, prompt: list[int]) -> None:
+        self._target, self._cache, self._proposer = target, target.new_cache(), proposer
+        self._committed = list(prompt)
+        proposer.begin(self._cache)
+        self.commit(prompt)
+
+    def verify(self, n_tokens: int) -> Tensor:
+        tokens = torch.zeros(1, n_tokens, dtype=torch.int64, device=self._target.device)
+        return self._target.logits(self._target.forward(tokens, self._cache))
+
+    def propose(self, shape: Shape) -> DraftTree:
+        return self._proposer.propose([self._committed], shape)
+
+    def commit(self, tokens: list[int]) -> None:
+        hidden = self._target.forward(torch.tensor([tokens], device=self._target.device), self._cache)
+        kept = [range(len(tokens))]
+        self._cache.commit(kept)
+        self._proposer.observe(hidden, kept)
+        self._committed.append(int(self._target.logits(hidden[:, -1]).argmax()))
+
+    def step(self) -> None:
+        """Decode one token; a drafter proposes once per target call."""
+        self.commit(self._committed[-1:])
+
+
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    # One thread's own time leaves out what other programs take of a CPU.
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    synchronize()
+    began = clock()
+    call()
+    synchronize()
+    return clock() - began
+
+
+@torch.inference_mode()
+def measure_costs(target: Target, proposer: Proposer, prompt: list[int], n_repeats: int = 5) -> PartCosts:
+    """Time target calls and drafts behind a prompt."""
+    depth = min(3, proposer.max_depth or 3)
+    asking = TreeShape(depth, stop_below=1e-30)  # of three drafts no chain is less likely
+    shapes = {asking, *(TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth))}
+    verify_s: dict[int, list[float]] = {n: [] for n in N_VERIFIED if len(prompt) + n < target.max_positions}
+    draft_s: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
+    first_s = []
+    for _ in range(n_repeats):
+        text = _Text(target, proposer, prompt)
+        first_s.append(_seconds(target.device, partial(text.propose, TreeShape(1))))
+        for n_tokens, found in verify_s.items():
+            found.append(_seconds(target.device, partial(text.verify, n_tokens)))
+        for shape, found in draft_s.items():
+            text.step()
+            found.append(_seconds(target.device, partial(text.propose, shape)))
+    # Whatever else the machine does only adds time: the least of all repeats is nearest to the cost, and a larger
+    # call bounds a smaller one.
+    least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
+    first, last = ({b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth))
+    n_further = max(1, depth - 1)
+    return PartCosts(
+        dict(zip(verify_s, least.tolist(), strict=True)),
+        first,
+        {b: max(0.0, last[b] - first[b]) / n_further for b in BREADTHS},
+        prompt_token_s=max(0.0, min(first_s) - first[1]) / len(prompt),
+        stop_s=max(0.0, min(draft_s[asking]) - last[1]) / depth,
+    )
 
 
 def random_target(shape: str, dtype: torch.dtype, device: str) -> Target:
@@ -76,9 +181,9 @@ def rounds(target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape
     """Milliseconds of the rounds of one generation: the whole, and the parts that decoding itself reports."""
     ends: list[float] = []
     on_round: OnRound = lambda drafts, accepted: ends.append(time.perf_counter())  # noqa: E731
-    session = draft_session(target, drafter) if shape else None
+    session = DrafterProposer(target, drafter) if shape else None
     (generation,) = generate_batch(
-        target, [prompt], max_new_tokens=n_tokens, open_session=session, tree=shape, on_round=on_round
+        target, [prompt], max_new_tokens=n_tokens, proposer=session, tree=shape, on_round=on_round
     )
     stats, between = generation.stats, [1e3 * (b - a) for a, b in pairwise(ends)]
     n_calls = stats.n_target_calls
@@ -108,7 +213,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
-    costs = measure_costs(target, draft_session(target, drafter), [prompt], options.repeats)
+    costs = measure_costs(target, DrafterProposer(target, drafter), prompt, options.repeats)
     device = target.device
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),

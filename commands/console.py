@@ -75,7 +75,7 @@ _GO_ON = {
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",
     "repair": "What was repaired is kept; run the same command again to go on.",
     "demo": "Run the same command again; finished phases are kept.",
-    **dict.fromkeys(("eval", "compare", "disconnect"), "No report was written; run the same command again."),
+    **dict.fromkeys(("eval", "disconnect"), "No report was written; run the same command again."),
     **dict.fromkeys(
         ("plan", "inspect", "verify", "audit", "generate", "export-drafter"),
         "Nothing was written; run the same command again.",

@@ -1,15 +1,15 @@
-"""Commands that measure drafters: eval, compare, disconnect."""
+"""Commands that measure drafters: eval, disconnect."""
 
 import click
 
-from ..evaluation.config import CompareConfig, DisconnectConfig, EvalConfig
+from ..evaluation.config import DisconnectConfig, EvalConfig
 from .console import ProgressLine, out, tell
 from .options import StageCommand, config_options
 from .provenance import collect_provenance
 
 _SHOWN = {
     "What to measure": "model drafter method prompts n_prompts out",
-    "Decoding": "max_new_tokens draft_length tree batch_size assistant",
+    "Decoding": "max_new_tokens draft_length tree batch_size",
     "Sampling": "temperature top_p top_k repetition_penalty seed",
     "Measurement": "repeats warmup dtype device compile",
 }
@@ -20,8 +20,9 @@ _SHOWN = {
 def evaluate(config: EvalConfig) -> None:
     """Measure drafters: acceptance length, target calls and tokens/s beside plain decoding.
 
-    All methods decode the same prompts in turns. The prompts are chats (jsonl; the last assistant turn is left out) or
-    Spec-Bench questions (multi-turn). Acceptance length = tokens committed per target call, bonus token included.
+    All methods decode the same prompts in alternation. The prompts are chats (jsonl; the last assistant turn is left
+    out) or Spec-Bench questions (multi-turn). Acceptance length = tokens committed per target call, bonus token
+    included. Beside it stands what each drafter's training cost, with a warning where drafters were not trained alike.
 
     \b
     Examples:
@@ -36,26 +37,6 @@ def evaluate(config: EvalConfig) -> None:
     with ProgressLine("prompt") as progress:
         report = run_evaluate(config, progress=progress, provenance=collect_provenance())
     out.print(markdown_report(report))
-
-
-@click.command(cls=StageCommand)
-@config_options(CompareConfig, arguments=("runs",))
-def compare(config: CompareConfig) -> None:
-    """Compare training runs: one table of what they cost, and what they give in decoding.
-
-    Decodes the same prompts plainly and with chains and trees of each drafter, as `eval` does, and sets beside it what
-    the runs say of themselves: weights, steps, training tokens, bytes read. Warns where runs were not trained alike.
-
-    \b
-    Example:
-      moa-data compare runs/moa runs/eagle runs/glide --model ./llama3-8b --prompts test.jsonl --n-prompts 40
-    """
-    from ..evaluation.comparison import comparison_markdown
-    from ..evaluation.run import compare as run_compare
-
-    with ProgressLine("prompt") as progress:
-        report = run_compare(config, progress=progress, provenance=collect_provenance())
-    out.print(comparison_markdown(report))
     for warning in report.warnings:
         tell(f"not trained alike: {warning}.")
 

@@ -12,13 +12,9 @@ from .console import StageFailure, TokenStream, out, tell
 from .options import HeadedOption, StageCommand, config_options
 
 if TYPE_CHECKING:
-    from ..moa.decoding.loop import Generation, OnTokens, OpenSession
-    from ..moa.decoding.sampling import SamplingConfig
-    from ..moa.decoding.shape_policy import ShapePolicy
+    from ..moa.decoding.loop import OnTokens
     from ..moa.decoding.tree import Shape
-    from ..moa.target.live import Target
 
-_CALIBRATION_TOKENS = 48
 _SHOWN = {
     "Models": "model drafter dtype device compile",
     "Decoding": "max_new_tokens tree plain",
@@ -35,8 +31,8 @@ class GenerateConfig(DecodingConfig):
     """Stop after this many tokens."""
     tree: str = "auto"
     """Drafts per target call: a chain's length such as 5; 10@0.2 for a chain of at most 10 that stops where it is less
-    likely than 0.2 to be accepted; a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's); static:NODES; or auto: the
-    fastest shape on this machine by measured costs and acceptance, or none if none pays."""
+    likely than 0.2 to be accepted; a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's); static:NODES; or auto:
+    10@0.2 (5 where tokens are sampled), and plain decoding while drafts do not pay."""
     plain: bool = True
     """Also decode plainly and compare (default) or not."""
 
@@ -67,7 +63,9 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     texts = [_read_prompt(text) for text in prompts]
     import torch
 
-    from ..moa.decoding.loop import draft_session, generate_batch
+    from ..moa.decoding.loop import generate_batch
+    from ..moa.decoding.policy import AutoPolicy
+    from ..moa.decoding.proposer import DrafterProposer
     from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
     from ..moa.target.live import Target
@@ -82,10 +80,24 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     check_drafter_matches(drafter, target)
     rows = [prompt_tokens(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
     sampling = config.sampling.build()
-    session, shape = draft_session(target, drafter, None, sampling), config.tree_shape()
+    proposer, shape = DrafterProposer(target, drafter, None, sampling), config.tree_shape()
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
-    generate_batch(target, rows, max_new_tokens=4, open_session=session, tree=shape or TreeShape(1), sampling=sampling)
-    drafted = _answer(config, target, rows, session, shape or _choose(target, session, rows, sampling))
+    generate_batch(target, rows, max_new_tokens=4, proposer=proposer, tree=shape or TreeShape(1), sampling=sampling)
+    auto = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
+    stream = TokenStream(lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True))
+    try:
+        drafted = generate_batch(
+            target, rows, max_new_tokens=config.max_new_tokens, proposer=proposer, tree=shape or auto,
+            sampling=sampling, seed=config.sampling.seed, on_tokens=_print_tokens(stream) if len(rows) == 1 else None,
+        )  # fmt: skip
+    finally:
+        out.print(stream.rest())  # also ends the line of an answer that Ctrl-C cuts short
+    if len(rows) > 1:
+        for number, generation in enumerate(drafted, start=1):
+            out.print(f"[{number}]", style="bold")
+            out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
+    if shape is None:
+        tell(auto.describe())
     reference = None
     if config.plain:
         reference = generate_batch(
@@ -108,45 +120,6 @@ def _read_prompt(text: str) -> str:
     if not text.strip():
         raise StageFailure("the prompt is empty; give --prompt TEXT, or - and text on standard input.")
     return text
-
-
-def _choose(
-    target: "Target", session: "OpenSession", rows: list[list[int]], sampling: "SamplingConfig"
-) -> "ShapePolicy":
-    """Measure which shape is fastest here, and say so."""
-    from ..moa.decoding.auto_tree import choose_shape
-
-    choice = choose_shape(
-        target, session, rows, max_new_tokens=_CALIBRATION_TOKENS, batch_size=len(rows), sampling=sampling
-    )
-    tell(f"{choice.describe()}; chosen in {choice.calibration_s:.1f} s")
-    return choice.policy()
-
-
-def _answer(
-    config: GenerateConfig,
-    target: "Target",
-    rows: list[list[int]],
-    session: "OpenSession",
-    shape: "Shape | ShapePolicy",
-) -> "list[Generation]":
-    """Decode and print; a single answer is printed as it comes."""
-    from ..moa.decoding.loop import generate_batch
-
-    stream = TokenStream(lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True))
-    on_tokens = _print_tokens(stream) if len(rows) == 1 else None
-    try:
-        generations = generate_batch(
-            target, rows, max_new_tokens=config.max_new_tokens, open_session=session, tree=shape,
-            sampling=config.sampling.build(), seed=config.sampling.seed, on_tokens=on_tokens,
-        )  # fmt: skip
-    finally:
-        out.print(stream.rest())  # also ends the line of an answer that Ctrl-C cuts short
-    if on_tokens is None:
-        for number, generation in enumerate(generations, start=1):
-            out.print(f"[{number}]", style="bold")
-            out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
-    return generations
 
 
 def _print_tokens(stream: TokenStream) -> "OnTokens":

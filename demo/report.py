@@ -40,8 +40,7 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
     figures.bytes_per_token(summary, pictures / "bytes_per_token.png")
     for source, name in (
         (folder / "drafter" / "curves.png", "drafter.png"),
-        (folder / "eval" / "report_acceptance.png", "acceptance.png"),
-        (folder / "eval" / "report_speed.png", "speed.png"),
+        (folder / "eval" / "report.png", "speed.png"),
     ):
         shutil.copyfile(source, pictures / name)
     rows = _one_of_each_category(read_jsonl(folder / "corpus" / HELD_OUT_FILE))[:N_SAMPLES]
@@ -86,7 +85,7 @@ def _headline(state: DemoState, summary: StoreSummary) -> list[str]:
         f"plain decoding, {measured['n_exact']} of {measured['n_answers']} answers identical to it. "
         f"The drafter learned from {summary.n_tokens:,} stored tokens; the target was not loaded for its training.",
         "",
-        "![Acceptance](figures/acceptance.png)",
+        "![Speed and acceptance length](figures/speed.png)",
         "",
     ]
 
@@ -174,7 +173,7 @@ def _evaluation_section(folder: Path) -> list[str]:
     """Take over the evaluation's own Markdown, one heading level down."""
     lines = (folder / "eval" / "report.md").read_text(encoding="utf-8").splitlines()
     body = ["#" + line if line.startswith("#") else line for line in lines]
-    return [*body, "", "![Speed](figures/speed.png)", ""]
+    return [*body, ""]
 
 
 def _time_section(state: DemoState, config: DemoConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Settings of measurements: ``moa-data eval``, ``compare`` and ``disconnect``, and of ``generate``."""
+"""Settings of measurements: ``moa-data eval``, ``disconnect`` and ``generate``."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DRAFTING = ("chain", "tree", "auto")
 Dtype = Literal["float32", "bfloat16", "float16"]
-Method = Literal["plain", "chain", "tree", "auto", "prompt-lookup", "assisted", "transformers"]
+Method = Literal["plain", "chain", "tree", "auto", "prompt-lookup"]
 
 
 class SamplingSettings(Config):
@@ -89,11 +89,8 @@ class EvalConfig(DecodingConfig):
     """Runs of `moa-data train`, or folders with a drafter, also of the EAGLE or MoA authors; several, separated by
     commas, are compared."""
     method: tuple[Method, ...] = ("plain", "chain", "auto")
-    """Methods to compare, the baseline first: plain; with each drafter chain, tree, auto (the shape that is fastest
-    here, from measured costs and acceptance); without one prompt-lookup, assisted (transformers with --assistant),
-    transformers (its plain generate)."""
-    assistant: str | None = None
-    """Small model with the target's tokenizer for `assisted`: a folder or a hub id."""
+    """Methods to compare, the baseline first: plain; with each drafter chain, tree, auto (chains that stop, and plain
+    decoding while they do not pay); without one prompt-lookup."""
     out: str = "report.json"
     """The report as JSON; a Markdown file and figures are written beside it under the same name."""
     n_prompts: Count | None = None
@@ -105,60 +102,17 @@ class EvalConfig(DecodingConfig):
     repeats: Count = 1
     """Times that each method decodes each prompt; the median counts."""
     warmup: Natural = 2
-    """Prompts that each method decodes before anything is measured; auto calibrates on them."""
+    """Prompts that each method decodes before anything is measured."""
 
     @override
     def problems(self) -> list[str]:
         found = super().problems()
-        if not self.method or self.method[0] not in ("plain", "transformers"):
+        if self.method[:1] != ("plain",):
             found.append(f"method is {','.join(self.method) or 'empty'}, expected plain first (the baseline)")
         drafting = [name for name in self.method if name in DRAFTING]
         if drafting and not self.drafter:
             found.append(f"method {drafting[0]} needs a drafter: give --drafter RUN, or --method plain")
-        if "assisted" in self.method and not self.assistant:
-            found.append("method assisted needs a small model: give --assistant MODEL")
         return found
-
-
-class CompareConfig(Config):
-    """Which runs to compare, on which prompts, and where the report goes."""
-
-    runs: tuple[str, ...]
-    """Runs of `moa-data train`, or folders with a drafter."""
-    model: str
-    """The target: a folder or a hub id."""
-    prompts: str
-    """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions."""
-    out: str = "comparison.json"
-    """The report as JSON; a Markdown file and figures are written beside it under the same name."""
-    n_prompts: Count | None = None
-    """Use this many prompts: the first ones of chats, taken in turn from each category of Spec-Bench; default: all."""
-    max_new_tokens: Count = 128
-    """Stop an answer after this many tokens."""
-    draft_length: Count = 5
-    """Tokens drafted per target call by chains."""
-    tree: str = "6x8x62"
-    """Shape of trees: levels of drafts x breadth x most nodes verified, static:NODES, or a chain as LENGTH@PROBABILITY,
-    which stops where it is less likely than that to be accepted."""
-    batch_size: Count = 1
-    """Prompts decoded together."""
-    repeats: Count = 1
-    """Times that each drafter decodes each prompt; the median counts."""
-    dtype: Dtype = "float32"
-    """Dtype of target and drafters: float32, bfloat16 or float16."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
-    warmup: Natural = 2
-    """Prompts that are decoded before anything is measured."""
-
-    def evaluation(self) -> EvalConfig:
-        """The evaluation that measures them: plain decoding, and chains and trees of each drafter."""
-        shared = {name: value for name, value in self.named().items() if name != "runs"}
-        return EvalConfig(drafter=self.runs, method=("plain", "chain", "tree"), **shared)
-
-    @override
-    def problems(self) -> list[str]:
-        return [] if self.runs else ["no run is given: name the folders to compare"]
 
 
 class DisconnectConfig(Config):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..moa.decoding.loop import generate_batch
-from ..moa.decoding.session import DrafterSession
+from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import TreeShape
 from ..moa.target.cache import TargetCache
 from ..moa.target.live import Target
@@ -183,25 +183,26 @@ def _continue_batch(
             cut.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
 
 
-def _prefill(target: Target, cache: TargetCache, cuts: Sequence[_Cut], session: DrafterSession | None = None) -> None:
+def _prefill(target: Target, cache: TargetCache, cuts: Sequence[_Cut], proposer: DrafterProposer | None = None) -> None:
     """Commit all but the last token before each cut, as the end of a round leaves it."""
     rows = [cut.committed[:-1] for cut in cuts]
     hidden = target.forward(_padded(rows, target.device), cache)
     kept = [range(len(row)) for row in rows]
     cache.commit(kept)
-    if session is not None:
-        session.observe(hidden, kept)
+    if proposer is not None:
+        proposer.observe(hidden, kept)
 
 
 def _continue_alone(
     target: Target, loaded: LoadedDrafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
     """One chain behind each cut, up to the end of sequence, the target's positions and what the drafter can make."""
-    session = DrafterSession(loaded.drafter, loaded.frozen, cache)
-    _prefill(target, cache, cuts, session)
+    proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
+    proposer.begin(cache)
+    _prefill(target, cache, cuts, proposer)
     most = min(n_tokens, loaded.drafter.config.max_depth or n_tokens)
     room = [min(most, target.max_positions - len(cut.committed)) for cut in cuts]
-    drafts = session.propose([cut.committed for cut in cuts], TreeShape(max(room)))
+    drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
     return [
         _up_to_end(tokens[:own], target.eos_token_ids) for tokens, own in zip(drafts.tokens.tolist(), room, strict=True)
     ]

@@ -7,8 +7,8 @@ from typing import Any
 
 from .disconnection import TARGET, Continuation, CutRow
 from .errors import EvaluationError
-from .markdown import interval_text
-from .statistics import ratio_with_interval
+from .markdown import figure_text, table
+from .statistics import Interval, ratio_with_interval
 
 KIND = "moa-data disconnection report"
 SCHEMA_VERSION = 1
@@ -31,8 +31,6 @@ CONVENTIONS = {
 }
 _SHOWN_OFFSETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-Interval = tuple[float, float] | None
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -50,7 +48,7 @@ class Figure:
 
     def text(self, form: str = "{:.2f}") -> str:
         """The mean and, in brackets, the interval."""
-        return "-" if self.mean is None else form.format(self.mean) + interval_text(self.interval, form)
+        return figure_text(self.mean, self.interval, form)
 
 
 @dataclass(frozen=True)
@@ -193,15 +191,13 @@ def disconnection_markdown(report: DisconnectionReport) -> str:
         f"{prompts['n_cuts']} cuts of answers to {prompts['n_cut_prompts']} prompts of {prompts['file']} "
         f"({prompts['kind']}), {config['n_tokens']} tokens behind each; greedy, {environment['dtype']} on "
         f"{environment['device']}.",
-        "",
-        "| writer | tokens like the target's, from the cut on | agreement | log-probability per token, nats |"
-        + (" score |" if has_scores else ""),
-        "|---|---|---|---|" + ("---|" if has_scores else ""),
     ]
+    titles = ["writer", "tokens like the target's, from the cut on", "agreement", "log-probability per token, nats"]
+    rows = []
     for summary in report.writers:
-        cells = [summary.common_prefix.text(), summary.agreement.text("{:.1%}"), summary.log_prob.text()]
-        cells += [summary.score.text("{:.3f}")] if has_scores else []
-        lines.append(f"| {summary.writer} | " + " | ".join(cells) + " |")
+        cells = [summary.writer, summary.common_prefix.text(), summary.agreement.text("{:.1%}")]
+        rows.append([*cells, summary.log_prob.text(), *([summary.score.text("{:.3f}")] * has_scores)])
+    lines += table([*titles, *(["score"] * has_scores)], rows)
     lines += [
         "",
         "Agreement: share of the target's own greedy continuation that the writer has at the same place. "
@@ -216,22 +212,19 @@ def disconnection_markdown(report: DisconnectionReport) -> str:
         ("Agreement", "agreement_by_offset", "{:.0%}", drafters),
         ("Log-probability, nats", "log_prob_by_offset", "{:.2f}", report.writers),
     ):
-        lines += ["", *_offset_lines(title, name, form, shown)]
+        lines += _offset_table(title, name, form, shown)
     return "\n".join(lines) + "\n"
 
 
-def _offset_lines(title: str, name: str, form: str, summaries: Sequence[WriterSummary]) -> list[str]:
-    n_offsets = max(len(getattr(summary, name)) for summary in summaries)
-    offsets = [offset for offset in _SHOWN_OFFSETS if offset <= n_offsets]
-    lines = [
-        f"| {title} at token | " + " | ".join(map(str, offsets)) + " |",
-        "|---" * (1 + len(offsets)) + "|",
-    ]
+def _offset_table(title: str, name: str, form: str, summaries: Sequence[WriterSummary]) -> list[str]:
+    longest = max(len(getattr(summary, name)) for summary in summaries)
+    offsets = [offset for offset in _SHOWN_OFFSETS if offset <= longest]
+    rows = []
     for summary in summaries:
-        figures = getattr(summary, name)
+        figures: tuple[Figure, ...] = getattr(summary, name)
         cells = [figures[offset - 1].text(form) if offset <= len(figures) else "-" for offset in offsets]
-        lines.append(f"| {summary.writer} | " + " | ".join(cells) + " |")
-    return lines
+        rows.append([summary.writer, *cells])
+    return table([f"{title} at token", *map(str, offsets)], rows)
 
 
 def _drafter_lines(report: DisconnectionReport) -> list[str]:

@@ -1,7 +1,7 @@
 """Loading drafters for a measurement, and what their training runs say about themselves."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,13 @@ from .errors import EvaluationError
 
 _RUN_FILE, _REPORT_FILE, _STORE_FILE = "run.yaml", "report.json", "store.json"
 """What ``moa-data train`` leaves beside a drafter."""
+_MAY_DIFFER = frozenset(
+    {
+        "store", "out", "drafter", "preset", "resume", "stop_after_steps", "max_steps", "epochs", "micro_batch_size",
+        "devices", "accelerator", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every", "checkpoint_every",
+    }
+)  # fmt: skip
+"""Settings that change no result, or that are compared in another way: stores by their identity, steps as taken."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,62 @@ def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
         store=_read(place / _STORE_FILE) if (place / _STORE_FILE).is_file() else {},
         settings=settings,
     )
+
+
+def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Say why drafters are not comparable as drafters: what the training of one had that another's had not.
+
+    Args:
+        drafters: name -> the fields of its :class:`DrafterFacts`.
+
+    Returns:
+        One line each; empty where all were trained alike, or there is one drafter only.
+    """
+    if len(drafters) < 2:
+        return []
+    found = [
+        f"{name}: its folder holds no training run, so nothing says how it was trained"
+        for name, facts in drafters.items()
+        if not facts["settings"]
+    ]
+    known = {name: facts for name, facts in drafters.items() if facts["settings"]}
+    parts = (
+        ("steps", {name: {"steps": facts["n_steps"]} for name, facts in known.items()}),
+        ("training tokens", {name: {"training tokens": facts["n_tokens"]} for name, facts in known.items()}),
+        ("stores", {name: facts["store"] for name, facts in known.items()}),
+        ("settings", {name: _shared_settings(facts["settings"]) for name, facts in known.items()}),
+    )
+    for part, values in parts:
+        for key in dict.fromkeys(key for own in values.values() for key in own):
+            # What a run did not record is no difference; a setting that is None was recorded.
+            by_run = {
+                name: own[key]
+                for name, own in values.items()
+                if key in own and (part == "settings" or own[key] is not None)
+            }
+            if len(set(map(str, by_run.values()))) > 1:
+                shown = ", ".join(f"{name} {_short(value)}" for name, value in by_run.items())
+                found.append(f"{part} differ: {shown}" if key == part else f"{part} differ in {key}: {shown}")
+    return found
+
+
+def _shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that drafters of all kinds are trained with; those of one kind alone are what is compared."""
+    groups = {name: value if isinstance(value, dict) else {name: value} for name, value in settings.items()}
+    shared = {
+        key: value
+        for key, value in groups.pop("drafter", {}).items()
+        if key in ("official_quirks", "forward_kl_weight")
+    }
+    for name, own in groups.items():
+        shared |= {name if key == "kind" else key: value for key, value in own.items()}
+    return {name: value for name, value in shared.items() if name not in _MAY_DIFFER}
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value[:12] if isinstance(value, str) else str(value)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,208 +1,96 @@
-"""Figures of an evaluation report, as PNG files."""
+"""Figures of evaluation reports as PNG files: one message each, legible at 850 pixels."""
 
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
-from .comparison import ComparisonReport
 from .disconnection import TARGET
 from .disconnection_report import DisconnectionReport
-from .report import EvaluationReport
+from .report import EvaluationReport, MethodSummary
 
-_DPI = 150
+_WIDTH, _DPI = 6.8, 125  # inches, 850 pixels
 
 
-def acceptance_figure(report: EvaluationReport, path: Path) -> None:
-    """Draw how many tokens the target calls of each drafting method committed, and which drafts were accepted.
-
-    Args:
-        report: a report; the baseline is left out where there is another method.
-        path: of the PNG file.
-    """
+def speed_figure(report: EvaluationReport, path: Path) -> None:
+    """Draw each method's tokens/s over the baseline's as a bar, its acceptance length written beside it."""
     summaries = report.methods[1:] or report.methods
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    width = 0.8 / len(summaries)
-    n_bars = max((len(summary.accepted_drafts) for summary in summaries), default=0)
-    for index, summary in enumerate(summaries):
-        shares = [count / max(1, summary.n_target_calls) for count in summary.accepted_drafts]
-        places = [k + 1 + (index - (len(summaries) - 1) / 2) * width for k in range(len(shares))]
-        length = "-" if summary.acceptance_length is None else f"{summary.acceptance_length:.2f}"
-        bars = left.bar(places, shares, width, label=f"{summary.method}, mean {length}")
-        if len(summaries) <= 2:
-            left.bar_label(bars, [f"{share:.0%}" for share in shares], fontsize=8)
-        right.plot(range(1, 1 + len(summary.accepted_by_position)), summary.accepted_by_position, "o-")
-    left.set_xticks(range(1, n_bars + 1))
-    left.set_xlabel("tokens committed by a target call, bonus token included")
-    left.set_ylabel("share of target calls")
-    left.legend()
-    right.set_xticks(range(1, n_bars))
-    right.set_ylim(0, 1)
-    right.set_xlabel("position of the draft")
-    right.set_ylabel("share of target calls that accepted it")
-    figure.suptitle("Acceptance")
+    figure = Figure(figsize=(_WIDTH, 1.1 + 0.38 * len(summaries)), layout="constrained")
+    axes = figure.subplots()
+    for place, summary in enumerate(reversed(summaries)):
+        axes.barh(place, summary.ratio, 0.65, xerr=_arms(summary), color=f"C{_color(report, summary)}", alpha=0.8,
+                  error_kw={"ecolor": "0.3", "capsize": 3})  # fmt: skip
+        length = "-" if summary.acceptance_length is None else f"{summary.acceptance_length:.2f} tokens per call"
+        axes.text(0.02, place, length, va="center", fontsize=9)
+    axes.axvline(1.0, color="0.3", linewidth=0.8)
+    axes.set_yticks(range(len(summaries)), [summary.method for summary in reversed(summaries)])
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"tokens/s over {report.methods[0].method} decoding, on {report.environment['device']}")
     _save(figure, path)
 
 
 def category_figure(report: EvaluationReport, path: Path) -> None:
-    """Draw acceptance length and speed ratio of each category with their intervals.
-
-    Args:
-        report: a report with several categories.
-        path: of the PNG file.
-    """
-    names = list(report.categories)
-    figure = Figure(figsize=(max(6.4, 1.1 * len(names) + 2), 6.4), layout="constrained")
-    axes = figure.subplots(2, 1, sharex=True)
-    n_methods = len(report.methods) - 1
-    for index in range(1, n_methods + 1):
-        of_method = [report.categories[name][index] for name in names]
-        places = [place + (index - (n_methods + 1) / 2) * 0.7 / n_methods for place in range(len(names))]
-        lengths = [summary.acceptance_length or float("nan") for summary in of_method]
-        ratios = [summary.ratio for summary in of_method]
-        for ax, values, bounds in (
-            (axes[0], lengths, [summary.acceptance_length_interval for summary in of_method]),
-            (axes[1], ratios, [summary.ratio_interval for summary in of_method]),
-        ):
-            arms = [
-                (0.0, 0.0) if bound is None else (max(0.0, value - bound[0]), max(0.0, bound[1] - value))
-                for value, bound in zip(values, bounds, strict=True)
-            ]
-            ax.errorbar(places, values, list(zip(*arms, strict=True)), fmt="o", capsize=2,
-                        label=report.methods[index].method)  # fmt: skip
-    axes[0].set_ylabel("acceptance length")
-    axes[0].legend()
-    axes[1].axhline(1.0, color="gray", linewidth=0.8)
-    axes[1].set_ylabel(f"tokens/s over {report.methods[0].method}")
-    axes[1].set_xticks(range(len(names)), names, rotation=30, ha="right")
-    _save(figure, path)
-
-
-def speed_figure(report: EvaluationReport, path: Path) -> None:
-    """Draw each method's tokens per second, the total as a bar and every answer as a dot.
-
-    Args:
-        report: a report.
-        path: of the PNG file.
-    """
-    figure = Figure(figsize=(max(5.6, 1.4 * len(report.methods)), 3.8), layout="constrained")
+    """Draw each method's speed ratio by category with its interval; needs several categories and methods."""
+    names, methods = list(report.categories), report.methods[1:]
+    figure = Figure(figsize=(_WIDTH, 1.3 + 0.32 * len(names)), layout="constrained")
     axes = figure.subplots()
-    names = [summary.method for summary in report.methods]
-    bars = axes.bar(names, [summary.tokens_per_s for summary in report.methods], 0.6, color="C0", alpha=0.6)
-    axes.bar_label(
-        bars,
-        [f"{summary.tokens_per_s:.0f} ({summary.ratio:.2f}x)" for summary in report.methods],
-        label_type="center",
-    )
-    rows = report.measurement.rows
-    for place, name in enumerate(names):
-        # Spread by the row's number, so that dots of equal speed stay apart and the figure does not change by chance.
-        spread = [place - 0.2 + 0.4 * index / max(1, len(rows) - 1) for index in range(len(rows))]
-        axes.plot(spread, [row.runs[name].tokens_per_s for row in rows], ".", color="black", markersize=3)
-    axes.set_ylabel("tokens per second")
-    axes.set_title(f"Speed on {report.environment['device']}")
+    for index, method in enumerate(methods, start=1):
+        of_method = [report.categories[name][index] for name in names]
+        places = [place + (index - (len(methods) + 1) / 2) * 0.6 / len(methods) for place in range(len(names))]
+        arms = [_arms(summary) or [[0.0], [0.0]] for summary in of_method]
+        axes.errorbar(
+            [summary.ratio for summary in of_method], places, fmt="o", capsize=2, markersize=4, label=method.method,
+            xerr=[[low[0] for low, _ in arms], [high[0] for _, high in arms]],
+        )  # fmt: skip
+    axes.axvline(1.0, color="0.3", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"tokens/s over {report.methods[0].method} decoding")
+    figure.legend(loc="outside upper center", ncols=min(4, len(methods)))
     _save(figure, path)
-
-
-def comparison_figure(report: ComparisonReport, path: Path) -> None:
-    """Draw acceptance length against weights, training tokens and the cost of drafting.
-
-    Runs of one kind and size are joined by a line over their training tokens.
-
-    Args:
-        report: a report.
-        path: of the PNG file.
-    """
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
-    titles = ("weights", "training tokens", "ms of drafting per target call")
-    for index, run in enumerate(report.runs):
-        for method, marker in (("chain", "o"), ("tree", "^")):
-            summary = run.methods[method]
-            length, bounds = summary.acceptance_length, summary.acceptance_length_interval
-            if length is None:
-                continue
-            arms = None if bounds is None else [[max(0.0, length - bounds[0])], [max(0.0, bounds[1] - length)]]
-            places = (run.n_parameters, run.n_tokens, summary.call_ms("draft"))
-            for ax, place in zip(axes, places, strict=True):
-                if place is not None:
-                    label = f"{run.name}, {method}"
-                    ax.errorbar([place], [length], arms, fmt=marker, color=f"C{index}", capsize=2, label=label)
-    for points in _trained_longer(report):
-        axes[1].plot(*zip(*points, strict=True), color="gray", linewidth=0.8, zorder=0)
-    for ax, title in zip(axes, titles, strict=True):
-        ax.set_xlabel(title)
-        ax.margins(x=0.2)
-    for ax in axes[:2]:
-        ax.set_xlim(0, 1.05 * ax.get_xlim()[1])  # drafters of nearly equal weights shall look so
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes[0].set_ylabel("acceptance length")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    _save(figure, path)
-
-
-def _trained_longer(report: ComparisonReport) -> list[list[tuple[int, float]]]:
-    """(training tokens, acceptance length) of runs that differ in nothing but how long they were trained, by method."""
-    found: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
-    for run in report.runs:
-        for method, summary in run.methods.items():
-            if run.n_tokens is not None and summary.acceptance_length is not None:
-                points = found.setdefault((method, run.kind, run.n_parameters), [])
-                points.append((run.n_tokens, summary.acceptance_length))
-    return [sorted(points) for points in found.values() if len(points) > 1]
 
 
 def disconnection_figure(report: DisconnectionReport, path: Path) -> None:
-    """Draw agreement and log-probability against the tokens since the cut, with their intervals.
-
-    Args:
-        report: a report.
-        path: of the PNG file.
-    """
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for index, summary in enumerate(report.writers):
-        color = "gray" if summary.writer == TARGET else f"C{index - 1}"
-        for ax, figures in ((left, summary.agreement_by_offset), (right, summary.log_prob_by_offset)):
-            if ax is left and summary.writer == TARGET:
-                continue
-            # A few tokens behind the longest answers say nothing.
-            shown = [(place, one) for place, one in enumerate(figures, start=1) if one.mean is not None and one.n > 1]
-            places, means = [place for place, _ in shown], [one.mean for _, one in shown]
-            ax.plot(places, means, "o-", color=color, markersize=3, label=summary.writer)
-            bounded = [(place, *one.interval) for place, one in shown if one.interval is not None]
-            if bounded:
-                ax.fill_between(*zip(*bounded, strict=True), color=color, alpha=0.15, linewidth=0)
-    left.set_ylim(0, 1)
-    left.set_ylabel("agreement with the target's own continuation")
-    right.set_ylabel("target's log-probability per token, nats")
-    for ax in (left, right):
-        ax.set_xlabel("tokens since the cut")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside right upper")
-    figure.suptitle("After a disconnection: the drafter writes alone")
+    """Draw each drafter's agreement with the target against the tokens since the cut, with its interval."""
+    figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for index, summary in enumerate(one for one in report.writers if one.writer != TARGET):
+        # A few tokens behind the longest answers say nothing.
+        shown = [
+            (place, one)
+            for place, one in enumerate(summary.agreement_by_offset, start=1)
+            if one.mean is not None and one.n > 1
+        ]
+        axes.plot([place for place, _ in shown], [one.mean for _, one in shown], "o-", color=f"C{index}", markersize=3,
+                  label=summary.writer)  # fmt: skip
+        bounded = [(place, *one.interval) for place, one in shown if one.interval is not None]
+        if bounded:
+            axes.fill_between(*zip(*bounded, strict=True), color=f"C{index}", alpha=0.15, linewidth=0)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("tokens since the target was last reached")
+    axes.set_ylabel("agreement with the target")
+    axes.legend()
     _save(figure, path)
 
 
-def write_figures(report: EvaluationReport, path: Path) -> list[Path]:
-    """Write the figures beside a report.
-
-    Args:
-        report: a report.
-        path: of its JSON file: ``report.json`` gives ``report_acceptance.png``, ``report_speed.png`` and, where there
-            are several categories and methods, ``report_categories.png``.
-
-    Returns:
-        The files.
-    """
-    drawings = {"acceptance": acceptance_figure, "speed": speed_figure}
+def write_figures(report: EvaluationReport, path: Path) -> None:
+    """Write the figures beside a report: ``report.json`` gives ``report.png`` and perhaps ``report_categories.png``."""
+    speed_figure(report, path.with_suffix(".png"))
     if len(report.categories) > 1 and len(report.methods) > 1:
-        drawings["categories"] = category_figure
-    files = []
-    for name, draw in drawings.items():
-        files.append(path.with_name(f"{path.stem}_{name}.png"))
-        draw(report, files[-1])
-    return files
+        category_figure(report, path.with_name(f"{path.stem}_categories.png"))
+
+
+def _arms(summary: MethodSummary) -> list[list[float]] | None:
+    """How far the interval reaches to either side of the ratio, as matplotlib takes it."""
+    if summary.ratio_interval is None:
+        return None
+    low, high = summary.ratio_interval
+    return [[max(0.0, summary.ratio - low)], [max(0.0, high - summary.ratio)]]
+
+
+def _color(report: EvaluationReport, summary: MethodSummary) -> int:
+    """One colour for all methods of a drafter."""
+    names = list(report.drafters) if len(report.drafters) > 1 else []
+    return next((place for place, name in enumerate(names, start=1) if summary.method.endswith(f" {name}")), 0)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -2,43 +2,44 @@
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..text import printable
+from .config import DRAFTING
 from .report import EvaluationReport, MethodSummary
+from .statistics import Interval
 
 _MAX_DIVERGENCES = 10
 
 
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table, behind an empty one."""
+    return ["", *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows))]
+
+
 def markdown_report(report: EvaluationReport) -> str:
-    """Settings, one line per method, what a round costs, then one line per category where there are several."""
+    """Settings, one line per method, what drafters and rounds cost, then one line per category if there are several."""
     config, environment, prompts = report.config, report.environment, report.prompts
-    answers = f"{prompts['n_answers']} answers of at most {config['max_new_tokens']} tokens"
     lines = [
         "# Speculative decoding against plain decoding",
         "",
-        f"{answers} to prompts of {prompts['file']} ({prompts['kind']}); {_settings(report)}; {environment['dtype']} "
-        f"on {environment['device']}, {environment['n_threads']} threads; methods alternate.",
-        "",
-        "| method | acceptance length | target calls | calls saved | tokens | tokens/s | ratio | ratio per answer, "
-        "median (quartiles) | exact |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_method_line(report, summary) for summary in report.methods),
+        f"{prompts['n_answers']} answers of at most {config['max_new_tokens']} tokens to prompts of {prompts['file']} "
+        f"({prompts['kind']}); {_settings(report)}; {environment['dtype']} on {environment['device']}, "
+        f"{environment['n_threads']} threads; methods alternate.",
+        *_method_table(report),
         "",
         "Acceptance length: tokens committed per target call, bonus token included, prefill not counted. Tokens/s: "
         "generated token ids over the whole generation, prefill included. Exact: answers with the very tokens of the "
         "baseline. Intervals: 95 %, bootstrap over prompts.",
-        *_drafter_lines(report),
-        *_pair_lines(report),
-        *(f"\n{name} chose {text.removeprefix('auto: ')}." for name, text in report.choices.items()),
-        *_calibration_line(report),
-        "",
-        *_cost_lines(report),
+        *_drafter_table(report),
+        *_pair_table(report),
+        *(f"\n{name} drafted {text.removeprefix('auto: ')}." for name, text in report.policies.items()),
+        *_cost_table(report),
+        *_category_table(report),
+        *_divergence_lines(report),
     ]
-    if len(report.categories) > 1:
-        lines += ["", *_category_lines(report)]
-    lines += _divergence_lines(report)
     skipped = report.measurement.skipped
     if n_turns := sum(turn.n_prompt_tokens > 0 for turn in skipped):
         lines += ["", f"{n_turns} turns were skipped: longer than the target's positions, or behind one that is."]
@@ -81,88 +82,105 @@ def _settings(report: EvaluationReport) -> str:
     return ", ".join(parts)
 
 
-def _calibration_line(report: EvaluationReport) -> list[str]:
-    if not report.choices:
-        return []
-    n_prompts = max(1, report.config["warmup"])
-    return [f"\nAcceptance was counted on the first {n_prompts} of the prompts, which are measured too."]
-
-
-def _method_line(report: EvaluationReport, summary: MethodSummary) -> str:
-    lower, median, upper = summary.ratio_quartiles
-    exact = "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"
-    return (
-        f"| {summary.method} | {length_text(summary)} | {summary.n_target_calls:,} | {summary.calls_saved:.1%} "
-        f"| {summary.n_tokens:,} | {summary.tokens_per_s:.1f} | {ratio_text(summary)} "
-        f"| {median:.2f} ({lower:.2f}-{upper:.2f}) | {exact} |"
-    )
-
-
 def length_text(summary: MethodSummary) -> str:
     """The acceptance length with its interval."""
-    if summary.acceptance_length is None:
-        return "-"
-    return f"{summary.acceptance_length:.2f}" + interval_text(summary.acceptance_length_interval)
+    return figure_text(summary.acceptance_length, summary.acceptance_length_interval)
 
 
 def ratio_text(summary: MethodSummary) -> str:
     """The speed ratio with its interval."""
-    return f"{summary.ratio:.2f}" + interval_text(summary.ratio_interval)
+    return figure_text(summary.ratio, summary.ratio_interval)
 
 
-def interval_text(bounds: tuple[float, float] | None, form: str = "{:.2f}") -> str:
-    """An interval in brackets, behind a figure; nothing where there is none."""
+def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
+    """A figure and its interval in brackets; a dash where there is none."""
+    if value is None:
+        return "-"
     if bounds is None:
-        return ""
+        return form.format(value)
     to = " to " if bounds[0] < 0 else "-"
-    return f" ({form.format(bounds[0])}{to}{form.format(bounds[1])})"
+    return f"{form.format(value)} ({form.format(bounds[0])}{to}{form.format(bounds[1])})"
 
 
-def _drafter_lines(report: EvaluationReport) -> list[str]:
-    lines = []
+def _method_table(report: EvaluationReport) -> list[str]:
+    titles = ["method", "acceptance length", "target calls", "calls saved", "tokens", "tokens/s", "ratio"]
+    titles += ["ratio per answer, median (quartiles)", "exact"]
+    rows = []
+    for summary in report.methods:
+        lower, median, upper = summary.ratio_quartiles
+        cells = [summary.method, length_text(summary), f"{summary.n_target_calls:,}", f"{summary.calls_saved:.1%}"]
+        cells += [f"{summary.n_tokens:,}", f"{summary.tokens_per_s:.1f}", ratio_text(summary)]
+        cells.append(f"{median:.2f} ({lower:.2f}-{upper:.2f})")
+        rows.append([*cells, "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"])
+    return table(titles, rows)
+
+
+def _drafter_table(report: EvaluationReport) -> list[str]:
+    """What each drafter cost to train, beside what it gives."""
+    if not report.drafters:
+        return []
+    by_name, several = {summary.method: summary for summary in report.methods}, len(report.drafters) > 1
+    methods = [method for method in DRAFTING if method in report.config["method"]]
+    titles = ["drafter", "kind", "weights", "steps", "training tokens", "read from the store"]
+    titles += [f"{method}: {column}" for method in methods for column in ("acceptance length", "ratio")]
+    rows = []
     for name, facts in report.drafters.items():
-        trained = f", {facts['n_steps']:,} steps" if facts["n_steps"] else ""
-        trained += f", {facts['n_tokens']:,} tokens" if facts["n_tokens"] else ""
-        lines.append(f"\nDrafter {name}: {facts['kind']}, {facts['n_parameters']:,} weights{trained}.")
+        read = facts["n_bytes_read"]
+        cells = [name, facts["kind"], f"{facts['n_parameters']:,}", _number(facts["n_steps"])]
+        cells += [_number(facts["n_tokens"]), "-" if read is None else f"{read / 1e6:,.0f} MB"]
+        for method in methods:
+            summary = by_name[f"{method} {name}" if several else method]
+            cells += [length_text(summary), ratio_text(summary)]
+        rows.append(cells)
+    lines = table(titles, rows)
+    if report.warnings:
+        lines += ["", "Not trained alike, so differences are not the drafters' alone:", ""]
+        lines += [f"- {warning}" for warning in report.warnings]
+    elif several:
+        lines += ["", "All were trained alike: one store, equal steps, tokens and settings."]
     return lines
 
 
-def _pair_lines(report: EvaluationReport) -> list[str]:
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _pair_table(report: EvaluationReport) -> list[str]:
     if not report.pairs:
         return []
-    lines = ["", f"| over {report.pairs[0].over} | acceptance length | tokens/s |", "|---|---|---|"]
-    for pair in report.pairs:
-        length = "-"
-        if pair.acceptance_length is not None:
-            length = f"{pair.acceptance_length:.2f}" + interval_text(pair.acceptance_length_interval)
-        speed = f"{pair.speed:.2f}" + interval_text(pair.speed_interval)
-        lines.append(f"| {pair.method} {pair.drafter} | {length} | {speed} |")
-    return lines
-
-
-def _cost_lines(report: EvaluationReport) -> list[str]:
-    lines = [
-        "| per target call, ms | draft | verify | rest | drafted tokens | draft accepted at position 1, 2, ... |",
-        "|---|---|---|---|---|---|",
+    rows = [
+        (
+            f"{pair.method} {pair.drafter}",
+            figure_text(pair.acceptance_length, pair.acceptance_length_interval),
+            figure_text(pair.speed, pair.speed_interval),
+        )
+        for pair in report.pairs
     ]
+    return table([f"over {report.pairs[0].over}", "acceptance length", "tokens/s"], rows)
+
+
+def _cost_table(report: EvaluationReport) -> list[str]:
+    titles = ["per target call, ms", "draft", "verify", "rest", "drafted tokens"]
+    rows = []
     for summary in report.methods:
-        parts = " | ".join(f"{summary.call_ms(part):.1f}" for part in ("draft", "verify", "rest"))
+        parts = [f"{summary.call_ms(part):.1f}" for part in ("draft", "verify", "rest")]
         positions = ", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-"
         drafted = summary.n_drafted / max(1, summary.n_target_calls)
-        lines.append(f"| {summary.method} | {parts} | {drafted:.1f} | {positions} |")
-    return lines
+        rows.append([summary.method, *parts, f"{drafted:.1f}", positions])
+    return table([*titles, "draft accepted at position 1, 2, ..."], rows)
 
 
-def _category_lines(report: EvaluationReport) -> list[str]:
+def _category_table(report: EvaluationReport) -> list[str]:
+    if len(report.categories) < 2:
+        return []
     others = report.methods[1:] or report.methods
     titles = [f"{s.method} {column}" for s in others for column in ("acceptance length", "ratio")]
-    lines = ["| category | answers | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 2)]
+    rows = []
     for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
-        cells = [
-            cell for summary in (summaries[1:] or summaries) for cell in (length_text(summary), ratio_text(summary))
-        ]
-        lines.append(f"| {name} | {summaries[0].n_answers} | " + " | ".join(cells) + " |")
-    return lines
+        own = summaries[1:] or summaries
+        cells = [text(summary) for summary in own for text in (length_text, ratio_text)]
+        rows.append([name, str(summaries[0].n_answers), *cells])
+    return table(["category", "answers", *titles], rows)
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:

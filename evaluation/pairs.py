@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .config import DRAFTING
 from .measure import PromptRow
-from .statistics import relative_with_interval
+from .statistics import Interval, ratio_with_interval
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class DrafterPair:
     drafter: str
     over: str
     acceptance_length: float | None
-    acceptance_length_interval: tuple[float, float] | None
+    acceptance_length_interval: Interval
     speed: float
-    speed_interval: tuple[float, float] | None
+    speed_interval: Interval
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[DrafterPair]:
@@ -49,14 +49,11 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[Dr
 def _pair(rows: Sequence[PromptRow], method: str, drafter: str, over: str) -> DrafterPair:
     prompt_ids = [row.prompt_id for row in rows]
     runs = [(row.runs[f"{method} {drafter}"], row.runs[f"{method} {over}"]) for row in rows]
-    length, length_interval = None, None
-    # An answer of one token, which the prefill gives, has no call: it says nothing of acceptance.
-    calls = {
-        index: (sum(run.committed_per_call), run.n_target_calls, sum(other.committed_per_call), other.n_target_calls)
-        for index, (run, other) in enumerate(runs)
-        if run.n_target_calls and other.n_target_calls
-    }
-    if calls:
-        length, length_interval = relative_with_interval([prompt_ids[index] for index in calls], list(calls.values()))
+    calls = [
+        (sum(run.committed_per_call), run.n_target_calls, sum(other.committed_per_call), other.n_target_calls)
+        for run, other in runs
+    ]
     seconds = [(run.n_tokens, run.seconds, other.n_tokens, other.seconds) for run, other in runs]
-    return DrafterPair(method, drafter, over, length, length_interval, *relative_with_interval(prompt_ids, seconds))
+    speed, speed_interval = ratio_with_interval(prompt_ids, seconds)
+    assert speed is not None
+    return DrafterPair(method, drafter, over, *ratio_with_interval(prompt_ids, calls), speed, speed_interval)

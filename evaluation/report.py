@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from .drafters import training_differences
 from .errors import EvaluationError
 from .measure import Measurement, MethodRun, PromptRow
 from .pairs import DrafterPair, drafter_pairs
-from .statistics import acceptance_length, acceptance_length_interval, accepted_by_position, speed_ratio_interval
+from .statistics import Interval, accepted_by_position, ratio_with_interval
 
 KIND = "moa-data evaluation report"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 CONVENTIONS = {
     "acceptance_length": "tokens committed per target call, bonus token included, prefill not counted: the sum over "
     "all calls of all prompts divided by the number of calls; plain decoding has 1. Systems that leave the bonus token "
     "out report one less.",
-    "acceptance_length_se": "standard error of that ratio over prompts (calls of one prompt are not independent)",
     "intervals": "95 %, bootstrap over prompts (turns of one prompt stay together), the same draws in every report",
     "target_calls": "calls of the target after the prefill; each answer has one prefill besides",
     "tokens": "generated token ids, end-of-sequence included, never re-tokenised text; the prefill gives the first",
@@ -33,6 +33,10 @@ CONVENTIONS = {
     "ratio": "total tokens / total seconds of the method over the same of the baseline",
     "pairs": "with several drafters, each over the first one by the same method, prompts paired: acceptance length by "
     "acceptance length, tokens per second by tokens per second",
+    "drafters": "what their training runs recorded: n_tokens of all invocations, prompts included, padding not; "
+    "n_bytes_read of the store, as compressed as its chunks are",
+    "warnings": "why drafters are not comparable: not one store and codec, equal steps, tokens and settings, but for "
+    "those that a kind of drafter has of its own",
     "accepted_by_position": "share of target calls that accepted the draft at each position, the first draft first; an "
     "answer's last call may be cut",
     "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens; the last call of an answer may "
@@ -58,8 +62,7 @@ class MethodSummary:
         verify_s: seconds of target calls after the prefill.
         tokens_per_s: n_tokens / seconds.
         acceptance_length: tokens committed per target call, bonus included; None without a call.
-        acceptance_length_se: its standard error over prompts; None for fewer than two prompts.
-        acceptance_length_interval: 95 %; None where there is no standard error.
+        acceptance_length_interval: 95 %; None for fewer than two prompts with a call.
         accepted_drafts: number of target calls that committed k + 1 tokens, by k.
         accepted_by_position: share of target calls that accepted the draft at each position.
         n_exact: answers with the baseline's tokens.
@@ -80,14 +83,13 @@ class MethodSummary:
     verify_s: float
     tokens_per_s: float
     acceptance_length: float | None
-    acceptance_length_se: float | None
-    acceptance_length_interval: tuple[float, float] | None
+    acceptance_length_interval: Interval
     accepted_drafts: tuple[int, ...]
     accepted_by_position: tuple[float, ...]
     n_exact: int
     calls_saved: float
     ratio: float
-    ratio_interval: tuple[float, float] | None
+    ratio_interval: Interval
     ratio_quartiles: tuple[float, float, float]
 
     def call_ms(self, part: str) -> float:
@@ -113,8 +115,9 @@ class EvaluationReport:
         methods: one summary per method, the baseline first.
         categories: category -> the same over its rows.
         measurement: every row.
-        choices: method -> which shape ``auto`` chose, and why.
-        drafters: name -> kind, weights, steps and training tokens of a drafter.
+        policies: method -> how often ``auto`` drafted.
+        drafters: name -> what a drafter is and how it was trained, see ``DrafterFacts``.
+        warnings: why the drafters are not comparable, one line each; empty where they were trained alike.
         pairs: each drafter over the first one, method by method.
     """
 
@@ -125,8 +128,9 @@ class EvaluationReport:
     methods: list[MethodSummary]
     categories: dict[str, list[MethodSummary]]
     measurement: Measurement
-    choices: dict[str, str]
+    policies: dict[str, str]
     drafters: dict[str, dict[str, Any]]
+    warnings: list[str]
     pairs: list[DrafterPair]
 
     def method(self, name: str) -> MethodSummary:
@@ -147,8 +151,9 @@ class EvaluationReport:
             "environment": self.environment,
             "provenance": self.provenance,
             "prompts": self.prompts,
-            "auto": self.choices,
+            "auto": self.policies,
             "drafters": self.drafters,
+            "warnings": self.warnings,
             "methods": [dataclasses.asdict(summary) for summary in self.methods],
             "pairs": [dataclasses.asdict(pair) for pair in self.pairs],
             "categories": {
@@ -167,7 +172,7 @@ def build_report(
     environment: Mapping[str, Any],
     provenance: Mapping[str, Any],
     prompts: Mapping[str, Any],
-    choices: Mapping[str, str] | None = None,
+    policies: Mapping[str, str] | None = None,
     drafters: Mapping[str, dict[str, Any]] | None = None,
 ) -> EvaluationReport:
     """Sum up a measurement.
@@ -178,8 +183,8 @@ def build_report(
         environment: device, dtype, threads and the like.
         provenance: command, versions and commit.
         prompts: where the prompts come from.
-        choices: of the methods named auto.
-        drafters: facts of each.
+        policies: what those named auto did.
+        drafters: facts of each by name.
 
     Raises:
         EvaluationError: there is no row.
@@ -199,8 +204,9 @@ def build_report(
         methods=summarize(rows),
         categories={name: summarize([row for row in rows if row.category == name]) for name in categories},
         measurement=measurement,
-        choices=dict(choices or {}),
+        policies=dict(policies or {}),
         drafters=dict(drafters or {}),
+        warnings=training_differences(drafters or {}),
         pairs=drafter_pairs(rows, list(drafters or {})),
     )
 
@@ -221,7 +227,9 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
     ratios = [run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, base, strict=True)]
     lower, median, upper = (float(value) for value in np.quantile(ratios, (0.25, 0.5, 0.75)))
     prompt_ids = [row.prompt_id for row in rows]
-    length, error = acceptance_length(prompt_ids, runs)
+    calls = [(sum(run.committed_per_call), run.n_target_calls) for run in runs]
+    length, length_interval = ratio_with_interval(prompt_ids, calls)
+    paired = [(run.n_tokens, run.seconds, other.n_tokens, other.seconds) for run, other in zip(runs, base, strict=True)]
     return MethodSummary(
         method=name,
         n_answers=len(runs),
@@ -234,14 +242,13 @@ def _summarize_method(name: str, rows: Sequence[PromptRow], base: Sequence[Metho
         verify_s=sum(run.verify_s for run in runs),
         tokens_per_s=n_tokens / seconds,
         acceptance_length=length,
-        acceptance_length_se=error,
-        acceptance_length_interval=None if error is None else acceptance_length_interval(prompt_ids, runs),
+        acceptance_length_interval=length_interval,
         accepted_drafts=tuple(np.bincount([count - 1 for count in committed]).tolist()) if committed else (),
         accepted_by_position=accepted_by_position(committed),
         n_exact=sum(run.first_divergence is None for run in runs),
         calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
         ratio=n_tokens / seconds / base_rate,
-        ratio_interval=speed_ratio_interval(prompt_ids, runs, base),
+        ratio_interval=ratio_with_interval(prompt_ids, paired)[1],
         ratio_quartiles=(lower, median, upper),
     )
 

@@ -1,4 +1,4 @@
-"""``evaluate``, ``compare`` and ``disconnect``: load target, drafters and prompts, measure, and write the report."""
+"""``eval`` and ``disconnect``: load target, drafters and prompts, measure, and write the report."""
 
 import dataclasses
 import platform
@@ -7,20 +7,17 @@ from typing import Any
 
 import torch
 
-from ..errors import OptionInvalid
 from ..moa.target.live import Target
 from ..pipeline.prompts import check_template
 from ..text import Progress
-from .comparison import KIND as COMPARISON
-from .comparison import ComparisonReport, build_comparison, comparison_markdown
-from .config import CompareConfig, DisconnectConfig, EvalConfig
+from .config import DRAFTING, DisconnectConfig, EvalConfig
 from .disconnection import measure_disconnections
 from .disconnection_report import KIND as DISCONNECTION
 from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
 from .drafters import load_drafters
-from .figures import comparison_figure, disconnection_figure, write_figures
+from .figures import disconnection_figure, write_figures
 from .markdown import markdown_report, write_report
-from .measure import measure, opening_tokens
+from .measure import measure
 from .methods import build_methods
 from .prompts import PromptFile, load_prompts
 from .report import EvaluationReport, build_report, check_output
@@ -46,29 +43,14 @@ def evaluate(
         PipelineError: the target has no chat template.
     """
     out = check_output(config.out)
-    report = run_methods(config, progress, provenance)
-    write_figures(report, out)
-    # Last: a report that is there is whole, its figures included.
-    write_report(report.to_json(), markdown_report(report), out)
-    return report
-
-
-def run_methods(
-    config: EvalConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
-) -> EvaluationReport:
-    """The measurement of :func:`evaluate`, which writes nothing; arguments and errors as there."""
     prompts = load_prompts(config.prompts, config.n_prompts)
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device)
+    dtype = getattr(torch, config.dtype)
+    target = Target.load(config.model, dtype, config.device)
     check_template(target.tokenizer, config.model)
     if config.compile:
         target.compile(config.compile)
-    calibration_prompts = opening_tokens(target, prompts.prompts[: max(1, config.warmup)])
-    if "auto" in config.method and not calibration_prompts:
-        raise OptionInvalid(
-            f"method auto calibrates on the first {max(1, config.warmup)} prompts, and none of them leaves the target "
-            "a position to generate into; raise --warmup, or give shorter prompts."
-        )
-    methods = build_methods(config, target, calibration_prompts)
+    drafters = load_drafters(config.drafter, target, dtype) if set(config.method) & set(DRAFTING) else {}
+    methods = build_methods(config, target, drafters)
     measurement = measure(
         target,
         methods.by_name,
@@ -80,41 +62,18 @@ def run_methods(
         progress=progress,
         sampling=config.sampling.build(),
     )
-    return build_report(
+    report = build_report(
         measurement,
         config=config.named() | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
         prompts=_prompt_facts(config.prompts, prompts),
-        choices={name: choice.describe() for name, choice in methods.choices.items()},
-        drafters={name: dataclasses.asdict(facts) for name, facts in methods.drafters.items()},
+        policies={name: policy.describe() for name, policy in methods.policies.items()},
+        drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
     )
-
-
-def compare(
-    config: CompareConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
-) -> ComparisonReport:
-    """Measure several drafters on the same prompts, and set beside it how they were trained.
-
-    Args:
-        config: what to compare.
-        progress: called with (done, total, message) per prompt.
-        provenance: command, versions and commit, for the report.
-
-    Returns:
-        The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
-
-    Raises:
-        EvaluationError: as :func:`evaluate`.
-        DrafterError: as :func:`evaluate`.
-        PipelineError: as :func:`evaluate`.
-    """
-    out = check_output(config.out, COMPARISON)
-    evaluation = run_methods(config.evaluation(), progress, provenance)
-    report = build_comparison(evaluation)
-    write_figures(evaluation, out)
-    comparison_figure(report, out.with_suffix(".png"))
-    write_report(report.to_json(), comparison_markdown(report), out)
+    write_figures(report, out)
+    # Last: a report that is there is whole, its figures included.
+    write_report(report.to_json(), markdown_report(report), out)
     return report
 
 

@@ -61,7 +61,7 @@ OUTSIDE: dict[str, set[str]] = {
         "safetensors",
         "fsspec",
     },
-    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"},
+    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions"},
     "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},
 }
 

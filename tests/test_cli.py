@@ -24,7 +24,7 @@ from moa_data.errors import Interrupted
 from moa_data.trainer.run import TrainReport
 
 COMMANDS = (
-    "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval", "compare",
+    "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval",
     "disconnect", "export", "import", "export-drafter", "demo",
 )  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

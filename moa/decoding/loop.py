@@ -1,10 +1,22 @@
-"""Decoding: plain, and speculative with chains or trees of drafts (Algorithm 1 of the paper), one row or many.
+"""The decoding loop: plain, and speculative with chains or trees of drafts (Algorithm 1 of the paper), for many rows.
 
-A round: a draft session proposes tokens after the root (the last committed token, which has no target KV yet); one
-target call verifies root and drafts; the drafts that the target agrees with are committed together with the target's
-next token (the bonus). The rest is rolled back. Without drafts a round is a plain decoding step.
+One round of one row, with a chain of three drafts (``=`` is committed and has target KV, ``~`` is pending):
 
-Acceptance length = tokens committed per target call, bonus included; the prefill is not counted.
+    committed     The cat sat on             "on", the root, is committed but has no target KV yet
+    target KV     ===========
+
+    propose       the drafter drafts         the    mat    and
+    verify        one target call over   on  the    mat    and
+                  KV while it runs       ~~  ~~~    ~~~    ~~~
+                  its next tokens        the mat    .      then
+    accept        drafts that are the target's own tokens: "the", "mat"; behind them comes its "." (the bonus)
+    commit        KV of "on the mat" is kept, of "and" forgotten; "." is the next root
+                  The cat sat on the mat .
+                  ======================
+
+The round committed three tokens for one target call. Acceptance length is the mean of that number, the prefill not
+counted. A tree is verified in the same call under a mask in which each draft sees its own ancestors (``tree``). Without
+drafts a round is a plain decoding step, so that plain and speculative decoding are one loop.
 """
 
 import time
@@ -20,20 +32,15 @@ from ..target.bundle import FrozenTarget
 from ..target.cache import TargetCache
 from ..target.clock import DeviceClock
 from ..target.live import Target
+from .policy import FixedShape, ShapePolicy
+from .proposer import DrafterProposer, Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
-from .session import DrafterSession, DraftSession
-from .shape_policy import FixedShape, ShapePolicy
 from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
 """Called with each committed run of tokens and, for each, whether it was drafted."""
-
-
 OnRound = Callable[[DraftTree, list[list[int]]], None]
 """Called after each verification with the drafts and, per row, the accepted nodes from the root down."""
-
-OpenSession = Callable[[TargetCache, list[torch.Generator]], DraftSession]
-"""(cache of the target's KV, one generator per row) -> who proposes drafts."""
 
 
 @dataclass
@@ -79,23 +86,10 @@ def plain_generate(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Decode with the target alone, one call per token.
-
-    Args:
-        target: the loaded target.
-        prompt_tokens: at least one id.
-        max_new_tokens: bound on generated tokens; also bounded by the target's positions.
-        sampling: how the next token is chosen.
-        seed: of the draws.
-        on_tokens: called at each commit.
-
-    Raises:
-        DrafterError: empty prompt, or one that leaves no position to generate into.
-    """
-    (generation,) = generate_batch(
+    """Decode a prompt with the target alone, one call per token; see :func:`generate_batch`."""
+    return generate_batch(
         target, [prompt_tokens], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, on_tokens=on_tokens
-    )
-    return generation
+    )[0]
 
 
 def speculative_generate(
@@ -111,44 +105,17 @@ def speculative_generate(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Decode with drafts; greedy tokens are those of :func:`plain_generate`, sampled ones have its distribution.
-
-    Args:
-        target: the loaded target.
-        drafter: trained for this target.
-        frozen: target pieces for the drafter, with its N layers; None takes them from the live target.
-        prompt_tokens: at least one id.
-        max_new_tokens: bound on generated tokens; also bounded by the target's positions.
-        draft_length: tokens drafted per round, at least 1; not used with ``tree``.
-        tree: shape of the drafts; None for a chain.
-        sampling: how the next token is chosen.
-        seed: of the draws.
-        on_tokens: called at each commit.
+    """Decode a prompt with drafts: chains of ``draft_length``, or of the shape ``tree``; see :func:`generate_batch`.
 
     Raises:
-        DrafterError: empty or too long prompt, draft_length < 1, or drafter and frozen differ in dtype.
+        DrafterError: as there, or draft_length < 1, or drafter and frozen target weights differ in dtype.
     """
     if tree is None and draft_length < 1:
         raise DrafterError(f"draft_length must be at least 1, got {draft_length}.")
-    (generation,) = generate_batch(
-        target,
-        [prompt_tokens],
-        max_new_tokens=max_new_tokens,
-        open_session=draft_session(target, drafter, frozen, sampling),
-        tree=tree or TreeShape(draft_length),
-        sampling=sampling,
-        seed=seed,
-        on_tokens=on_tokens,
-    )
-    return generation
-
-
-def draft_session(
-    target: Target, drafter: Drafter, frozen: FrozenTarget | None = None, sampling: SamplingConfig = GREEDY
-) -> OpenSession:
-    """Drafting with a trained drafter, for :func:`generate_batch`; arguments as for :func:`speculative_generate`."""
-    pieces = frozen or FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-    return lambda cache, generators: DrafterSession(drafter, pieces, cache, sampling, generators)
+    return generate_batch(
+        target, [prompt_tokens], max_new_tokens=max_new_tokens, tree=tree or TreeShape(draft_length),
+        proposer=DrafterProposer(target, drafter, frozen, sampling), sampling=sampling, seed=seed, on_tokens=on_tokens,
+    )[0]  # fmt: skip
 
 
 def generate_batch(
@@ -156,7 +123,7 @@ def generate_batch(
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
-    open_session: OpenSession | None = None,
+    proposer: Proposer | None = None,
     tree: Shape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int | Sequence[int] = 0,
@@ -165,17 +132,18 @@ def generate_batch(
 ) -> list[Generation]:
     """Decode several prompts of any lengths at once; each gives what it gives alone.
 
-    Rows whose answer has ended leave the batch. Times in the statistics are those of the whole batch, shared equally by
-    the rows that took part.
+    Greedy tokens are those of plain decoding, sampled ones have its distribution, whatever is proposed. Rows whose
+    answer has ended leave the batch. Times in the statistics are those of the whole batch, shared equally by the rows
+    that took part.
 
     Args:
         target: the loaded target.
         prompts: token ids, each at least one.
         max_new_tokens: bound on generated tokens of each; also bounded by the target's positions.
-        open_session: who proposes drafts; None for plain decoding.
-        tree: shape of the drafts, or who chooses it; needed with ``open_session``.
+        proposer: proposes the drafts; None for plain decoding.
+        tree: shape of the drafts, or a policy that chooses it; needed with a proposer.
         sampling: how the next token is chosen.
-        seed: of the draws; row r draws from ``seed + r``, or from its own seed of a sequence.
+        seed: random seed; row r uses ``seed + r``, or its own of a sequence.
         on_tokens: called at each commit; for a single prompt only.
         on_round: called after each verification.
 
@@ -187,24 +155,35 @@ def generate_batch(
     """
     if on_tokens is not None and len(prompts) > 1:
         raise DrafterError("on_tokens serves a single prompt.")
-    if open_session is not None and tree is None:
+    if proposer is not None and tree is None:
         raise DrafterError("drafting needs the shape of the drafts: give `tree`.")
     if not prompts:
         return []
-    started = time.perf_counter()
+    started, clock = time.perf_counter(), DeviceClock(target.device)
     seeds = [seed + index for index in range(len(prompts))] if isinstance(seed, int) else seed
     rows = [_Row(target, prompt, max_new_tokens, own, on_tokens) for prompt, own in zip(prompts, seeds, strict=True)]
-    active = list(rows)
-    cache = target.new_cache(len(rows))
-    session = None
-    if open_session is not None:
-        session = open_session(cache, [row.generator for row in rows])
-    _prefill(target, cache, active, session, sampling)
+    cache, active = target.new_cache(len(rows)), rows
+    if proposer is not None:
+        proposer.begin(cache, [row.generator for row in rows])
     policy = FixedShape(tree) if tree is None or isinstance(tree, TreeShape | StaticTree) else tree
-    policy.begin(max(map(len, prompts)), max_new_tokens)
-    clock = DeviceClock(target.device)
-    while active := _drop_finished(active, cache, session):
-        drafts, accepted = _round(target, cache, active, session, policy, clock, sampling)
+    policy.begin()
+    _prefill(target, cache, rows, proposer, sampling)
+    while active := _drop_finished(active, cache, proposer):
+        began = clock.mark()
+        shape = _useful(target, policy.next_shape(), active, sampling) if proposer is not None else None
+        if proposer is None or shape is None:
+            drafts = DraftTree.empty(len(active), target.device)
+        else:
+            drafts = proposer.propose([row.committed for row in active], shape)
+        drafted_at = clock.mark()
+        accepted = _verify(target, cache, active, proposer, drafts, sampling)
+        verified_at = clock.mark()
+        draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
+        policy.observe(drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s)
+        for row, drafted in zip(active, drafts.on_host[0], strict=True):
+            row.stats.draft_s += draft_s / len(active) if proposer is not None else 0.0
+            row.stats.verify_s += verify_s / len(active)
+            row.stats.n_drafted += len(drafted) - drafted.count(NO_DRAFT)
         if on_round is not None:
             on_round(drafts, accepted)
     for row in rows:
@@ -213,52 +192,31 @@ def generate_batch(
 
 
 def _prefill(
-    target: Target, cache: TargetCache, rows: list["_Row"], session: DraftSession | None, sampling: SamplingConfig
+    target: Target, cache: TargetCache, rows: list["_Row"], proposer: Proposer | None, sampling: SamplingConfig
 ) -> None:
     """Run the prompts, padded on the right, and commit the first token of each row."""
     began = time.perf_counter()
     lengths = [len(row.committed) for row in rows]
     padded = [row.committed + [0] * (max(lengths) - len(row.committed)) for row in rows]
     hidden = target.forward(torch.tensor(padded, device=target.device), cache)
-    _commit(cache, session, hidden, [range(length) for length in lengths])
+    _commit(cache, proposer, hidden, [range(length) for length in lengths])
     last = hidden[torch.arange(len(rows)), torch.tensor(lengths) - 1]  # [B, E]
+    nothing = DraftTree.empty(1, target.device)
     for row, logits in zip(rows, target.logits(last), strict=True):
-        row.begin(_choose(logits[None], DraftTree.empty(1, logits.device), 0, row, sampling)[1])
+        if sampling.is_argmax:
+            token = int(logits.argmax())
+        else:
+            token = accept_sampled(nothing, 0, logits[None], row.committed, sampling, row.generator)[1]
+        row.begin(token)
         row.stats.prefill_s = (time.perf_counter() - began) / len(rows)
 
 
-def _round(
-    target: Target,
-    cache: TargetCache,
-    rows: list["_Row"],
-    session: DraftSession | None,
-    policy: ShapePolicy,
-    clock: DeviceClock,
-    sampling: SamplingConfig,
-) -> tuple[DraftTree, list[list[int]]]:
-    """Draft, verify and commit; the drafts and the accepted nodes of each row."""
-    began = clock.mark()
-    shape = policy.next_shape()
-    useful = _useful(target, shape, rows, sampling)
-    drafts = _propose(target, session, useful, rows)
-    drafted_at = clock.mark()
-    accepted = _verify(target, cache, rows, session, drafts, sampling)
-    verified_at = clock.mark()
-    draft_s, verify_s = clock.seconds(began, drafted_at), clock.seconds(drafted_at, verified_at)
-    policy.observe(drafts.n_nodes, accepted, draft_s + verify_s, useful != shape)
-    for row, drafted in zip(rows, drafts.on_host[0], strict=True):
-        row.stats.draft_s += draft_s / len(rows) if session is not None else 0.0
-        row.stats.verify_s += verify_s / len(rows)
-        row.stats.n_drafted += len(drafted) - drafted.count(NO_DRAFT)
-    return drafts, accepted
-
-
-def _drop_finished(rows: list["_Row"], cache: TargetCache, session: DraftSession | None) -> list["_Row"]:
+def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer | None) -> list["_Row"]:
     going = [index for index, row in enumerate(rows) if not row.finished]
     if going and len(going) < len(rows):
         cache.select_rows(going)
-        if session is not None:
-            session.select_rows(going)
+        if proposer is not None:
+            proposer.select_rows(going)
     return [rows[index] for index in going]
 
 
@@ -275,22 +233,15 @@ def _useful(target: Target, shape: Shape | None, rows: list["_Row"], sampling: S
     return shape.cut(depth) if depth >= 1 else None
 
 
-def _propose(target: Target, session: DraftSession | None, shape: Shape | None, rows: list["_Row"]) -> DraftTree:
-    """Drafts of each row; none without a shape."""
-    if session is None or shape is None:
-        return DraftTree.empty(len(rows), target.device)
-    return session.propose([row.committed for row in rows], shape)
-
-
 def _verify(
     target: Target,
     cache: TargetCache,
     rows: list["_Row"],
-    session: DraftSession | None,
+    proposer: Proposer | None,
     drafts: DraftTree,
     sampling: SamplingConfig,
 ) -> list[list[int]]:
-    """One target call over root and drafts of each row; commits what the target agrees with, returns those nodes."""
+    """Run the target once over root and drafts of each row; commit what it agrees with, and return those nodes."""
     roots = torch.tensor([[row.committed[-1]] for row in rows], device=target.device)
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1)  # [B, 1 + N]; any token fills up
     hidden = target.forward(tokens, cache, ancestors(drafts.parents) if drafts.n_nodes else None)
@@ -302,26 +253,18 @@ def _verify(
         if predicted is not None:
             accepted, bonus = accept_argmax(drafted[index], parents[index], predicted[index])
         else:
-            accepted, bonus = _choose(logits[index], drafts, index, row, sampling)
+            accepted, bonus = accept_sampled(drafts, index, logits[index], row.committed, sampling, row.generator)
         nodes.append(accepted)
         row.commit([*(drafted[index][node] for node in accepted), bonus])
-    _commit(cache, session, hidden, [[0, *(node + 1 for node in accepted)] for accepted in nodes])
+    _commit(cache, proposer, hidden, [[0, *(node + 1 for node in accepted)] for accepted in nodes])
     return nodes
 
 
-def _commit(cache: TargetCache, session: DraftSession | None, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+def _commit(cache: TargetCache, proposer: Proposer | None, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
     """Keep some tokens of a target call, of which a drafter may want the hidden states [B, n, E]."""
     cache.commit(kept)
-    if session is not None:
-        session.observe(hidden, kept)
-
-
-def _choose(
-    logits: Tensor, drafts: DraftTree, index: int, row: "_Row", sampling: SamplingConfig
-) -> tuple[list[int], int]:
-    if sampling.is_argmax:
-        return accept_argmax([], [], logits.argmax(dim=-1).tolist())
-    return accept_sampled(drafts, index, logits, row.committed, sampling, row.generator)
+    if proposer is not None:
+        proposer.observe(hidden, kept)
 
 
 class _Row:

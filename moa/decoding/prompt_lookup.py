@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..target.cache import TargetCache
-from .loop import OpenSession
+from .proposer import Proposer
 from .tree import NO_DRAFT, DraftTree, Shape
 
 
-class PromptLookupSession:
+class PromptLookupProposer(Proposer):
     """Proposes the continuation of the latest earlier occurrence of the last n tokens, the longest n first.
 
     Args:
@@ -25,16 +26,24 @@ class PromptLookupSession:
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
         self._device, self._max_ngram = device, max_ngram
 
+    # Nothing is kept between rounds: the committed tokens hold all that is looked up.
+
     @property
+    @override
     def max_depth(self) -> None:
-        """As many as follow."""
         return None
 
-    def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Nothing to note: the tokens say it all."""
+    @override
+    def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
+        pass
 
+    @override
+    def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        pass
+
+    @override
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
-        """A chain of at most ``shape.depth`` tokens; empty where no row's last token occurred before."""
+        """Draft a chain of at most ``shape.depth`` tokens; empty where no row's last token occurred before."""
         found = [self._continuation(tokens, shape.depth) for tokens in committed]
         longest = max(map(len, found))
         if not longest:
@@ -42,8 +51,9 @@ class PromptLookupSession:
         padded = [[*tokens, *[NO_DRAFT] * (longest - len(tokens))] for tokens in found]
         return DraftTree.chain(torch.tensor(padded, device=self._device))
 
+    @override
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Nothing is kept per row."""
+        pass
 
     def _continuation(self, tokens: list[int], length: int) -> list[int]:
         for n in range(min(self._max_ngram, len(tokens) - 1), 0, -1):
@@ -52,17 +62,3 @@ class PromptLookupSession:
                 if tokens[start : start + n] == last:
                     return tokens[start + n : start + n + length]
         return []
-
-
-def prompt_lookup_session(device: torch.device, max_ngram: int = 3) -> OpenSession:
-    """Prompt lookup, for :func:`decode.generate_batch`.
-
-    Args:
-        device: the target's.
-        max_ngram: longest n that is looked up.
-    """
-
-    def open_session(cache: TargetCache, generators: list[torch.Generator]) -> PromptLookupSession:
-        return PromptLookupSession(device, max_ngram)
-
-    return open_session

@@ -219,10 +219,10 @@ class DraftTree:
         return cls(nothing, nothing)
 
     @classmethod
-    def chain(cls, tokens: Tensor, probabilities: Tensor | None = None) -> "DraftTree":
+    def chain(cls, tokens: Tensor, scores: Tensor | None = None, probabilities: Tensor | None = None) -> "DraftTree":
         """A chain of tokens [B, N]."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-        return cls(tokens, parents, None, probabilities)
+        return cls(tokens, parents, scores, probabilities)
 
 
 def ancestors(parents: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class TargetCache(Cache):
             DrafterError: the last call kept none.
         """
         if not self._layer_outputs:
-            raise DrafterError("the target's last call kept no layer outputs; open the draft session before the call.")
+            raise DrafterError("the target's last call kept no layer outputs; begin with the proposer before the call.")
         outputs, self._layer_outputs = torch.cat(self._layer_outputs, dim=1), []
         return outputs
 

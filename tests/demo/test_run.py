@@ -38,7 +38,7 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
     assert first.identical
     assert first.bytes_per_token > 0
     text = first.report.read_text()
-    for picture in ("acceptance", "target", "drafter", "bytes_per_token", "speed"):
+    for picture in ("target", "drafter", "bytes_per_token", "speed"):
         assert f"figures/{picture}.png" in text
         assert (first.folder / "figures" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     assert "kv" in text

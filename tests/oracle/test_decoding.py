@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
-from moa_data.moa.decoding.session import DrafterSession
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape, ancestors
 from moa_data.moa.formats.checkpoint import build_drafter
 from moa_data.moa.formats.moa import from_official_keys, sizes_from_official
@@ -38,7 +38,7 @@ def test_decoding_case(name, monkeypatch):
     depth, breadth = settings["depth"] - 1, settings["breadth"]
     shape = TreeShape(depth, breadth, settings["total_tokens"])
     calls, rounds = [], []
-    real_root, real_level, real_propose = drafter.draft_root, drafter.draft_level, DrafterSession.propose
+    real_root, real_level, real_propose = drafter.draft_root, drafter.draft_level, DrafterProposer.propose
 
     def keep(call):
         def draft(*args, **kwargs):
@@ -55,7 +55,7 @@ def test_decoding_case(name, monkeypatch):
 
     monkeypatch.setattr(drafter, "draft_root", keep(real_root))
     monkeypatch.setattr(drafter, "draft_level", keep(real_level))
-    monkeypatch.setattr(DrafterSession, "propose", propose)
+    monkeypatch.setattr(DrafterProposer, "propose", propose)
 
     for run in settings["runs"]:
         case = {key.split(".", 1)[1]: v for key, v in expected.items() if key.startswith(f"p{run['prompt']}.")}
@@ -68,7 +68,7 @@ def test_decoding_case(name, monkeypatch):
             target,
             [prompt],
             max_new_tokens=run["max_new_tokens"] + depth + 2,
-            open_session=lambda cache, _: DrafterSession(drafter, frozen, cache),
+            proposer=DrafterProposer(target, drafter, frozen),
             tree=shape,
         )
         output = case["output"].tolist()

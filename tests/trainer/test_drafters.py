@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.eagle import EagleDrafter
 from moa_data.moa.drafters.eagle3 import Eagle3Drafter
@@ -47,9 +48,7 @@ def test_it_learns_and_decodes(hidden_store, tmp_path):
     target = Target(tiny_model())
     prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
     for tree in (TreeShape(3), TreeShape(3, 2, 6)):
-        fast = generate_batch(
-            target, prompts, max_new_tokens=16, open_session=draft_session(target, drafter), tree=tree
-        )
+        fast = generate_batch(target, prompts, max_new_tokens=16, proposer=DrafterProposer(target, drafter), tree=tree)
         for prompt, got in zip(prompts, fast, strict=True):
             assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
             alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=16, tree=tree)
@@ -140,7 +139,7 @@ def test_glide_learns_resumes_and_decodes(store_path, tmp_path, official):
     assert drafter.config.official_rotation == official
     target, tree = Target(tiny_model()), TreeShape(3, 2, 6)
     prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
-    fast = generate_batch(target, prompts, max_new_tokens=12, open_session=draft_session(target, drafter), tree=tree)
+    fast = generate_batch(target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree)
     for prompt, got in zip(prompts, fast, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
 
@@ -210,7 +209,7 @@ def test_eagle3_learns_resumes_and_decodes(layers_store, tmp_path):
     assert torch.equal(chosen, drafter.draft_tokens)
     target, tree = Target(tiny_model()), TreeShape(3, 2, 6)
     prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
-    fast = generate_batch(target, prompts, max_new_tokens=12, open_session=draft_session(target, drafter), tree=tree)
+    fast = generate_batch(target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree)
     for prompt, got in zip(prompts, fast, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import load_drafter
@@ -45,8 +46,8 @@ def test_it_learns_resumes_and_decodes(hidden_store, tmp_path, own):
     assert report.n_parameters == sum(value.numel() for value in drafter.state_dict().values())
     target, prompts = Target(tiny_model()), [[1, 2, 3, 4], [10, 12, 14], [5]]
     for tree in (TreeShape(3), TreeShape(3, 2, 6)):
-        session = draft_session(target, drafter)
-        fast = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=tree)
+        session = DrafterProposer(target, drafter)
+        fast = generate_batch(target, prompts, max_new_tokens=12, proposer=session, tree=tree)
         for prompt, got in zip(prompts, fast, strict=True):
             assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
 

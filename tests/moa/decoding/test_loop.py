@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moa_data.moa.decoding import loop as decode
-from moa_data.moa.decoding.loop import Generation, draft_session, generate_batch, plain_generate, speculative_generate
-from moa_data.moa.decoding.session import DrafterSession
+from moa_data.moa.decoding.loop import Generation, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, StaticTree, TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
 from moa_data.moa.errors import DrafterError
@@ -60,9 +60,9 @@ def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
 @contextmanager
 def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) -> Iterator[None]:
     """Replace what the chain proposes; its caches are kept as always, so that they can be looked at."""
-    real_propose = DrafterSession.propose
+    real_propose = DrafterProposer.propose
 
-    def propose(self: DrafterSession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+    def propose(self: DrafterProposer, committed: list[list[int]], shape: TreeShape) -> DraftTree:
         real_propose(self, committed, shape)
         drafts = []
         for row in committed:
@@ -75,7 +75,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, target: Target, script: Script) ->
         return DraftTree.chain(torch.tensor(drafts))
 
     with monkeypatch.context() as patch:
-        patch.setattr(DrafterSession, "propose", propose)
+        patch.setattr(DrafterProposer, "propose", propose)
         yield
 
 
@@ -227,7 +227,7 @@ def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Scr
 def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows there are and nodes accepted; reading a value of a tensor waits for the device."""
     target = bigram_target(frozenset())
-    session = draft_session(target, silence(build_drafter(target.model)))
+    session = DrafterProposer(target, silence(build_drafter(target.model)))
     n_reads, of_rounds, verify = 0, [], decode._verify
 
     def counted(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -250,7 +250,7 @@ def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch
 
     monkeypatch.setattr(decode, "_verify", watched)
     for prompts in ([[5, 6]], [[5, 6], [7], [8, 9, 10]]):
-        generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=TreeShape(3, 2, 5))
+        generate_batch(target, prompts, max_new_tokens=12, proposer=session, tree=TreeShape(3, 2, 5))
     assert {reads for reads, _ in of_rounds} == {2}
     assert max(n_accepted for _, n_accepted in of_rounds) > 1
 
@@ -262,10 +262,10 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
     drafter = silence(build_drafter(target.model, n_target_layers))
     frozen = FrozenTarget.from_model(target.model, n_target_layers)
     last_layers = range(2 - n_target_layers, 2)
-    real_propose = DrafterSession.propose
+    real_propose = DrafterProposer.propose
     n_rounds = 0
 
-    def propose(self: DrafterSession, committed: list[list[int]], shape: TreeShape) -> DraftTree:
+    def propose(self: DrafterProposer, committed: list[list[int]], shape: TreeShape) -> DraftTree:
         nonlocal n_rounds
         drafts = real_propose(self, committed, shape)
         for row, tokens in enumerate(committed):
@@ -291,7 +291,7 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
             n_rounds += 1
         return drafts
 
-    monkeypatch.setattr(DrafterSession, "propose", propose)
+    monkeypatch.setattr(DrafterProposer, "propose", propose)
     prompts = [*random_prompts(6, seed=5), [7, 8, 9, 10, 11]]
     for prompt in prompts:
         speculative_generate(target, drafter, frozen, prompt, max_new_tokens=20, draft_length=4)
@@ -300,8 +300,8 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
         speculative_generate(
             target, drafter, frozen, prompt, max_new_tokens=12, tree=StaticTree((-1, -1, 0), (0, 1, 0))
         )
-    session = draft_session(target, drafter, frozen)
-    generate_batch(target, prompts[1:], max_new_tokens=12, open_session=session, tree=TreeShape(3, 2, 6))
+    session = DrafterProposer(target, drafter, frozen)
+    generate_batch(target, prompts[1:], max_new_tokens=12, proposer=session, tree=TreeShape(3, 2, 6))
     assert n_rounds > 60
 
 
@@ -364,8 +364,8 @@ def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_drafter(target.model, 1)
     prompts = random_prompts(20, seed=11)[8:]
-    session = None if tree is None else draft_session(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=16, open_session=session, tree=tree)
+    session = None if tree is None else DrafterProposer(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=16, proposer=session, tree=tree)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
         if tree is not None:

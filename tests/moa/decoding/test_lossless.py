@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.target.live import Target
 from moa_data.tests.kit.drafters import build_drafter
@@ -34,15 +35,15 @@ def test_a_thousand_prompts() -> None:
         n_target_layers = (0, 1, 2)[index % 3]
         drafter = build_drafter(target.model, n_target_layers, seed=index)
         is_bigram = index >= len(FAMILIES)
-        sessions.append((target, draft_session(target, silence(drafter) if is_bigram else drafter)))
+        sessions.append((target, DrafterProposer(target, silence(drafter) if is_bigram else drafter)))
     for target in targets[: len(FAMILIES)]:
         sessions += [
-            (target, draft_session(target, build(target.model)))
+            (target, DrafterProposer(target, build(target.model)))
             for build in (build_medusa, build_independent, build_eagle3)
         ]
     eagle3_target = Target(build_model(num_hidden_layers=2))
     eagle3_target.eos_token_ids = frozenset({3, 24})
-    sessions.append((eagle3_target, draft_session(eagle3_target, trained_eagle3(eagle3_target))))
+    sessions.append((eagle3_target, DrafterProposer(eagle3_target, trained_eagle3(eagle3_target))))
     often_right = {*range(len(FAMILIES), 2 * len(FAMILIES)), len(sessions) - 1}
     done, committed = 0, []
     while done < N_PROMPTS:
@@ -52,7 +53,7 @@ def test_a_thousand_prompts() -> None:
             [chance.randrange(4, 60) for _ in range(chance.randint(1, 40))] for _ in range(chance.choice((1, 1, 3, 8)))
         ]
         n_new = chance.randint(1, 30)
-        found = generate_batch(target, prompts, max_new_tokens=n_new, open_session=session, tree=shape)
+        found = generate_batch(target, prompts, max_new_tokens=n_new, proposer=session, tree=shape)
         for prompt, generation in zip(prompts, found, strict=True):
             plain = plain_generate(target, prompt, max_new_tokens=n_new)
             assert generation.tokens == plain.tokens, (done, place, shape, prompt)

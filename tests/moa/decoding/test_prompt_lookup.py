@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
-from moa_data.moa.decoding.prompt_lookup import PromptLookupSession, prompt_lookup_session
+from moa_data.moa.decoding.prompt_lookup import PromptLookupProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.target.live import Target
@@ -14,7 +14,7 @@ from moa_data.tests.kit.models import build_model
 
 
 def proposed(*rows: list[int], length: int = 3) -> list[list[int]]:
-    return PromptLookupSession(torch.device("cpu")).propose(rows, TreeShape(length)).tokens.tolist()
+    return PromptLookupProposer(torch.device("cpu")).propose(rows, TreeShape(length)).tokens.tolist()
 
 
 def test_the_longest_and_latest_occurrence_wins() -> None:
@@ -31,8 +31,9 @@ def test_rows_without_an_occurrence() -> None:
 def test_decoding_is_lossless_and_saves_calls_on_repetitive_text() -> None:
     target = Target(build_model(eos_token_id=None))
     prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11], [3, 4, 3, 4, 3, 4, 3]]
-    session = prompt_lookup_session(target.device)
-    found = generate_batch(target, prompts, max_new_tokens=40, open_session=session, tree=TreeShape(4))
+    found = generate_batch(
+        target, prompts, max_new_tokens=40, proposer=PromptLookupProposer(target.device), tree=TreeShape(4)
+    )
     plain = [plain_generate(target, prompt, max_new_tokens=40) for prompt in prompts]
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     # Greedy decoding of a small random model soon goes in circles.
@@ -47,7 +48,7 @@ def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
     target = Target(build_model(eos_token_id=None))
     prompts = [[9, 10, 11], [5, 6, 7, 8, 5, 6], [3, 4, 3, 4, 3, 4, 3], [20, 21, 22, 23, 24, 25]]
     settings: dict[str, Any] = {
-        "max_new_tokens": 30, "open_session": prompt_lookup_session(target.device), "tree": TreeShape(4),
+        "max_new_tokens": 30, "proposer": PromptLookupProposer(target.device), "tree": TreeShape(4),
         "sampling": sampling,
     }  # fmt: skip
     together = generate_batch(target, prompts, seed=range(5, 9), **settings)

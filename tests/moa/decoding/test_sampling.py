@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moa_data.moa.decoding import sampling
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.errors import DrafterError
@@ -170,7 +171,7 @@ def test_whole_runs_have_the_targets_distribution(tree):
     drafter = build_drafter(target.model)
     config, n_runs, prompt = SamplingConfig(1.0, top_k=3), 3000, [7, 8, 9]
     runs = generate_batch(
-        target, [prompt] * n_runs, max_new_tokens=3, open_session=draft_session(target, drafter, None, config),
+        target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, None, config),
         tree=tree, sampling=config, seed=11,
     )  # fmt: skip
     counts: dict[tuple[int, ...], int] = {}
@@ -205,13 +206,13 @@ def test_seeds_decide_the_answer_alone_and_in_a_batch(tree):
     drafter = build_drafter(target.model)
     config = SamplingConfig(0.9, top_p=0.9)
     prompts = [[5, 6], [7, 8, 9, 10], [11]]
-    session = draft_session(target, drafter, None, config)
+    session = DrafterProposer(target, drafter, None, config)
     settings = {"max_new_tokens": 10, "sampling": config, "tree": tree}
-    together = generate_batch(target, prompts, open_session=session, seed=4, **settings)
+    together = generate_batch(target, prompts, proposer=session, seed=4, **settings)
     for row, prompt in enumerate(prompts):
         alone = speculative_generate(target, drafter, None, prompt, seed=4 + row, **settings)
         assert alone.tokens == together[row].tokens
-    different = generate_batch(target, prompts, open_session=session, seed=40, **settings)
+    different = generate_batch(target, prompts, proposer=session, seed=40, **settings)
     assert [run.tokens for run in different] != [run.tokens for run in together]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
-from moa_data.moa.decoding.session import DrafterSession
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import StaticTree, TreeShape, parse_shape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.errors import DrafterError
@@ -94,9 +94,9 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
     model = build_model(eos_token_id=None)
     target, drafter = Target(model), build(model)
     seen = []
-    real = DrafterSession.propose
+    real = DrafterProposer.propose
 
-    class Watched(DrafterSession):
+    class Watched(DrafterProposer):
         def propose(self, committed, shape):
             seen.append((list(committed[0]), real(self, committed, shape)))
             return seen[-1][1]
@@ -106,7 +106,7 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
 
     frozen = FrozenTarget.from_model(model, 0)
     plain = plain_generate(target, [5, 6, 7], max_new_tokens=16)
-    found = generate_batch(target, [[5, 6, 7]], max_new_tokens=16, open_session=opened, tree=shape)
+    found = generate_batch(target, [[5, 6, 7]], max_new_tokens=16, proposer=opened, tree=shape)
     assert found[0].tokens == plain.tokens
     committed, tree = seen[0]
     tokens = tree.tokens[0].tolist()
@@ -118,7 +118,7 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
         cache = target.new_cache()
         hidden = target.forward(torch.tensor([committed[:-1]]), cache)
         cache.commit([range(len(committed) - 1)])
-        session = DrafterSession(drafter, frozen, cache)
+        session = DrafterProposer(drafter, frozen, cache)
         with torch.inference_mode():
             session.observe(hidden, [range(len(committed) - 1)])
             features = drafter.root_features(session.state, frozen, [committed], cache)
@@ -134,10 +134,10 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
 def test_static_trees_in_batches_and_with_small_vocabularies() -> None:
     model = build_model(eos_token_id=None, vocab_size=8, bos_token_id=1)
     target = Target(model)
-    session = draft_session(target, build_drafter(model))
+    session = DrafterProposer(target, build_drafter(model))
     prompts = [[5, 6, 7], [2], [4, 4, 4, 4, 1]]
     found = generate_batch(
-        target, prompts, max_new_tokens=12, open_session=session, tree=StaticTree((-1, -1, 0), (0, 11, 1))
+        target, prompts, max_new_tokens=12, proposer=session, tree=StaticTree((-1, -1, 0), (0, 11, 1))
     )
     for prompt, generation in zip(prompts, found, strict=True):
         assert generation.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
-from moa_data.moa.decoding.session import DrafterSession
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.eagle import EagleDrafter, EagleSizes
 from moa_data.moa.drafters.rounds import Draws
@@ -143,8 +143,8 @@ def test_random_drafters_alone_and_in_ragged_batches(family, tree):
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_eagle(target.model, eagle_layers=2)
     prompts = random_prompts(8, 11)
-    session = draft_session(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=tree)
+    session = DrafterProposer(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=12, proposer=session, tree=tree)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
         alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=12, tree=tree)
@@ -177,7 +177,7 @@ def test_caches_after_each_round_equal_a_fresh_prefill(endless, monkeypatch, tre
     prompts = random_prompts(7, 7)
     runs = generate_batch(
         target, prompts, max_new_tokens=14, tree=tree,
-        open_session=lambda cache, _: DrafterSession(drafter, frozen, cache),
+        proposer=DrafterProposer(target, drafter, frozen),
     )  # fmt: skip
     assert len(lengths) > 20
     assert max(count for run in runs for count in run.stats.committed_per_call) > 2
@@ -189,7 +189,7 @@ def test_sampling_and_penalties_are_shared(endless, tree):
     prompts = random_prompts(3, 9)
     config = SamplingConfig(0.8, top_p=0.9)
     together = generate_batch(
-        target, prompts, max_new_tokens=8, open_session=draft_session(target, drafter, None, config), tree=tree,
+        target, prompts, max_new_tokens=8, proposer=DrafterProposer(target, drafter, None, config), tree=tree,
         sampling=config, seed=3,
     )  # fmt: skip
     for row, prompt in enumerate(prompts):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
-from moa_data.moa.decoding.session import DrafterSession
 from moa_data.moa.decoding.tree import StaticTree, TreeShape
 from moa_data.moa.drafters.eagle3 import (
     STEP_DECAY,
@@ -197,7 +197,8 @@ def test_decoding_and_validation_equal_training_time_test(family):
     n_compared = 0
     for row in range(2):
         cache = target.new_cache()
-        session = DrafterSession(drafter, frozen, cache)
+        session = DrafterProposer(target, drafter, frozen)
+        session.begin(cache)
         for query, position in zip(validated.features[row], validated.queries[row].tolist(), strict=True):
             step = position - int(context[row, position]) - 1
             place = queries[row].tolist().index(position)
@@ -241,8 +242,8 @@ def test_random_drafters_alone_and_in_ragged_batches(family, tree):
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_eagle3(target.model, draft_vocabulary=5 if family == "llama" else 30)
     prompts = random_prompts(4, 11)
-    session = draft_session(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=9, open_session=session, tree=tree)
+    session = DrafterProposer(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=9, proposer=session, tree=tree)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=9).tokens
         alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=9, tree=tree)
@@ -256,9 +257,9 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch):
     expected = inputs_of(target.model, tokens, torch.ones(1, 30), drafter.observed_layers)
     monkeypatch.setattr("moa_data.moa.target.live._CHUNK_TOKENS", 7)
     cache = target.new_cache()
-    with pytest.raises(DrafterError, match="kept no layer outputs; open the draft session before"):
+    with pytest.raises(DrafterError, match="kept no layer outputs; begin with the proposer before"):
         cache.take_layer_outputs()
-    DrafterSession(drafter, FrozenTarget.from_model(target.model), cache)
+    DrafterProposer(target, drafter).begin(cache)
     target.forward(tokens, cache)
     torch.testing.assert_close(cache.take_layer_outputs(), torch.cat(expected.layer_outputs, dim=-1))
     assert not any(layer._forward_hooks for layer in target.model.model.layers)
@@ -291,7 +292,7 @@ def test_sampling_has_the_targets_distribution_also_outside_the_draft_vocabulary
     drafter = build_eagle3(target.model, draft_vocabulary=6)
     config, prompt, n_runs = SamplingConfig(temperature=0.9, top_k=12), [5, 9, 11], 600
     runs = generate_batch(
-        target, [prompt] * n_runs, max_new_tokens=3, open_session=draft_session(target, drafter, None, config),
+        target, [prompt] * n_runs, max_new_tokens=3, proposer=DrafterProposer(target, drafter, None, config),
         tree=shape, sampling=config, seed=1,
     )  # fmt: skip
     first = distribution(

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
-from moa_data.moa.decoding.session import DrafterSession
 from moa_data.moa.decoding.tree import StaticTree, TreeShape
 from moa_data.moa.drafters.independent import IndependentDrafter, IndependentSizes, save_as_llama
 from moa_data.moa.drafters.rounds import Draws
@@ -98,10 +98,12 @@ def test_loss_and_gradient_equal_a_plain_reference():
 
 def test_nothing_of_the_target_is_looked_at(endless):
     target, drafter = endless
-    session = DrafterSession(drafter, FrozenTarget.from_model(target.model), target.new_cache())
+    session = DrafterProposer(target, drafter)
+    session.begin(target.new_cache())
     before = session.propose([[5, 6, 7, 8]], TreeShape(3, 2, 6)).tokens
     other = Target(build_model(seed=5, num_hidden_layers=2))
-    session = DrafterSession(drafter, FrozenTarget.from_model(other.model), other.new_cache())
+    session = DrafterProposer(other, drafter)
+    session.begin(other.new_cache())
     session.observe(torch.randn(1, 3, 48), [range(3)])
     assert torch.equal(session.propose([[5, 6, 7, 8]], TreeShape(3, 2, 6)).tokens, before)
 
@@ -125,8 +127,8 @@ def test_random_drafters_alone_and_in_ragged_batches(family):
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_independent(target.model)
     prompts, shape = random_prompts(5, 11), SHAPES[4] if family in ("llama", "mistral") else SHAPES[2]
-    session = draft_session(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=shape)
+    session = DrafterProposer(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=12, proposer=session, tree=shape)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
         alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=12, tree=shape)
@@ -155,7 +157,7 @@ def test_caches_after_each_round_equal_a_fresh_prefill(endless, monkeypatch, sha
 
     monkeypatch.setattr(drafter, "root_features", root_features)
     runs = generate_batch(
-        target, random_prompts(7, 7), max_new_tokens=14, tree=shape, open_session=draft_session(target, drafter)
+        target, random_prompts(7, 7), max_new_tokens=14, tree=shape, proposer=DrafterProposer(target, drafter)
     )
     assert len(lengths) > 20
     assert max(count for run in runs for count in run.stats.committed_per_call) > 2
@@ -167,7 +169,7 @@ def test_sampling_and_penalties_are_shared(endless, shape):
     prompts = random_prompts(3, 9)
     config = SamplingConfig(0.8, top_p=0.9)
     together = generate_batch(
-        target, prompts, max_new_tokens=8, open_session=draft_session(target, drafter, None, config), tree=shape,
+        target, prompts, max_new_tokens=8, proposer=DrafterProposer(target, drafter, None, config), tree=shape,
         sampling=config, seed=3,
     )  # fmt: skip
     for row, prompt in enumerate(prompts):

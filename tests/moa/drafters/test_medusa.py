@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import StaticTree, TreeShape
 from moa_data.moa.drafters.medusa import HEAD_DECAY, MedusaDrafter, MedusaSizes
@@ -150,8 +151,8 @@ def test_random_drafters_alone_and_in_ragged_batches(family):
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_medusa(target.model)
     prompts, shape = random_prompts(5, 11), SHAPES[4] if family in ("llama", "mistral") else SHAPES[2]
-    session = draft_session(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=shape)
+    session = DrafterProposer(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=12, proposer=session, tree=shape)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
         alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=12, tree=shape)
@@ -175,7 +176,7 @@ def test_the_state_of_each_round_is_that_of_a_fresh_prefill(endless, monkeypatch
     monkeypatch.setattr(drafter, "root_features", root_features)
     monkeypatch.setattr(target, "eos_token_ids", frozenset({24, 28, 40}))
     runs = generate_batch(
-        target, random_prompts(7, 7), max_new_tokens=14, tree=SHAPES[2], open_session=draft_session(target, drafter)
+        target, random_prompts(7, 7), max_new_tokens=14, tree=SHAPES[2], proposer=DrafterProposer(target, drafter)
     )
     assert n_rounds > 20
     assert max(count for run in runs for count in run.stats.committed_per_call) > 2
@@ -187,7 +188,7 @@ def test_sampling_and_penalties_are_shared(endless, shape):
     prompts = random_prompts(3, 9)
     config = SamplingConfig(0.8, top_p=0.9)
     together = generate_batch(
-        target, prompts, max_new_tokens=8, open_session=draft_session(target, drafter, None, config), tree=shape,
+        target, prompts, max_new_tokens=8, proposer=DrafterProposer(target, drafter, None, config), tree=shape,
         sampling=config, seed=3,
     )  # fmt: skip
     for row, prompt in enumerate(prompts):

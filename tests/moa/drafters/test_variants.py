@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter, moa_objective
 from moa_data.moa.drafters.rounds import Draws, Rounds
@@ -151,11 +152,11 @@ def test_decoding_is_lossless(tree, sizes):
     target.eos_token_ids = frozenset()
     drafter = build_drafter(target.model, 1, **sizes)
     prompts = [[5, 9, 31], [7], [11, 12, 13, 14, 15, 16]]
-    session = draft_session(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=12, open_session=session, tree=tree)
+    session = DrafterProposer(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=12, proposer=session, tree=tree)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
-        (alone,) = generate_batch(target, [prompt], max_new_tokens=12, open_session=session, tree=tree)
+        (alone,) = generate_batch(target, [prompt], max_new_tokens=12, proposer=session, tree=tree)
         assert alone.stats.committed_per_call == got.stats.committed_per_call
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch
-from moa_data.moa.decoding.session import DraftSession
+from moa_data.moa.decoding.loop import generate_batch
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
-from moa_data.moa.target.cache import TargetCache
 from moa_data.moa.target.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model
@@ -62,11 +61,11 @@ def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str) -> None:
 def test_a_few_graphs_serve_all_rounds(shape: Shape | None) -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, counter = compiled(model)
-    session = draft_session(target, build_drafter(model)) if shape else None
-    found = [generate_batch(target, [p], max_new_tokens=40, open_session=session, tree=shape)[0] for p in PROMPTS[:1]]
+    session = DrafterProposer(target, build_drafter(model)) if shape else None
+    found = [generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0] for p in PROMPTS[:1]]
     n_graphs = counter.frame_count
     assert 1 <= n_graphs <= 4  # rounds near the end are shallower
-    found += [generate_batch(target, [p], max_new_tokens=40, open_session=session, tree=shape)[0] for p in PROMPTS[1:]]
+    found += [generate_batch(target, [p], max_new_tokens=40, proposer=session, tree=shape)[0] for p in PROMPTS[1:]]
     assert counter.frame_count == n_graphs
     expected = generate_batch(Target(model), PROMPTS, max_new_tokens=40)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
@@ -82,7 +81,7 @@ def test_layer_outputs_come_out_of_the_compiled_calls_too() -> None:
         drafter = build_eagle3(model, fused_layers=layers)
         for prompt, tokens in zip(PROMPTS[:2], expected, strict=False):
             one, other = (
-                generate_batch(each, [prompt], max_new_tokens=12, open_session=draft_session(each, drafter), tree=chain)
+                generate_batch(each, [prompt], max_new_tokens=12, proposer=DrafterProposer(each, drafter), tree=chain)
                 for each in (target, Target(model))
             )
             assert one[0].tokens == tokens
@@ -113,15 +112,10 @@ def test_layer_outputs_of_a_compiled_call_are_those_of_any_other() -> None:
 def test_a_text_of_the_given_length_fits_with_what_fills_up_its_calls() -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, _ = compiled(model, n_slots=48)
-    capacity, session, caches = target.new_cache()._initial_slots, draft_session(target, build_drafter(model)), []
-
-    def open_session(cache: TargetCache, generators: list[torch.Generator]) -> DraftSession:
-        caches.append(cache)
-        return session(cache, generators)
-
+    capacity, proposer = target.new_cache()._initial_slots, DrafterProposer(target, build_drafter(model))
     for shape in (TreeShape(3), TreeShape(2, 8, 40)):
-        generate_batch(target, [[5] * 8], max_new_tokens=40, open_session=open_session, tree=shape)
-    assert [cache.capacity for cache in caches] == [capacity, capacity]
+        generate_batch(target, [[5] * 8], max_new_tokens=40, proposer=proposer, tree=shape)
+        assert proposer.cache.capacity == capacity
     assert capacity < 2 * 48 + 64
 
 
@@ -137,8 +131,8 @@ def test_a_buffer_is_known_to_stay_where_it_is_after_rows_have_left() -> None:
 def test_a_batch_is_lossless_and_a_longer_text_makes_the_cache_grow() -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, counter = compiled(model, n_slots=16)
-    session = draft_session(target, build_drafter(model))
-    found = generate_batch(target, PROMPTS, max_new_tokens=40, open_session=session, tree=TreeShape(2, 2, 4))
+    session = DrafterProposer(target, build_drafter(model))
+    found = generate_batch(target, PROMPTS, max_new_tokens=40, proposer=session, tree=TreeShape(2, 2, 4))
     expected = generate_batch(Target(model), PROMPTS, max_new_tokens=40)
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert counter.frame_count > 1

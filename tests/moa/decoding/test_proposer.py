@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import draft_session, generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
-from moa_data.moa.decoding.session import DrafterSession
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.errors import DrafterError
@@ -28,7 +28,8 @@ def first_round(target: Target, drafter: Drafter, prompts: list[list[int]], shap
     hidden = target.forward(torch.tensor(prompts), cache)
     kept = [range(len(prompts[0]))] * len(prompts)
     cache.commit(kept)
-    session = DrafterSession(drafter, FrozenTarget.from_model(target.model, 0), cache)
+    session = DrafterProposer(target, drafter, FrozenTarget.from_model(target.model, 0))
+    session.begin(cache)
     session.observe(hidden, kept)
     roots = target.logits(hidden[:, -1]).argmax(dim=-1).tolist()
     return session.propose([[*prompt, root] for prompt, root in zip(prompts, roots, strict=True)], shape)
@@ -68,7 +69,7 @@ def test_chains_that_stop_are_lossless(build: Callable[..., Drafter], penalty: f
     target, sampling = Target(model), SamplingConfig(repetition_penalty=penalty)
     prompts, lengths = random_prompts(6, seed=3), set()
     found = generate_batch(
-        target, prompts, max_new_tokens=24, open_session=draft_session(target, build(model), None, sampling),
+        target, prompts, max_new_tokens=24, proposer=DrafterProposer(target, build(model), None, sampling),
         tree=TreeShape(LENGTH, stop_below=0.02), sampling=sampling,
         on_round=lambda drafts, accepted: lengths.add(drafts.n_nodes),
     )  # fmt: skip
@@ -80,9 +81,9 @@ def test_chains_that_stop_are_lossless(build: Callable[..., Drafter], penalty: f
 def test_chains_that_are_drawn_do_not_stop() -> None:
     model = build_model()
     target, sampling = Target(model), SamplingConfig(temperature=1.0)
-    session = draft_session(target, build_drafter(model), None, sampling)
+    session = DrafterProposer(target, build_drafter(model), None, sampling)
     with pytest.raises(DrafterError, match=r"6@0\.1 stop by their probability in greedy decoding only"):
         generate_batch(
-            target, [[5, 6]], max_new_tokens=4, open_session=session, tree=TreeShape(6, stop_below=0.1),
+            target, [[5, 6]], max_new_tokens=4, proposer=session, tree=TreeShape(6, stop_below=0.1),
             sampling=sampling,
         )  # fmt: skip

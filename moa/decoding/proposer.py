@@ -1,4 +1,4 @@
-"""Who proposes drafts: the growing of chains and trees, one for all drafters.
+"""Proposers of drafts: chains and trees grown with a trained drafter, the same way for all drafters.
 
 Shapes: B rows, N nodes, V vocabulary, E target width, b nodes of one level.
 """
@@ -8,21 +8,32 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..drafters.base import Drafter
 from ..errors import DrafterError
 from ..target.bundle import FrozenTarget
 from ..target.cache import TargetCache
-from .sampling import SamplingConfig, distribution, draw
+from ..target.live import Target
+from .sampling import GREEDY, SamplingConfig, distribution, draw
 from .tree import DraftTree, Shape, StaticTree, TreeShape, pick_best
 
 
-class DraftSession(Protocol):
-    """Proposes drafts for the rows of one generation and keeps its own caches in step with what is committed."""
+class Proposer(Protocol):
+    """Proposes drafts, for one generation after the other, and keeps its caches in step with what is committed."""
 
     @property
     def max_depth(self) -> int | None:
-        """Most levels of drafts that it can propose; None for any number."""
+        """The most levels of drafts that it can propose; None for any number."""
+        ...
+
+    def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
+        """Start a generation, before the target reads the prompts.
+
+        Args:
+            cache: the target's KV of its rows.
+            generators: one per row, of the draws.
+        """
         ...
 
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
@@ -48,59 +59,53 @@ class DraftSession(Protocol):
         ...
 
 
-class DrafterSession:
+class DrafterProposer(Proposer):
     """Drafts with a trained drafter.
 
     Args:
+        target: the loaded target.
         drafter: trained for the target.
-        frozen: target pieces of the drafter's dtype, with its N layers.
-        cache: of the target's KV; its calls from now on keep what layers the drafter wants.
-        sampling: given and not greedy: chains are drawn from the drafter's distribution under it.
-        generators: one per row, of the draws.
+        frozen: target weights for the drafter, with its N layers; None takes them from the live target.
+        sampling: with a temperature above 0 chains are drawn from the drafter's distribution under it.
 
     Raises:
-        DrafterError: drafter and target pieces differ in dtype.
+        DrafterError: drafter and target weights differ in dtype.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        frozen: FrozenTarget,
-        cache: TargetCache,
-        sampling: SamplingConfig | None = None,
-        generators: Sequence[torch.Generator] = (),
+        self, target: Target, drafter: Drafter, frozen: FrozenTarget | None = None, sampling: SamplingConfig = GREEDY
     ) -> None:
-        if drafter.dtype != frozen.lm_head_weight.dtype:
+        self.frozen = frozen or FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+        weight = self.frozen.lm_head_weight
+        if drafter.dtype != weight.dtype:
             raise DrafterError(
-                f"the drafter is {drafter.dtype}, its target pieces are {frozen.lm_head_weight.dtype}; load both in "
-                "one dtype."
+                f"the drafter is {drafter.dtype}, its target weights are {weight.dtype}; load both in one dtype."
             )
-        self.drafter, self.frozen, self.cache = drafter, frozen, cache
-        cache.watched_layers = drafter.observed_layers
-        self.state = drafter.new_state(len(cache.lengths))
-        self._device = frozen.lm_head_weight.device
-        self._sampling = sampling if sampling is not None and sampling.temperature > 0 else None
-        self._generators = list(generators)
+        self.drafter, self._device, self._sampling = drafter, weight.device, sampling
+        self._generators: list[torch.Generator] = []
 
     @property
+    @override
     def max_depth(self) -> int | None:
-        """The drafter's own bound."""
         depth: int | None = self.drafter.config.max_depth
         return depth
 
+    @override
+    def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
+        self.cache, self._generators = cache, list(generators)
+        cache.watched_layers = self.drafter.observed_layers  # the target's calls from now on keep their outputs
+        self.state = self.drafter.new_state(len(cache.lengths))
+
+    @override
     @torch.inference_mode()
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Hand what the drafter wants of a target call to it; see :meth:`DraftSession.observe`."""
         states = self.cache.take_layer_outputs() if self.drafter.observed_layers else hidden
         self.drafter.observe(self.state, states, kept)
 
+    @override
     @torch.inference_mode()
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
-        """A chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660).
-
-        Args:
-            committed: as for :meth:`DraftSession.propose`.
-            shape: of the drafts.
+        """Grow a chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660).
 
         Raises:
             DrafterError: the shape has more levels than the drafter can make, or chains are drawn and it stops them.
@@ -113,17 +118,18 @@ class DrafterSession:
             return self._chain(features, committed, shape)
         return self._tree(features, shape)
 
+    @override
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
         self.state.select_rows(rows)
         self._generators = [self._generators[row] for row in rows] if self._generators else []
 
     def _chain(self, features: Tensor, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
-        if self._sampling is not None:
-            self._sampling.check_shape(shape)
+        self._sampling.check_shape(shape)
+        is_drawn = self._sampling.temperature > 0
         depth = min(shape.depth, shape.n_nodes)
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
+        reached: list[Tensor] = []  # [B] of each draft: the probability of the chain up to it
         paths = [list(row) for row in committed]
         probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
         for level in range(1, depth + 1):
@@ -133,10 +139,11 @@ class DrafterSession:
                     self.state, self.frozen, tokens[-1], features, seen, level - 1, self.cache
                 )
             logits = self.drafter.draft_logits(self.frozen, features[:, 0])  # [B, V]
-            if self._sampling is None:
+            if not is_drawn:
                 tokens.append(logits.argmax(dim=-1, keepdim=True))
-                if shape.stop_below and level < depth:
+                if shape.stop_below:
                     probability = probability * logits.float().softmax(dim=-1).amax(dim=-1)
+                    reached.append(probability)
                     if probability.mean() < shape.stop_below:
                         break
                 continue
@@ -146,7 +153,11 @@ class DrafterSession:
                 path.append(token)
             tokens.append(torch.tensor(picked, device=self._device)[:, None])
             probabilities.append(torch.stack(drawn))
-        return DraftTree.chain(torch.cat(tokens, dim=1), torch.stack(probabilities, dim=1) if probabilities else None)
+        return DraftTree.chain(
+            torch.cat(tokens, dim=1),
+            scores=torch.stack(reached, dim=1).log() if reached else None,
+            probabilities=torch.stack(probabilities, dim=1) if probabilities else None,
+        )
 
     def _tree(self, features: Tensor, shape: TreeShape) -> DraftTree:
         n_rows, b = features.shape[0], min(shape.breadth, self.frozen.lm_head_weight.shape[0])

@@ -1,0 +1,123 @@
+"""Draft-shape policies: one shape for all rounds, or ``auto``, a chain that gives way to plain decoding where it fails.
+
+``auto`` drafts chains that end where the drafter itself is unsure. Rounds are judged in plain steps, the time of a
+target call over one token, so that a machine that is slow for a minute changes nothing:
+
+    gain = tokens committed - seconds of the round / seconds of a plain step
+
+    round   drafts   committed    ms   gain   lost   savings        a plain step takes 10 ms; savings were 20
+      1     chain        5        30   +2.0    0.0    22.0
+      2     chain        1        26   -1.6    1.6    20.4
+      3     chain        1        24   -1.4    3.0    19.0
+      4     chain        4        28   +1.2    1.8    20.2
+     ...    chain        1        25   -1.5   12.3     9.5          this answer has lost more than PATIENCE
+     ...    none         1        10    0.0   12.3     9.5          plain; each step pays 1 / MEASURE_EVERY back
+
+Two accounts are kept in that unit. ``lost`` is what an answer has lost since its best moment: above ``PATIENCE`` it is
+decoded plainly. ``savings`` are what drafts have gained over all answers, at most four times ``PATIENCE``: a new answer
+is tried while there are any, so that drafts which always fail cost no more than what the plain steps pay in.
+"""
+
+from collections import deque
+from statistics import median
+from typing import Protocol
+
+from .tree import Shape, TreeShape
+
+AUTO_SHAPE = TreeShape(10, stop_below=0.2)
+"""The chain of ``auto``: the fastest of all chains, chains that stop and trees on one CPU core, where a draft costs a
+fifth to a third of a target call. ``eval --method plain,tree --tree 10@P`` with P from 0.05 to 0.3 finds another."""
+PATIENCE = 12.0
+"""Plain steps that an answer may lose before it is decoded plainly: the gains of a good drafter's rounds scatter by 2
+steps about a mean of 1 or more, so that less gives good drafters up by chance, and more is lost where drafts fail.
+``benchmarks/auto_policy.py`` judges it."""
+MEASURE_EVERY = 128
+"""One round in so many is spent on the other way: a plain step is timed after this many rounds with drafts, and as many
+plain steps pay for the loss of one with drafts. So finding out costs about 1 %; 64 costs 2 % where drafts fail, 256
+learns late that a machine has become slower."""
+
+
+class ShapePolicy(Protocol):
+    """Chooses the shape of each round's drafts."""
+
+    def begin(self) -> None:
+        """Start a generation."""
+        ...
+
+    def next_shape(self) -> Shape | None:
+        """The shape of the next round's drafts; None for a plain decoding step."""
+        ...
+
+    def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
+        """Learn from the round that has just ended.
+
+        Args:
+            n_drafts: drafts of each row; 0 after a plain step.
+            n_committed: tokens that the round committed, the mean of the rows.
+            round_s: seconds of drafting and verifying.
+        """
+        ...
+
+
+class FixedShape:
+    """Always the same shape; None for plain decoding."""
+
+    def __init__(self, shape: Shape | None) -> None:
+        self._shape = shape
+
+    def begin(self) -> None:
+        """Nothing is remembered."""
+
+    def next_shape(self) -> Shape | None:
+        """The shape."""
+        return self._shape
+
+    def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
+        """Nothing is learned."""
+
+
+class AutoPolicy:
+    """Chains while they pay, else plain decoding; remembers over all generations that it is used for.
+
+    Args:
+        is_drawn: tokens are sampled. Chains are then drawn and cannot stop by their probability: they are half as long.
+        max_depth: the most levels that the drafter can make; None for any number.
+    """
+
+    def __init__(self, is_drawn: bool = False, max_depth: int | None = None) -> None:
+        shape = TreeShape(AUTO_SHAPE.depth // 2) if is_drawn else AUTO_SHAPE
+        self._shape = shape if max_depth is None else shape.cut(max_depth)
+        self._plain_s: deque[float] = deque(maxlen=3)
+        self._n_since_plain, self._n_rounds, self._n_with_drafts = 0, 0, 0
+        self._savings, self._lost, self._has_drafted = PATIENCE, 0.0, False
+
+    def begin(self) -> None:
+        """Give the next answer a fresh start; what earlier ones saved or lost stays."""
+        self._lost, self._has_drafted = 0.0, False
+
+    def next_shape(self) -> TreeShape | None:
+        """The chain, unless it does not pay, or a plain step is due to be timed."""
+        # The more is lost, the sooner a plain step is timed: the machine may be slower, not the drafts worse.
+        if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (1 - self._lost / PATIENCE):
+            return None
+        return self._shape if self._savings > 0 and self._lost < PATIENCE else None
+
+    def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
+        """Time a plain step, or book the gain of a round with drafts."""
+        self._n_rounds += 1
+        if not n_drafts:
+            self._plain_s.append(round_s)
+            self._n_since_plain, gain = 0, 1 / MEASURE_EVERY
+        else:
+            self._n_since_plain += 1
+            self._n_with_drafts += 1
+            gain = n_committed - round_s / median(self._plain_s or [round_s])
+        self._savings = min(4 * PATIENCE, self._savings + gain)
+        # The first round with drafts also reads the prompt, which says nothing of the rounds to come.
+        if not n_drafts or self._has_drafted:
+            self._lost = max(0.0, self._lost - gain)
+        self._has_drafted = self._has_drafted or n_drafts > 0
+
+    def describe(self) -> str:
+        """What was chosen so far, in one line."""
+        return f"auto: chains {self._shape} in {self._n_with_drafts:,} of {self._n_rounds:,} rounds, else plain steps"

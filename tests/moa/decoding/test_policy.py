@@ -1,0 +1,128 @@
+"""`auto` keeps what drafts gain and bounds what they cost; whatever a policy chooses, greedy tokens stay."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from moa_data.moa.decoding.loop import generate_batch
+from moa_data.moa.decoding.policy import AUTO_SHAPE, MEASURE_EVERY, PATIENCE, AutoPolicy
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.sampling import SamplingConfig
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.target.live import Target
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_model
+
+from ..drafters.test_eagle import build_eagle
+from ..drafters.test_medusa import build_medusa
+
+PLAIN_S = 0.01
+
+
+def decode(
+    policy: AutoPolicy, n_tokens: int, per_round: float, cost: float, slowness: Callable[[int], float] = lambda _: 1.0
+) -> float:
+    """Plain steps that an answer takes; a round with drafts commits ``per_round`` tokens and takes ``cost`` steps."""
+    policy.begin()
+    n_done, spent, n_rounds = 0.0, 0.0, 0
+    while n_done < n_tokens:
+        drafts = policy.next_shape() is not None
+        tokens, steps = (per_round, cost) if drafts else (1.0, 1.0)
+        policy.observe(4 if drafts else 0, tokens, PLAIN_S * steps * slowness(n_rounds))
+        n_done, spent, n_rounds = n_done + tokens, spent + steps, n_rounds + 1
+    return spent
+
+
+def test_drafts_that_pay_are_used_in_nearly_every_round() -> None:
+    policy = AutoPolicy()
+    spent = sum(decode(policy, 128, per_round=4.0, cost=2.5) for _ in range(20))
+    assert spent < 1.01 * 20 * 128 * 2.5 / 4.0
+
+
+@pytest.mark.parametrize(("per_round", "cost"), [(1.0, 2.5), (1.0, 20.0), (4.0, 5.0)])
+def test_drafts_that_never_pay_cost_what_plain_steps_pay_in(per_round: float, cost: float) -> None:
+    policy = AutoPolicy()
+    spent = sum(decode(policy, 128, per_round, cost) for _ in range(20))
+    assert spent < 20 * 128 * (1 + 1 / MEASURE_EVERY) + PATIENCE + cost
+
+
+def test_an_answer_on_which_drafts_fail_is_soon_decoded_plainly_and_the_next_one_is_tried() -> None:
+    policy = AutoPolicy()
+    decode(policy, 500, per_round=4.0, cost=2.5)
+    for _ in range(5):
+        assert decode(policy, 128, per_round=1.0, cost=2.5) < 128 * (1 + 1 / MEASURE_EVERY) + PATIENCE + 2 * 1.5
+        assert decode(policy, 128, per_round=4.0, cost=2.5) < 1.02 * 128 * 2.5 / 4.0 + 1
+
+
+def test_a_machine_that_slows_down_changes_nothing() -> None:
+    """Twice as slow at once: plain steps that were timed before are too fast for a while."""
+    policy = AutoPolicy()
+    decode(policy, 500, per_round=4.0, cost=2.5)
+    spent = decode(policy, 2000, per_round=4.0, cost=2.5, slowness=lambda n: 1.0 + min(1.0, n / 400))
+    assert spent < 1.02 * 2000 * 2.5 / 4.0
+
+
+def test_a_long_prompt_that_the_drafter_has_read_is_not_held_against_its_drafts() -> None:
+    policy = AutoPolicy()
+    decode(policy, 500, per_round=4.0, cost=2.5)
+    policy.begin()
+    policy.observe(4, 1.0, PLAIN_S * 2 * PATIENCE)
+    assert policy.next_shape() == AUTO_SHAPE
+
+
+@pytest.mark.parametrize(
+    ("policy", "shape"),
+    [
+        (AutoPolicy(), AUTO_SHAPE),
+        (AutoPolicy(max_depth=3), AUTO_SHAPE.cut(3)),
+        (AutoPolicy(is_drawn=True), TreeShape(5)),
+    ],
+)
+def test_the_first_rounds_time_plain_steps(policy: AutoPolicy, shape: TreeShape) -> None:
+    for _ in range(3):
+        assert policy.next_shape() is None
+        policy.observe(0, 1.0, PLAIN_S)
+    assert policy.next_shape() == shape
+    policy.observe(4, 3.0, 2 * PLAIN_S)
+    assert policy.describe() == f"auto: chains {shape} in 1 of 4 rounds, else plain steps"
+
+
+class Changing:
+    """Another shape in each round."""
+
+    def begin(self) -> None:
+        self.shapes = itertools.cycle([TreeShape(3), None, TreeShape(2, 2, 4), None, None, TreeShape(1)])
+
+    def next_shape(self) -> TreeShape | None:
+        return next(self.shapes)
+
+    def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
+        assert round_s > 0
+        assert n_drafts in (0, 1, 2, 3, 4)
+        assert 1 <= n_committed <= 1 + n_drafts
+
+
+@pytest.mark.parametrize("build", [build_drafter, build_eagle, build_medusa])
+@pytest.mark.parametrize("policy", [Changing, AutoPolicy])
+def test_shapes_that_change_from_round_to_round_are_lossless(
+    build: Callable[..., Drafter], policy: Callable[[], Changing | AutoPolicy]
+) -> None:
+    model = build_model(eos_token_id=None)
+    target, prompts = Target(model), [[5, 6, 7], [8], [9, 10, 11, 12]]
+    proposer = DrafterProposer(target, build(model))
+    chosen = AutoPolicy(max_depth=proposer.max_depth) if policy is AutoPolicy else policy()
+    found = generate_batch(target, prompts, max_new_tokens=20, proposer=proposer, tree=chosen)
+    plain = generate_batch(target, prompts, max_new_tokens=20)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+
+
+def test_auto_draws_chains_of_fixed_length_where_tokens_are_sampled() -> None:
+    model = build_model(eos_token_id=None)
+    target, sampling = Target(model), SamplingConfig(temperature=1.0)
+    proposer = DrafterProposer(target, build_drafter(model), None, sampling)
+    (generation,) = generate_batch(
+        target, [[5, 6, 7]], max_new_tokens=30, proposer=proposer, tree=AutoPolicy(is_drawn=True), sampling=sampling
+    )
+    assert len(generation.tokens) == 30
