@@ -105,7 +105,7 @@ class Config(BaseModel):
                 yield Setting(name, name, field, None)
             if len(groups) > 1:
                 kinds = tuple(map(_default_kind, groups))
-                choice = FieldInfo(annotation=Literal[kinds], default=kinds[0], description=field.description)  # type: ignore[valid-type,arg-type]
+                choice = FieldInfo(annotation=Literal[kinds], default=kinds[0], description=field.description)  # type: ignore[arg-type]
                 yield Setting(f"{name}.kind", name, choice, None)
             for group in groups:
                 kind = _default_kind(group) if len(groups) > 1 else None

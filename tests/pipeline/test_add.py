@@ -79,9 +79,8 @@ def fresh(config: ExtractConfig, **changes: Any) -> dict[str, bytes]:
 
 
 def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
-    return AddConfig.of(
-        store=config.out, model=config.model, **{"activations": ("hidden:layer:0",), "target_layers": 1} | changes
-    )
+    new = {"store": config.out, "model": config.model, "activations": ("hidden:layer:0",), "target_layers": 1}
+    return AddConfig.of(**new | changes)
 
 
 def data_bytes(store: str | Path) -> dict[str, bytes]:
