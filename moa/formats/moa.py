@@ -104,7 +104,7 @@ class MoaLayout(DrafterLayout):
         if (heads, head_dim) != (sizes.n_heads, sizes.kv_width // sizes.n_heads):
             found.append(
                 f"layer self-attention has {heads} heads of {head_dim}, and {self.reader} gives it the target's "
-                f"{sizes.n_heads} of {sizes.kv_width // sizes.n_heads} (train with --layer-attention-heads "
+                f"{sizes.n_heads} of {sizes.kv_width // sizes.n_heads} (train with --set drafter.layer_attention_heads="
                 f"{sizes.n_heads})"
             )
         if is_rope_scaled(sizes):

@@ -365,7 +365,7 @@ def test_unfit_sizes_are_refused():
         with pytest.raises(DrafterError, match=message):
             build_eagle3(model, adopts=False, **sizes)
     drafter, frozen = build_eagle3(model), FrozenTarget.from_model(model)
-    with pytest.raises(DrafterError, match="leave out --official-quirks"):
+    with pytest.raises(DrafterError, match="leave out official_quirks"):
         drafter.initialize(official=True)
     inputs = TrainingInputs(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8), None, torch.zeros(1, 8, 48))
     with pytest.raises(DrafterError, match="needs the outputs of the target's layers 0, 1, which this batch lacks"):

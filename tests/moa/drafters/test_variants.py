@@ -216,12 +216,12 @@ def test_checkpoints(tmp_path):
     save_drafter(drafter, tmp_path / "drafts")
     assert load_drafter(tmp_path / "drafts").config.cross_attention_drafts
     for name in ("moa", "moa-vllm"):
-        with pytest.raises(CheckpointError, match="train with --no-cross-attention-drafts"):
+        with pytest.raises(CheckpointError, match="train with --set drafter.cross_attention_drafts=false"):
             write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
     drafter = build_drafter(model, unrotated_keys=True, layer_groups=2)
     save_drafter(drafter, tmp_path / "memory")
     again = load_drafter(tmp_path / "memory").config
     assert (again.unrotated_keys, again.layer_groups) == (True, 2)
     for name in ("moa", "moa-vllm"):
-        with pytest.raises(CheckpointError, match=r"train with --layer-groups 1.*train with --no-unrotated-keys"):
+        with pytest.raises(CheckpointError, match=r"drafter.layer_groups=1.*drafter.unrotated_keys=false"):
             write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
