@@ -216,7 +216,7 @@ def test_checkpoints(tmp_path):
     save_drafter(drafter, tmp_path / "drafts")
     assert load_drafter(tmp_path / "drafts").config.cross_attention_drafts
     for name in ("moa", "moa-vllm"):
-        with pytest.raises(CheckpointError, match="train with --set drafter.cross_attention_drafts=false"):
+        with pytest.raises(CheckpointError, match=r"train with --set drafter.cross_attention_drafts=false"):
             write_layout(drafter, LAYOUTS[name], tmp_path / name, target_config=model.config)
     drafter = build_drafter(model, unrotated_keys=True, layer_groups=2)
     save_drafter(drafter, tmp_path / "memory")
