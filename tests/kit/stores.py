@@ -83,8 +83,9 @@ def make_recipe(
     return Recipe(manifest, plan)
 
 
-def read_tree(path: Path) -> dict[str, bytes]:
+def read_tree(store: str | Path) -> dict[str, bytes]:
     """Return every file that equal inputs determine: relative path -> content."""
+    path = Path(store)
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
         for file in sorted(path.rglob("*"))

@@ -34,6 +34,7 @@ from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.stores import read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.trainer.batch_reader import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
@@ -70,26 +71,17 @@ def made_once(config: ExtractConfig, **changes: Any) -> Path:
 def begun(config: ExtractConfig) -> dict[str, bytes]:
     """Put a store of the old fields to ``config.out``; return its files."""
     shutil.copytree(made_once(config), config.out)
-    return data_bytes(config.out)
+    return read_tree(config.out)
 
 
 def fresh(config: ExtractConfig, **changes: Any) -> dict[str, bytes]:
     """The files of one extraction of all fields."""
-    return data_bytes(made_once(config, activations=NEW, target_layers=1, **changes))
+    return read_tree(made_once(config, activations=NEW, target_layers=1, **changes))
 
 
 def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
     new = {"store": config.out, "model": config.model, "activations": ("hidden:layer:0",), "target_layers": 1}
     return AddConfig.of(**new | changes)
-
-
-def data_bytes(store: str | Path) -> dict[str, bytes]:
-    """Every file that must not differ between runs."""
-    return {
-        path.relative_to(store).as_posix(): path.read_bytes()
-        for path in sorted(Path(store).rglob("*"))
-        if path.is_file() and "runs" not in path.parts and path.name != "store.lock"
-    }
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int6", "transform:3,tokens"])
@@ -100,7 +92,7 @@ def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig,
     Path(config.dataset).rename(f"{config.dataset}.away")  # the tokens are in the store
     report = add(addition(config), progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
     Path(f"{config.dataset}.away").rename(config.dataset)
-    after = data_bytes(config.out)
+    after = read_tree(config.out)
     assert report.fields == ("hidden/layer_0", "hidden/layer_1")
     assert report.n_parts == report.n_parts_done > 1
     assert "bit for bit" in report.agreement
@@ -116,23 +108,23 @@ def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig,
 def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(config: ExtractConfig) -> None:
     begun(config)
     (Path(config.out) / "commits/part-00001.json").unlink()  # a part that is still to be extracted
-    before, wanted = data_bytes(config.out), config.replaced(activations=NEW, target_layers=1)
+    before, wanted = read_tree(config.out), config.replaced(activations=NEW, target_layers=1)
     lacking = "hidden/layer_0, hidden/layer_1, 1 decoder layers in target/; what it has is whole"
     command = f"moa-data add {config.out} --model MODEL --activations hidden:layer:0,hidden:layer:1 --target-layers 1"
     with pytest.raises(AdditionWanted, match=f"lacks {lacking}. Add with `{command}`"):
         extract(wanted)
-    assert data_bytes(config.out) == before
+    assert read_tree(config.out) == before
     added = add(addition(config))
     assert added.fields == ("hidden/layer_0", "hidden/layer_1")
     assert added.n_pending_parts == 1
     assert "pending      1 parts are still to be extracted" in added.describe()
     assert extract(wanted).n_parts_done == 1
     expected = fresh(config)
-    assert data_bytes(config.out) == expected
+    assert read_tree(config.out) == expected
     assert "nothing to do" in extract(wanted).describe()
     with pytest.raises(StoreMismatch, match=r"fields\.hidden/layer_0\.axes: store has"):
         extract(config)
-    assert data_bytes(config.out) == expected
+    assert read_tree(config.out) == expected
 
 
 def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
@@ -140,18 +132,18 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     with pytest.raises(OptionInvalid, match="nothing to add"):
         add(AddConfig(store=config.out, model=config.model))
     add(AddConfig(store=config.out, model=config.model, activations=("hidden:layer:1", "hidden:layer:0")))
-    before = data_bytes(config.out)
+    before = read_tree(config.out)
     report = add(AddConfig(store=config.out, model=config.model, target_layers=1))
     assert (report.fields, report.target_layers) == ((), 1)
     assert "target/ keeps the last 1 decoder layers" in report.describe()
     assert FrozenTarget.load(Path(config.out) / "target", 1).n_layers == 1
-    after = data_bytes(config.out)
+    after = read_tree(config.out)
     assert {name for name in after if after[name] != before[name]} == {
         "README.md", "commits/store.json", "commits/target.json", "store.json", "target/frozen.safetensors",
     }  # fmt: skip
     assert after == fresh(config)
     assert add(AddConfig(store=config.out, model=config.model, target_layers=1)).n_parts_done == 0
-    assert data_bytes(config.out) == after
+    assert read_tree(config.out) == after
 
 
 def test_what_a_plan_shows(config: ExtractConfig) -> None:
@@ -194,7 +186,7 @@ def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractCon
     assert (plan.n_left_parts < plan.n_parts) == (at_call > 1)
     report = add(addition(config))
     assert report.n_parts_done == plan.n_left_parts
-    assert data_bytes(config.out) == fresh(config)
+    assert read_tree(config.out) == fresh(config)
 
 
 KILL_SCRIPT = """
@@ -267,7 +259,7 @@ def test_kill_9_leaves_the_old_store_or_the_new_one_and_the_next_run_ends_in_the
             assert {field: len(store.read(0, field)) for field in store.fields}
         assert verify_store(killed).ok
         add(addition(config, store=killed))
-        assert data_bytes(killed) == expected, name
+        assert read_tree(killed) == expected, name
 
 
 def test_another_addition_drops_what_an_unfinished_one_had_learned(config: ExtractConfig) -> None:
@@ -281,7 +273,7 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
     with pytest.raises(Interrupted):
         add(addition(config, activations=("hidden:layer:2",), target_layers=0), progress=interrupt)
     add(addition(config))
-    assert data_bytes(config.out) == fresh(config)
+    assert read_tree(config.out) == fresh(config)
     (Path(config.out) / "commits/part-00000.json").unlink()
     with pytest.raises(AdditionRefused, match="must learn from all sequences, but 1 parts are still to be extracted"):
         add(addition(config, activations=("hidden:layer:2",)))
@@ -290,7 +282,7 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
 def test_a_damaged_added_field_is_extracted_again(config: ExtractConfig) -> None:
     begun(config)
     add(addition(config))
-    whole = data_bytes(config.out)
+    whole = read_tree(config.out)
     path = next(Path(config.out).glob("parts/part-00001.zarr/hidden/layer_1/c/*/*"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -298,7 +290,7 @@ def test_a_damaged_added_field_is_extracted_again(config: ExtractConfig) -> None
     plan = plan_repair(config.out)
     assert plan.parts == (1,)
     assert repair(plan, config.model).n_parts_done == 1
-    assert data_bytes(config.out) == whole
+    assert read_tree(config.out) == whole
 
 
 def test_the_new_field_is_what_a_plain_forward_gives_and_plain_zarr_reads_it(config: ExtractConfig) -> None:
@@ -326,13 +318,13 @@ def test_a_recoded_store_takes_fields_too(config: ExtractConfig, tmp_path: Path)
     add(addition(config, store=str(tmp_path / "int8")))
     expected = fresh(config, codec="int8")
     expected.pop("README.md")  # `recode` writes none
-    assert data_bytes(tmp_path / "int8") == expected
+    assert read_tree(tmp_path / "int8") == expected
 
 
 def test_keys_and_values_can_be_added(config: ExtractConfig) -> None:
     extract(config.replaced(activations=("hidden:last",), codec="int8"))
     add(addition(config, activations=("kv", "hidden:layer:0")))
-    assert data_bytes(config.out) == fresh(config, codec="int8")
+    assert read_tree(config.out) == fresh(config, codec="int8")
 
 
 def test_another_target_and_another_device_are_refused(
@@ -363,7 +355,7 @@ def test_another_target_and_another_device_are_refused(
         wanted = config.replaced(activations=NEW, **changes)
         with pytest.raises(StoreMismatch, match=key):
             extract(wanted)
-    assert data_bytes(config.out) == before
+    assert read_tree(config.out) == before
 
 
 def test_a_target_that_computes_something_else_is_refused(
@@ -383,10 +375,10 @@ def test_a_target_that_computes_something_else_is_refused(
         patch.setattr(add_module, "capture", scaled(1.1))
         with pytest.raises(AdditionRefused, match=r"hidden/last that differs by 9.\d% from the stored one"):
             add(addition(config, target_layers=0))
-        assert data_bytes(config.out) == before
+        assert read_tree(config.out) == before
         patch.setattr(add_module, "capture", scaled(1.004))
         assert "differ in last bits" in add(addition(config)).agreement
-    assert data_bytes(config.out) == fresh(config)
+    assert read_tree(config.out) == fresh(config)
 
 
 def test_a_store_whose_forwards_are_unknown_is_refused(config: ExtractConfig) -> None:
@@ -413,7 +405,7 @@ def test_nothing_is_added_to_sequences_that_are_not_what_they_are_named_after(
     monkeypatch.setattr(add_module, "content_id", lambda *_: "0" * 64)
     with pytest.raises(AdditionRefused, match=r"tokens of sequence [0-9a-f]{12} are not those"):
         add(addition(config, target_layers=0))
-    assert data_bytes(config.out) == before
+    assert read_tree(config.out) == before
 
 
 def test_training_reads_the_new_field(config: ExtractConfig) -> None:

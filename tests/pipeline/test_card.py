@@ -17,7 +17,7 @@ from moa_data.storage.errors import StoreNotFound
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import make_recipe
+from moa_data.tests.kit.stores import Recipe, make_recipe
 
 ORIGIN = CardOrigin("owner/tiny", "owner/chats")
 
@@ -33,7 +33,7 @@ def recipe(recipe_of: Callable):
 
 
 @pytest.fixture
-def store(recipe, tmp_path: Path) -> Path:
+def store(recipe: Recipe, tmp_path: Path) -> Path:
     return recipe.write(tmp_path / "store")
 
 
@@ -62,7 +62,7 @@ def test_licences_are_left_to_fill_in_or_taken_from_the_options(store: Path) -> 
     assert front_matter(card_text(store, one))["license"] == "unknown"
 
 
-def test_equal_stores_have_equal_cards_without_times_or_paths(recipe, tmp_path: Path) -> None:
+def test_equal_stores_have_equal_cards_without_times_or_paths(recipe: Recipe, tmp_path: Path) -> None:
     cards = [write_card(recipe.write(tmp_path / name), ORIGIN).read_text() for name in ("one", "two")]
     assert cards[0] == cards[1]
     assert str(tmp_path) not in cards[0]
@@ -114,7 +114,7 @@ def float32_values(original: Callable) -> Callable:
     return values
 
 
-def test_reader_verify_and_resume_do_not_mind_the_card(recipe, store: Path) -> None:
+def test_reader_verify_and_resume_do_not_mind_the_card(recipe: Recipe, store: Path) -> None:
     write_card(store, ORIGIN)
     assert verify_store(store).ok
     ActivationStore(store).read(0, "tokens")

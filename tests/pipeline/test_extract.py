@@ -30,6 +30,7 @@ from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
 from moa_data.storage.parts import shard
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.models import build_tokenizer
+from moa_data.tests.kit.stores import read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 
@@ -39,15 +40,6 @@ def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConf
         model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
         target_layers=1, part_tokens=512, batch_tokens=256,
     )  # fmt: skip
-
-
-def data_bytes(store: Path) -> dict[str, bytes]:
-    """Every file that must not differ between runs."""
-    return {
-        path.relative_to(store).as_posix(): path.read_bytes()
-        for path in sorted(store.rglob("*"))
-        if path.is_file() and "runs" not in path.parts and path.name != "store.lock"
-    }
 
 
 def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
@@ -106,26 +98,26 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extract(config)
-    before = data_bytes(Path(config.out))
+    before = read_tree(config.out)
     monkeypatch.setattr(extract_module.Target, "load", lambda *_: pytest.fail("the target was loaded"))
     report = extract(config)
     assert report.n_parts_done == 0
     assert "nothing to do" in report.describe()
-    assert data_bytes(Path(config.out)) == before
+    assert read_tree(config.out) == before
 
 
 def test_two_runs_give_identical_bytes(config: ExtractConfig) -> None:
     extract(config)
     extract(elsewhere(config))
-    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
 
 
 def test_only_the_missing_part_is_done_again(config: ExtractConfig) -> None:
     extract(config)
-    before = data_bytes(Path(config.out))
+    before = read_tree(config.out)
     (Path(config.out) / "commits/part-00001.json").unlink()
     assert extract(config).n_parts_done == 1
-    assert data_bytes(Path(config.out)) == before
+    assert read_tree(config.out) == before
 
 
 def replace_byte(path: Path, old: bytes, new: bytes) -> None:
@@ -163,12 +155,12 @@ def test_a_changed_target_is_refused_by_name(config: ExtractConfig, tmp_path: Pa
     shutil.copytree(config.model, folder)
     config = config.replaced(model=str(folder))
     extract(config)
-    before = data_bytes(Path(config.out))
+    before = read_tree(config.out)
     change, key = CHANGES[name]
     change(folder)
     with pytest.raises(StoreMismatch, match=key):
         extract(config)
-    assert data_bytes(Path(config.out)) == before
+    assert read_tree(config.out) == before
 
 
 def test_changed_data_and_changed_options_are_refused_together(config: ExtractConfig) -> None:
@@ -214,7 +206,7 @@ def test_ctrl_c_in_a_part_discards_it_and_the_next_run_goes_on(config: ExtractCo
     commits = {path.stem + ".zarr" for path in (Path(config.out) / "commits").glob("part-*.json")}
     assert parts == commits
     extract(config)
-    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
 
 
 def test_ctrl_c_while_loading_and_while_writing_the_bundle(
@@ -230,7 +222,7 @@ def test_ctrl_c_while_loading_and_while_writing_the_bundle(
             with pytest.raises(Interrupted, match=r"0 of \d parts are committed"):
                 extract(config)
     extract(config)
-    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
 
 
 def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
@@ -254,7 +246,7 @@ def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
     assert 0 < len(list((Path(config.out) / "commits").glob("part-*.json"))) < 5
     assert not list(Path(config.out).rglob("*.partial"))
     extract(config)
-    assert data_bytes(Path(config.out)) == data_bytes(Path(elsewhere(config).out))
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
 
 
 def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
@@ -318,7 +310,7 @@ KILL_SCRIPT = """
 
 def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_bytes(config: ExtractConfig) -> None:
     extract(config)
-    expected = data_bytes(Path(config.out))
+    expected = read_tree(config.out)
     arguments = [sys.executable, "-c", textwrap.dedent(KILL_SCRIPT), config.model, config.dataset, config.out]
     run = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
@@ -330,7 +322,7 @@ def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_
             report = verify_store(killed.out)
             assert not [damage for damage in report.damages if damage.part is not None], report.damages
         extract(killed)
-        assert data_bytes(Path(killed.out)) == expected, name
+        assert read_tree(killed.out) == expected, name
         assert not list(Path(killed.out).rglob("*.partial"))
 
 

@@ -47,7 +47,7 @@ def data(store: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("codec", ["int8", "int6"])
 def test_recoding_gives_the_bytes_of_extracting(
     lossless: Path, target_folder: Path, chats_file: Path, tmp_path: Path, codec: str
-):
+) -> None:
     report = recode(lossless, codec, tmp_path / "recoded")
     assert report.n_parts_done == report.n_parts > 1
     assert codec in report.describe()
@@ -59,7 +59,7 @@ def test_recoding_gives_the_bytes_of_extracting(
     assert list((tmp_path / "recoded/runs").glob("*.json"))
 
 
-def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: Path):
+def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: Path) -> None:
     report = recode(lossless, "transform:3", tmp_path / "small")
     assert (tmp_path / "small/codec/basis.safetensors").exists()
     assert verify_store(tmp_path / "small").ok
@@ -73,7 +73,7 @@ def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: P
     assert again.stored_bytes == report.stored_bytes
 
 
-def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n_calls = 0
 
     def interrupt(done: int, total: int, message: str) -> None:
@@ -91,7 +91,7 @@ def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypat
     assert data(tmp_path / "stopped") == data(tmp_path / "whole")
 
 
-def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path):
+def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionInvalid, match="Unknown codec 'zip'"):
         recode(lossless, "zip", tmp_path / "out")
     with pytest.raises(OptionInvalid, match="is the store itself"):
@@ -102,7 +102,7 @@ def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_sample_is_spread_over_the_plan():
+def test_the_sample_is_spread_over_the_plan() -> None:
     lengths = np.full(1000, 100)
     rows = sample_rows(lengths, 5_000)
     assert len(rows) == 50
@@ -112,7 +112,7 @@ def test_the_sample_is_spread_over_the_plan():
     assert sample_rows(np.array([5, 6]), 1000) == [0, 1]
 
 
-def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folder: Path, tmp_path: Path):
+def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folder: Path, tmp_path: Path) -> None:
     recode(lossless, "int6", tmp_path / "int6")
     report = audit(tmp_path / "int6", str(target_folder), samples=2, device="cpu")
     assert report.ok, report.describe()
@@ -123,7 +123,7 @@ def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folde
 
 def test_keys_and_values_are_predicted_from_tokens(
     lossless: Path, target_folder: Path, chats_file: Path, tmp_path: Path
-):
+) -> None:
     codec = "transform:3,tokens@all"
     recode(lossless, codec, tmp_path / "recoded")
     recode(lossless, codec, tmp_path / "again")
@@ -149,7 +149,7 @@ def test_keys_and_values_are_predicted_from_tokens(
         assert 0.01 < error < 0.03, f"{name}: {error}"  # without tokens 0.077
 
 
-def test_the_format_document_decodes_transform_codes(lossless: Path, tmp_path: Path):
+def test_the_format_document_decodes_transform_codes(lossless: Path, tmp_path: Path) -> None:
     """The document's own code, which knows nothing of this package, gives the keys and values of the reader."""
     recode(lossless, "transform:3@all", tmp_path / "small")
     text = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")

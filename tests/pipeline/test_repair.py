@@ -15,6 +15,7 @@ from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import RepairImpossible, StoreMismatch
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.stores import read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 
@@ -26,14 +27,6 @@ def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConf
     )  # fmt: skip
 
 
-def data_bytes(store: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(store).as_posix(): path.read_bytes()
-        for path in sorted(store.rglob("*"))
-        if path.is_file() and "runs" not in path.parts and path.name != "store.lock"
-    }
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -43,7 +36,7 @@ def flip(path: Path) -> None:
 def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Path) -> None:
     extract(config)
     store = Path(config.out)
-    whole = data_bytes(store)
+    whole = read_tree(store)
     flip(next(path for path in (store / "parts/part-00001.zarr/kv/c").rglob("*") if path.is_file()))
     flip(store / "target/frozen.safetensors")
     plan = plan_repair(store)
@@ -52,20 +45,20 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     other = tmp_path / "other"
     build_text_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(other)
-    before = data_bytes(store)
+    before = read_tree(store)
     with pytest.raises(StoreMismatch, match="weights_sha256"):
         repair(plan, str(other))
-    assert data_bytes(store) == before
+    assert read_tree(store) == before
 
     report = repair(plan, config.model)
     assert report.n_parts_done == 1
-    assert data_bytes(store) == whole
+    assert read_tree(store) == whole
     flip(store / "store.json")
     flip(store / "plan.parquet")
     plan = plan_repair(store)
     assert (plan.parts, plan.manifest) == ((), True)
     repair(plan, config.model)
-    assert data_bytes(store) == whole
+    assert read_tree(store) == whole
     assert verify_store(store).ok
 
 
@@ -73,9 +66,9 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
     config = config.replaced(codec="transform:3,tokens")
     extract(config)
     store = Path(config.out)
-    whole = data_bytes(store)
+    whole = read_tree(store)
     flip(store / "codec/basis.safetensors")
-    before = data_bytes(store)
+    before = read_tree(store)
     plan = plan_repair(store)
     assert (plan.parts, plan.target, plan.manifest, plan.codec, plan.others) == ((), False, False, True, ())
     assert "codec/ is damaged, without which nothing can be decoded" in plan.describe()
@@ -91,13 +84,13 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
         path.unlink()
     with pytest.raises(RepairRefused, match="If `recode` made the store"):
         repair(plan, config.model)
-    assert data_bytes(store) == before
+    assert read_tree(store) == before
 
     for path, text in records.items():
         path.write_text(text)
     (store / "codec/basis.safetensors").unlink()
     assert repair(plan_repair(store), config.model).n_parts_done == 0
-    assert data_bytes(store) == whole
+    assert read_tree(store) == whole
     assert verify_store(store).ok
 
 

@@ -1,11 +1,10 @@
 """A tiny store with known content, made afresh for each test that asks for one."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
+from moa_data.tests.kit.stores import Recipe, make_recipe
 
 
 @pytest.fixture
@@ -13,16 +12,6 @@ def recipe() -> Recipe:
     return make_recipe()
 
 
-@pytest.fixture(scope="session")
-def recipe_of() -> Callable[..., Recipe]:
-    return make_recipe
-
-
 @pytest.fixture
 def store(tmp_path: Path, recipe: Recipe) -> Path:
     return recipe.write(tmp_path / "store")
-
-
-@pytest.fixture
-def tree() -> Callable[[Path], dict[str, bytes]]:
-    return read_tree

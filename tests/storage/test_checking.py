@@ -20,6 +20,7 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.checking import exists
 from moa_data.storage.errors import CheckIncomplete, StoreError
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 QUICK = ("EMFILE", "EACCES", "MemoryError")
 OTHERS = ("ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP")
@@ -30,12 +31,12 @@ SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
 
 
 @pytest.fixture
-def recipe(recipe_of):
-    return recipe_of((70, 3, 130, 64), part_tokens=256)
+def recipe():
+    return make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 @pytest.fixture
-def store(tmp_path: Path, recipe) -> Path:
+def store(tmp_path: Path, recipe: Recipe) -> Path:
     path = recipe.write(tmp_path / "store")
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer, writer.target() as folder:
         (folder / "config.json").write_text("{}" * 100)
@@ -86,9 +87,9 @@ def n_calls(store: Path, action: Callable[[], Any]) -> int:
 @pytest.mark.parametrize(
     ("name", "every"), [("EMFILE", 5), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ALL)]
 )
-def test_a_refusal_anywhere_is_no_damage(store: Path, recipe, tree, name: str, every: int) -> None:
+def test_a_refusal_anywhere_is_no_damage(store: Path, recipe: Recipe, name: str, every: int) -> None:
     """The machine refuses one call, or all from there on: no check calls that damage, and no writer deletes for it."""
-    whole = tree(store)
+    whole = read_tree(store)
 
     def reopen() -> None:
         StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close()
@@ -105,15 +106,15 @@ def test_a_refusal_anywhere_is_no_damage(store: Path, recipe, tree, name: str, e
         ):
             with refusing(store, name, once_at(at, lasting)), suppress(StoreError, OSError, MemoryError):
                 action()
-            assert tree(store) == whole, (action, at, lasting)
+            assert read_tree(store) == whole, (action, at, lasting)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
-def test_a_refusal_at_each_call_of_verify_and_of_a_repair(store: Path, tree, name: str) -> None:
+def test_a_refusal_at_each_call_of_verify_and_of_a_repair(store: Path, name: str) -> None:
     """One part is damaged indeed: verify names no other, and repair takes no other away."""
     flip(store / SHARD)
-    before = tree(store)
+    before = read_tree(store)
     others = {path: data for path, data in before.items() if "part-00001" not in path}
     plan = plan_repair(store)
     assert plan.parts == (1,)
@@ -126,7 +127,7 @@ def test_a_refusal_at_each_call_of_verify_and_of_a_repair(store: Path, tree, nam
         assert {damage.part for damage in report.damages} <= {1}, (at, lasting)
         with refusing(store, name, once_at(at, lasting)), suppress(StoreError, OSError, MemoryError):
             drop_damage(plan)
-        after = tree(store)
+        after = read_tree(store)
         assert others.items() <= after.items(), (at, lasting)
         for path, data in before.items():
             (store / path).parent.mkdir(parents=True, exist_ok=True)
@@ -139,10 +140,10 @@ def test_a_refusal_at_each_call_of_verify_and_of_a_repair(store: Path, tree, nam
     [SHARD, "parts/part-00001.zarr/kv/zarr.json", "commits/part-00001.json", "target/config.json",
      "commits/target.json", "store.json", "plan.parquet", "commits/store.json"],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe, tree, name: str, path: str) -> None:
+def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe: Recipe, name: str, path: str) -> None:
     damaged = "parts/part-00000.zarr/hidden/last/c/0/0"
     flip(store / damaged)
-    before = tree(store)
+    before = read_tree(store)
     plan = plan_repair(store)
     with refusing(store, name, lambda text: text == str(store / path)):
         if path in ("store.json", "plan.parquet", "commits/store.json"):
@@ -159,7 +160,7 @@ def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe, tre
             drop_damage(plan)
         with suppress(CheckIncomplete):  # going on with an extraction reads no data
             StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close()
-    assert tree(store) == before
+    assert read_tree(store) == before
 
 
 def test_a_refusal_that_passes_does_not_leave_values_unread(store: Path) -> None:
@@ -196,8 +197,8 @@ def test_exists_says_no_only_where_there_is_nothing(tmp_path: Path) -> None:
         exists(tmp_path / "loop")
 
 
-def test_what_was_mended_meanwhile_is_not_dropped(store: Path, tree) -> None:
-    whole = tree(store)
+def test_what_was_mended_meanwhile_is_not_dropped(store: Path) -> None:
+    whole = read_tree(store)
     for path in (SHARD, "target/config.json", "parts/part-00000.zarr/kv/zarr.json"):
         flip(store / path)
     plan = plan_repair(store)
@@ -205,12 +206,12 @@ def test_what_was_mended_meanwhile_is_not_dropped(store: Path, tree) -> None:
     for path in (SHARD, "target/config.json"):
         (store / path).write_bytes(whole[path])
     assert drop_damage(plan) == (0,)
-    assert {path for path in whole if "part-00000" not in path} <= set(tree(store))
+    assert {path for path in whole if "part-00000" not in path} <= set(read_tree(store))
 
 
-def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe, tree) -> None:
+def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe: Recipe) -> None:
     """An interrupt arrives when the commit has just appeared, and the machine does not say whether it has."""
-    whole = tree(store)
+    whole = read_tree(store)
     (store / "commits/part-00001.json").unlink()
     with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
         out = writer.part(1)
@@ -220,7 +221,7 @@ def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe, tree)
         out.commit()
         with refusing(store, "EIO", lambda text: text.endswith("commits/part-00001.json")):
             out.discard()
-    assert tree(store) == whole
+    assert read_tree(store) == whole
 
 
 # Root may read everything, so the checks run as another user, who has the working directory.

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import StoreError, StoreNotFound, StoreReadOnly
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 # Each store is killed up to three times at random instants, its writer being a fork of a process that has imported
 # everything; then it is finished, also in a fork, and must not differ from an uninterrupted one.
@@ -81,11 +82,11 @@ def test_kill_at_two_hundred_random_instants(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def recipe(recipe_of):
-    return recipe_of((70, 3, 130, 64, 1, 33), part_tokens=256)
+def recipe():
+    return make_recipe((70, 3, 130, 64, 1, 33), part_tokens=256)
 
 
-def write_all(recipe, path: Path) -> Path:
+def write_all(recipe: Recipe, path: Path) -> Path:
     """Write whatever is missing, a target bundle included."""
     recipe.write(path)
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
@@ -104,20 +105,17 @@ def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
         yield content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
 
 
-def check_mutations(
-    recipe, tree: Callable[[Path], dict[str, bytes]], folder: Path, positions: int, parts: str = ""
-) -> None:
+def check_mutations(recipe: Recipe, folder: Path, positions: int, parts: str = "") -> None:
     """Damage every file of a store in every way: it is named, and repaired to the very same bytes.
 
     Args:
         recipe: of the store.
-        tree: reads a folder.
         folder: where the store goes.
         positions: places of a file at which a bit is flipped.
         parts: only files with this in their name, if they belong to a part.
     """
     store = write_all(recipe, folder / "store")
-    whole = tree(store)
+    whole = read_tree(store)
     assert {"store.json", "plan.parquet", "commits/store.json", "commits/target.json", "target/config.json"} < set(
         whole
     )
@@ -141,19 +139,19 @@ def check_mutations(
                     drop_damage(plan)
                     assert verify_store(store).ok
             write_all(recipe, store)
-            assert tree(store) == whole, name
+            assert read_tree(store) == whole, name
 
 
-def test_every_file_damaged_in_every_way(tmp_path: Path, recipe, tree) -> None:
-    check_mutations(recipe, tree, tmp_path, positions=1)
+def test_every_file_damaged_in_every_way(tmp_path: Path, recipe: Recipe) -> None:
+    check_mutations(recipe, tmp_path, positions=1)
 
 
 @pytest.mark.slow
-def test_every_file_damaged_at_many_places(tmp_path: Path, recipe_of, tree) -> None:
+def test_every_file_damaged_at_many_places(tmp_path: Path) -> None:
     """Two parts, of which one is damaged: each mutation costs five openings of the store for all its commits."""
-    recipe = recipe_of((70, 3, 130), part_tokens=192)
+    recipe = make_recipe((70, 3, 130), part_tokens=192)
     assert recipe.manifest.n_parts == 2
-    check_mutations(recipe, tree, tmp_path, positions=60, parts="part-00000")
+    check_mutations(recipe, tmp_path, positions=60, parts="part-00000")
 
 
 # A repair that drops one part, and mends by the way what an opening mends, is killed before each call that changes
@@ -193,11 +191,11 @@ for n in range(1, 10_000):
 
 
 @pytest.mark.slow
-def test_a_repair_killed_at_any_moment(tmp_path: Path, recipe_of, tree) -> None:
-    recipe = recipe_of((70, 3, 130, 64, 100, 129), part_tokens=192)
+def test_a_repair_killed_at_any_moment(tmp_path: Path) -> None:
+    recipe = make_recipe((70, 3, 130, 64, 100, 129), part_tokens=192)
     assert recipe.manifest.n_parts >= 3
     store = write_all(recipe, tmp_path / "store")
-    whole = tree(store)
+    whole = read_tree(store)
     flipped, cut = (store / f"parts/part-0000{part}.zarr/kv/c/0/0/0/0/0" for part in (0, 1))
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"x")
     cut.write_bytes(cut.read_bytes()[:-1])
@@ -212,13 +210,13 @@ def test_a_repair_killed_at_any_moment(tmp_path: Path, recipe_of, tree) -> None:
     assert len(folders) > 20
     kept = {name: content for name, content in whole.items() if "part-00002" in name}
     for folder in folders:
-        assert kept.items() <= tree(folder).items()
+        assert kept.items() <= read_tree(folder).items()
         if (plan := plan_repair(folder)).damages:
             drop_damage(plan)
-        assert tree(write_all(recipe, folder)) == whole, folder
+        assert read_tree(write_all(recipe, folder)) == whole, folder
 
 
-def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     store, seen = tmp_path / "store", set[int]()
 
     def look() -> None:
@@ -244,10 +242,10 @@ def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe, monkeypat
     assert seen == set(range(recipe.manifest.n_parts + 1))
 
 
-def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, recipe, recipe_of, tree) -> None:
+def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, recipe: Recipe) -> None:
     store = recipe.write(tmp_path / "store")
-    whole = tree(store)
-    other = recipe_of((70, 3, 130, 64, 1, 33), part_tokens=256).with_manifest(identities={"dataset.sha256": "other"})
+    whole = read_tree(store)
+    other = make_recipe((70, 3, 130, 64, 1, 33), part_tokens=256).with_manifest(identities={"dataset.sha256": "other"})
     (store / "store.json").unlink()
     with pytest.raises(StoreError, match=r"store\.json is not the file that was written"):
         other.write(store)
@@ -256,10 +254,10 @@ def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, re
         recipe.write(store)
     for name in ("store.json", "commits/store.json"):
         (store / name).write_bytes(whole[name])
-    assert tree(recipe.write(store)) == whole
+    assert read_tree(recipe.write(store)) == whole
 
 
-def test_a_read_only_store(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     store = recipe.write(tmp_path / "store")
     real = os.open
 
@@ -274,8 +272,8 @@ def test_a_read_only_store(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPat
     assert verify_store(store).ok
 
 
-def test_a_copy_of_a_store_is_a_store(tmp_path: Path, recipe, tree) -> None:
+def test_a_copy_of_a_store_is_a_store(tmp_path: Path, recipe: Recipe) -> None:
     store = write_all(recipe, tmp_path / "store")
     copy = shutil.copytree(store, tmp_path / "copy")
     assert verify_store(copy).ok
-    assert tree(write_all(recipe, copy)) == tree(store)
+    assert read_tree(write_all(recipe, copy)) == read_tree(store)

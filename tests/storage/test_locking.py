@@ -10,6 +10,7 @@ import pytest
 from moa_data.storage.errors import LinkRefused, LocksUnsupported, StoreLocked
 from moa_data.storage.locking import LockHeld, lock_file
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe
 
 
 def refuse_with(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
@@ -26,7 +27,9 @@ def refuse_with(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EIO", "ESTALE"])
-def test_a_file_system_without_locks_is_named(tmp_path: Path, recipe, monkeypatch, name: str) -> None:
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     code = getattr(errno, name)
     n_open = len(os.listdir("/dev/fd"))
     for attempt in (
@@ -45,7 +48,9 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, recipe, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["EWOULDBLOCK", "EAGAIN", "EACCES"])
-def test_a_held_lock_names_its_holder(tmp_path: Path, recipe, monkeypatch, name: str) -> None:
+def test_a_held_lock_names_its_holder(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     store = recipe.write(tmp_path / "store")
     refuse_with(monkeypatch, *[getattr(errno, name)] * 2)
     with pytest.raises(StoreLocked, match=f"is being written by process {os.getpid()} on "):
@@ -54,7 +59,7 @@ def test_a_held_lock_names_its_holder(tmp_path: Path, recipe, monkeypatch, name:
         lock_file(tmp_path / "new.lock")
 
 
-def test_a_signal_does_not_end_the_locking(tmp_path: Path, recipe, monkeypatch) -> None:
+def test_a_signal_does_not_end_the_locking(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_with(monkeypatch, errno.EINTR, errno.EINTR)
     recipe.write(tmp_path / "store")
 

@@ -15,19 +15,20 @@ from moa_data.storage.parts import layout
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe
 
 # Signalling and quiet NaN, infinities, both zeros, the smallest subnormals, the largest finite numbers.
 SPECIAL_BITS = [0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F]
 
 
-def check_all(store: ActivationStore, recipe, field_name: str) -> None:
+def check_all(store: ActivationStore, recipe: Recipe, field_name: str) -> None:
     spec = store.fields[field_name]
     for i, row in enumerate(store.sequences.to_pylist()):
         np.testing.assert_array_equal(store.read(i, field_name), recipe.values(spec, row))
 
 
 @pytest.mark.parametrize("field", ["tokens", "response_mask", "kv", "hidden/last"])
-def test_reader_returns_what_was_written(store: Path, recipe, field: str):
+def test_reader_returns_what_was_written(store: Path, recipe: Recipe, field: str) -> None:
     with ActivationStore(store) as reader:
         assert len(reader) == reader.sequences.num_rows == 12
         assert reader.sequences.equals(recipe.plan)
@@ -35,7 +36,9 @@ def test_reader_returns_what_was_written(store: Path, recipe, field: str):
 
 
 @pytest.mark.parametrize("shard_tokens", [64, 128])
-def test_sequences_across_shards_and_layer_chunks(tmp_path: Path, recipe, monkeypatch, shard_tokens: int):
+def test_sequences_across_shards_and_layer_chunks(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
+) -> None:
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
     monkeypatch.setattr(layout, "SHARD_BYTES", row_bytes * shard_tokens // 64)
     monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", row_bytes // 2)
@@ -56,9 +59,9 @@ def test_sequences_across_shards_and_layer_chunks(tmp_path: Path, recipe, monkey
     fill=st.one_of(st.sampled_from(SPECIAL_BITS), st.integers(0, 0xFFFF)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_bits_survive(recipe_of, lengths: list[int], fill: int, seed: int):
+def test_any_bits_survive(lengths: list[int], fill: int, seed: int) -> None:
     fields = (tokens_field(), response_mask_field(), kv_field(2, 1, 4), hidden_field("layer_1", 6))
-    recipe = recipe_of(tuple(lengths), fields, 200)
+    recipe = make_recipe(tuple(lengths), fields, 200)
     rng = np.random.default_rng(seed)
     written = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +86,9 @@ def test_any_bits_survive(recipe_of, lengths: list[int], fill: int, seed: int):
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 27, 1 << 16])
-def test_zarr_and_tensorstore_read_the_same(tmp_path: Path, recipe, monkeypatch, shard_bytes: int):
+def test_zarr_and_tensorstore_read_the_same(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
     monkeypatch.setattr(layout, "SHARD_BYTES", shard_bytes)
     store = recipe.write(tmp_path / "store")
     for part in range(recipe.manifest.n_parts):
@@ -102,7 +107,7 @@ def test_zarr_and_tensorstore_read_the_same(tmp_path: Path, recipe, monkeypatch,
             assert group[spec.name].attrs["logical_dtype"] == spec.dtype
 
 
-def test_our_reader_reads_a_shard_that_zarr_wrote(store: Path, recipe):
+def test_our_reader_reads_a_shard_that_zarr_wrote(store: Path, recipe: Recipe) -> None:
     """The shards hold nothing private: one rewritten by zarr-python reads the same."""
     folder = store / "parts" / "part-00000.zarr"
     values = zarr.open_group(folder, mode="r")["kv"][...]

@@ -7,19 +7,20 @@ import pytest
 
 from moa_data.storage.errors import ManifestInvalid, SchemaVersionError
 from moa_data.storage.schema import CONVENTIONS, FieldSpec, StoreManifest, hidden_field, kv_field
+from moa_data.tests.kit.stores import Recipe
 
 
-def test_round_trip(recipe):
+def test_round_trip(recipe: Recipe) -> None:
     text = recipe.manifest.to_json()
     assert StoreManifest.from_json(text) == recipe.manifest
     assert StoreManifest.from_json(text).to_json() == text
 
 
-def edited(recipe, **changes: object) -> str:
+def edited(recipe: Recipe, **changes: object) -> str:
     return json.dumps(json.loads(recipe.manifest.to_json()) | changes)
 
 
-def test_another_schema_version_names_both(recipe):
+def test_another_schema_version_names_both(recipe: Recipe) -> None:
     with pytest.raises(SchemaVersionError, match="schema version 2; this release reads version 1"):
         StoreManifest.from_json(edited(recipe, schema_version=2))
 
@@ -32,37 +33,37 @@ def test_another_schema_version_names_both(recipe):
         ('{"format": "x"}', "not the manifest of an activation store"),
     ],
 )
-def test_other_files_are_refused(text: str, message: str):
+def test_other_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(ManifestInvalid, match=message):
         StoreManifest.from_json(text)
 
 
-def test_unknown_and_missing_keys_are_named(recipe):
+def test_unknown_and_missing_keys_are_named(recipe: Recipe) -> None:
     document = json.loads(recipe.manifest.to_json()) | {"colour": 1}
     del document["codec"]
     with pytest.raises(ManifestInvalid, match=r"missing keys \['codec'\], unknown keys \['colour'\]"):
         StoreManifest.from_json(json.dumps(document))
 
 
-def test_a_field_of_the_wrong_kind_is_refused(recipe):
+def test_a_field_of_the_wrong_kind_is_refused(recipe: Recipe) -> None:
     fields = json.loads(recipe.manifest.to_json())["fields"]
     fields[0]["dtype"] = "int77"
     with pytest.raises(ManifestInvalid, match="wrong kind: Cannot store dtype 'int77'"):
         StoreManifest.from_json(edited(recipe, fields=fields))
 
 
-def test_another_convention_is_refused(recipe):
+def test_another_convention_is_refused(recipe: Recipe) -> None:
     conventions = dict(CONVENTIONS) | {"kv_keys": "before RoPE"}
     with pytest.raises(ManifestInvalid, match="'kv_keys' is 'before RoPE'"):
         StoreManifest.from_json(edited(recipe, conventions=conventions))
 
 
-def test_conventions_of_the_caller_are_kept(recipe):
+def test_conventions_of_the_caller_are_kept(recipe: Recipe) -> None:
     manifest = replace(recipe.manifest, conventions={"bos": "exactly one"})
     assert manifest.conventions == {**CONVENTIONS, "bos": "exactly one"}
 
 
-def test_fields_check_themselves(recipe):
+def test_fields_check_themselves(recipe: Recipe) -> None:
     assert kv_field(32, 8, 128).token_bytes == 131_072
     assert kv_field(32, 8, 128).layer_axis == 1
     assert hidden_field("layer_6", 16).name == "hidden/layer_6"

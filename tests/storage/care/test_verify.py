@@ -12,9 +12,10 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import SchemaVersionError, StoreNotFound
 from moa_data.storage.schema import StoreManifest
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe
 
 
-def test_a_whole_store_is_ok(store: Path, recipe):
+def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
     seen = []
     report = verify_store(store, progress=lambda done, total, message: seen.append((done, total, message)))
     assert report.ok
@@ -25,7 +26,7 @@ def test_a_whole_store_is_ok(store: Path, recipe):
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
 
 
-def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recipe):
+def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recipe: Recipe) -> None:
     def spoil(values: np.ndarray, row: dict) -> None:
         values[0, 0, 0, 0, 0] = 0x7FC0
 
@@ -50,7 +51,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_every_flipped_byte_of_every_file_is_found(store: Path):
+def test_every_flipped_byte_of_every_file_is_found(store: Path) -> None:
     for path in sorted((store / "parts/part-00000.zarr").rglob("*")):
         if not path.is_file():
             continue
@@ -65,7 +66,7 @@ def test_every_flipped_byte_of_every_file_is_found(store: Path):
 
 
 @pytest.mark.parametrize("change", ["truncate", "delete", "grow"])
-def test_missing_and_resized_files_are_found(store: Path, change: str):
+def test_missing_and_resized_files_are_found(store: Path, change: str) -> None:
     path = store / "parts/part-00001.zarr/hidden/last/c/0/0"
     if change == "delete":
         path.unlink()
@@ -76,9 +77,9 @@ def test_missing_and_resized_files_are_found(store: Path, change: str):
     assert ("is missing" if change == "delete" else "bytes, its commit says") in damage.message
 
 
-def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path, recipe_of):
+def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path) -> None:
     """Every checksum inside the shard holds; only the commit's can tell."""
-    recipe = recipe_of((64, 64), part_tokens=64)
+    recipe = make_recipe((64, 64), part_tokens=64)
     store = recipe.write(tmp_path / "store")
     one, two = (store / f"parts/part-0000{k}.zarr/hidden/last/c/0/0" for k in (0, 1))
     # As if both had the same length, so that the size does not give it away.
@@ -92,14 +93,14 @@ def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path, recipe_of):
     assert "checksum is" in damage.message
 
 
-def test_pending_parts_are_no_damage(store: Path, recipe):
+def test_pending_parts_are_no_damage(store: Path, recipe: Recipe) -> None:
     (store / "commits/part-00001.json").unlink()
     report = verify_store(store)
     assert report.ok
     assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts - 1, 1)
 
 
-def test_damaged_commits_are_found(store: Path):
+def test_damaged_commits_are_found(store: Path) -> None:
     commit = store / "commits/part-00000.json"
     good = commit.read_text()
     document = json.loads(good)
@@ -116,7 +117,7 @@ def test_damaged_commits_are_found(store: Path):
     assert damage.message == "a commit of a part that the plan does not have"
 
 
-def write_with(recipe, path: Path, field: str, change) -> None:
+def write_with(recipe: Recipe, path: Path, field: str, change) -> None:
     """Write a store in which one field of every sequence is changed."""
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
         for part in writer.pending_parts():
@@ -131,7 +132,7 @@ def write_with(recipe, path: Path, field: str, change) -> None:
 
 
 @pytest.mark.parametrize(("bits", "layer"), [(0x7FC0, 2), (0xFF80, 0)])
-def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe, bits: int, layer: int):
+def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe, bits: int, layer: int) -> None:
     def spoil(values: np.ndarray, row: dict) -> None:
         if row["source_row"] == 2:
             values[150, layer, 1, 0, 3] = bits
@@ -145,7 +146,7 @@ def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe, bits: 
     assert damage.path == f"parts/part-{damage.part:05d}.zarr/kv"
 
 
-def test_masks_and_tokens_are_held_to_the_plan(tmp_path: Path, recipe):
+def test_masks_and_tokens_are_held_to_the_plan(tmp_path: Path, recipe: Recipe) -> None:
     def clear(values: np.ndarray, row: dict) -> None:
         if row["source_row"] == 0:
             values[:] = 0
@@ -163,7 +164,7 @@ def test_masks_and_tokens_are_held_to_the_plan(tmp_path: Path, recipe):
     assert "lie outside the vocabulary of 100" in damage.message
 
 
-def test_unreadable_stores_raise(store: Path, tmp_path: Path, recipe):
+def test_unreadable_stores_raise(store: Path, tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(StoreNotFound):
         verify_store(tmp_path)
     text = replace(recipe.manifest, schema_version=7).to_json()
@@ -173,7 +174,7 @@ def test_unreadable_stores_raise(store: Path, tmp_path: Path, recipe):
         verify_store(store)
 
 
-def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe):
+def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe: Recipe) -> None:
     (store / "store.json").write_text(replace(recipe.manifest, n_tokens=3).to_json())
     (damage,) = verify_store(store).damages
     assert (damage.part, damage.path) == (None, "store.json")
@@ -184,7 +185,7 @@ def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe):
     assert damage.message == "plan.parquet has n_tokens 881, store.json says 3"
 
 
-def test_summary_counts_what_is_committed(store: Path, recipe):
+def test_summary_counts_what_is_committed(store: Path, recipe: Recipe) -> None:
     (store / "commits/part-00001.json").unlink()
     summary = summarize_store(store)
     kept = [row for row in recipe.plan.to_pylist() if row["part"] != 1]
@@ -201,14 +202,14 @@ def test_summary_counts_what_is_committed(store: Path, recipe):
     assert not summary.has_target
 
 
-def test_summary_of_an_empty_store(tmp_path: Path, recipe):
+def test_summary_of_an_empty_store(tmp_path: Path, recipe: Recipe) -> None:
     StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan).close()
     summary = summarize_store(tmp_path / "store")
     assert (summary.n_sequences, summary.stored_bytes) == (0, 0)
     assert np.isnan(summary.ratio)
 
 
-def test_length_histogram_covers_every_length():
+def test_length_histogram_covers_every_length() -> None:
     histogram = length_histogram(np.array([1, 5, 64, 100]), 10)
     assert histogram.edges == tuple(range(0, 101, 10))
     assert histogram.counts == (2, 0, 0, 0, 0, 0, 1, 0, 0, 1)

@@ -55,7 +55,7 @@ KINDS = ("noise", "constant", "zero", "repeated rows", "activations", "padded")
     dtype=st.sampled_from(["uint8", "int8", "uint16", "float16", "int32"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_numcodecs_reads_every_frame(kind: str, shape: tuple[int, ...], dtype: str, seed: int):
+def test_numcodecs_reads_every_frame(kind: str, shape: tuple[int, ...], dtype: str, seed: int) -> None:
     values = fill(kind, shape, np.dtype(dtype).newbyteorder("<"), seed)
     chunk = encode_chunk(values)
     assert numcodecs.Blosc().decode(chunk[:-4]) == values.tobytes()
@@ -67,7 +67,7 @@ def test_numcodecs_reads_every_frame(kind: str, shape: tuple[int, ...], dtype: s
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16"])
-def test_zarr_and_tensorstore_read_every_kind(tmp_path: Path, kind: str, dtype: str):
+def test_zarr_and_tensorstore_read_every_kind(tmp_path: Path, kind: str, dtype: str) -> None:
     array = StoredArray("codes", dtype, (4, 24), ("token", "layer", "width"), layer_axis=1)
     values = fill(kind, (512, 4, 24), array.storage_dtype, 0)
     for path, content in part_metadata([array], 512).items():
@@ -95,7 +95,7 @@ def order0_bits(plane: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("shape", [(64, 8, 2, 2, 64), (256, 384), (64, 1, 8, 2, 128)])
-def test_activations_come_within_two_percent_of_their_entropy(shape: tuple[int, ...]):
+def test_activations_come_within_two_percent_of_their_entropy(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     scale = np.exp(rng.normal(size=shape[1:])).astype(np.float32)
     values = bfloat16_bits(rng.normal(size=shape).astype(np.float32) * scale)
@@ -104,14 +104,14 @@ def test_activations_come_within_two_percent_of_their_entropy(shape: tuple[int, 
     assert len(encode_chunk(values)) < 1.02 * floor_bytes
 
 
-def test_padding_costs_next_to_nothing():
+def test_padding_costs_next_to_nothing() -> None:
     values = fill("activations", (64, 512), np.dtype("<u2"), 0)
     half = values.copy()
     half[32:] = 0
     assert len(encode_chunk(half)) < 0.53 * len(encode_chunk(values))
 
 
-def test_repeated_rows_are_left_to_the_matching_encoder():
+def test_repeated_rows_are_left_to_the_matching_encoder() -> None:
     rng = np.random.default_rng(0)
     per_token = bfloat16_bits(rng.normal(size=(10, 1024)).astype(np.float32))
     values = per_token[rng.integers(0, 10, 64)]

@@ -13,25 +13,25 @@ def encoded() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "uint8", "float32", "float16"])
-def test_round_trip(dtype: str):
+def test_round_trip(dtype: str) -> None:
     values = np.random.default_rng(1).integers(0, 200, (64, 24)).astype(dtype)
     out = np.empty_like(values)
     decode_chunk(np.frombuffer(encode_chunk(values[:, ::1]), np.uint8), out)
     np.testing.assert_array_equal(out, values)
 
 
-def test_encodes_views_in_any_memory_order():
+def test_encodes_views_in_any_memory_order() -> None:
     values = np.arange(64 * 6, dtype=np.uint16).reshape(64, 6)
     assert encode_chunk(values[:, 2:4]) == encode_chunk(values[:, 2:4].copy())
 
 
-def test_compresses_bfloat16_activations_near_their_entropy():
+def test_compresses_bfloat16_activations_near_their_entropy() -> None:
     values = np.random.default_rng(0).normal(size=(64, 1, 8, 2, 128)).astype(np.float32).view(np.uint32) >> 16
     chunk = values.astype(np.uint16)
     assert len(encode_chunk(chunk)) < 0.72 * chunk.nbytes
 
 
-def test_every_flipped_byte_is_noticed():
+def test_every_flipped_byte_is_noticed() -> None:
     values, data = encoded()
     out = np.empty_like(values)
     for at in range(0, len(data), 37):
@@ -41,7 +41,7 @@ def test_every_flipped_byte_is_noticed():
             decode_chunk(damaged, out)
 
 
-def test_truncation_and_wrong_size_are_noticed():
+def test_truncation_and_wrong_size_are_noticed() -> None:
     values, data = encoded()
     with pytest.raises(ShardCorrupt, match="checksum"):
         decode_chunk(data[:-1], np.empty_like(values))

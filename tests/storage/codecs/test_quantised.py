@@ -63,7 +63,9 @@ def group_largest(codec: QuantisedCodec, values: np.ndarray) -> np.ndarray:
     exponent=st.integers(-80, 100),
     spread=st.sampled_from([0.0, 1.0, 5.0]),
 )
-def test_errors_stay_within_half_a_step(name, spec, n_tokens: int, seed: int, exponent: int, spread: float):
+def test_errors_stay_within_half_a_step(
+    name: str, spec, n_tokens: int, seed: int, exponent: int, spread: float
+) -> None:
     codec = QuantisedCodec(spec, SCHEMES[name])
     values = activations(spec, n_tokens, seed, spread) * np.float32(2.0**exponent)
     values[np.random.default_rng(seed).random(values.shape) < 0.2] = 0

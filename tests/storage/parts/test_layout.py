@@ -27,7 +27,7 @@ def stored(spec: FieldSpec) -> StoredArray:
     ("sizes", "n_layers"),
     [((32, 8, 128), 1), ((8, 2, 64), 8), ((80, 8, 128), 1), ((28, 2, 128), 4), ((36, 1, 64), 18), ((7, 4, 64), 7)],
 )
-def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int):
+def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
     layout = array_layout(stored(kv_field(*sizes)), 65536)
     assert layout.chunk_shape == (64, n_layers, sizes[1], 2, sizes[2])
     chunk_bytes = math.prod(layout.chunk_shape) * 2
@@ -35,11 +35,11 @@ def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int):
     assert chunk_bytes >= MIN_CHUNK_BYTES or n_layers == sizes[0]
 
 
-def test_a_layer_beyond_the_limit_is_a_chunk_of_its_own():
+def test_a_layer_beyond_the_limit_is_a_chunk_of_its_own() -> None:
     assert array_layout(stored(kv_field(4, 64, 256)), 1024).chunk_layers == 1
 
 
-def test_shards_span_all_layers_and_stay_near_their_size():
+def test_shards_span_all_layers_and_stay_near_their_size() -> None:
     layout = array_layout(stored(kv_field(32, 8, 128)), 65536)
     assert layout.shard_shape == (1024, 32, 8, 2, 128)
     assert (layout.n_shards, layout.chunks_per_row, layout.rows_per_shard) == (64, 32, 16)
@@ -51,11 +51,11 @@ def test_shards_span_all_layers_and_stay_near_their_size():
 @pytest.mark.parametrize(
     ("token_bytes", "n_tokens"), [(1, 4096), (4, 2048), (128, 512), (768, 256), (1536, 128), (8192, 64), (1 << 17, 64)]
 )
-def test_narrow_arrays_have_more_tokens_per_chunk(token_bytes: int, n_tokens: int):
+def test_narrow_arrays_have_more_tokens_per_chunk(token_bytes: int, n_tokens: int) -> None:
     assert chunk_tokens(token_bytes) == n_tokens
 
 
-def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens():
+def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens() -> None:
     scales = StoredArray("kv/key_scale", "uint16", (8, 2, 64), ("block", "layer", "kv_head", "head_dim"), 64, 1)
     layout = array_layout(scales, 65536)
     assert layout.shape == (1024, 8, 2, 64)
@@ -63,7 +63,7 @@ def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens():
     assert layout.shard_shape == (1024, 8, 2, 64)
 
 
-def test_metadata_reads_back_and_any_other_meaning_is_refused():
+def test_metadata_reads_back_and_any_other_meaning_is_refused() -> None:
     array = stored(kv_field(4, 2, 8))
     text = part_metadata([array], 320)["kv/zarr.json"]
     assert layout_from_metadata(text, array, "kv") == array_layout(array, 320)

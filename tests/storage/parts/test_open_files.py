@@ -18,14 +18,15 @@ from moa_data.storage.errors import ShardMissing
 from moa_data.storage.parts import open_files
 from moa_data.storage.parts.files import LocalFile
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 N_PARTS = 32
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory, recipe_of) -> tuple[Path, object]:
+def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
     """A store of many parts, each with one sequence."""
-    recipe = recipe_of((3,) * N_PARTS, part_tokens=64)
+    recipe = make_recipe((3,) * N_PARTS, part_tokens=64)
     assert recipe.manifest.n_parts == N_PARTS
     return recipe.write(tmp_path_factory.mktemp("many") / "store"), recipe
 
@@ -118,7 +119,9 @@ def test_a_file_that_is_in_use_stays_open(tmp_path: Path, monkeypatch: pytest.Mo
         assert all(job.result() for job in jobs)
 
 
-def test_a_file_that_vanished_while_it_was_closed(tmp_path: Path, recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_vanished_while_it_was_closed(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(open_files, "MAX_OPEN_FILES", 1)
     store = recipe.write(tmp_path / "store")
     with ActivationStore(store) as reader:
@@ -130,9 +133,9 @@ def test_a_file_that_vanished_while_it_was_closed(tmp_path: Path, recipe, monkey
 
 
 @pytest.mark.parametrize("command", [("verify",), ("repair", "--drop")])
-def test_commands_at_64_descriptors(many, tree, command: tuple[str, ...]) -> None:
+def test_commands_at_64_descriptors(many, command: tuple[str, ...]) -> None:
     store, _ = many
-    whole = tree(store)
+    whole = read_tree(store)
     done = subprocess.run(
         [sys.executable, "-m", "moa_data", command[0], str(store), *command[1:]],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
@@ -142,13 +145,13 @@ def test_commands_at_64_descriptors(many, tree, command: tuple[str, ...]) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "whole" in done.stdout
-    assert tree(store) == whole
+    assert read_tree(store) == whole
 
 
-def test_too_few_descriptors_for_anything_delete_nothing(many, tree) -> None:
+def test_too_few_descriptors_for_anything_delete_nothing(many) -> None:
     """Where not even one file more can be opened, that is said, and no part is called damaged."""
     store, _ = many
-    whole = tree(store)
+    whole = read_tree(store)
     script = """
 import os, resource, sys
 from moa_data.storage.errors import CheckIncomplete
@@ -167,5 +170,5 @@ for check in (verify_store, plan_repair):
     done = subprocess.run([sys.executable, "-c", script, str(store)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("could not be checked (Too many open files)") == 2, done.stdout
-    assert tree(store) == whole
+    assert read_tree(store) == whole
     assert verify_store(store).ok

@@ -16,7 +16,7 @@ def table(lengths: list[int]) -> pa.Table:
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 1000), st.sampled_from([1, 16, 64]))
-def test_rules_hold(lengths: list[int], part_tokens: int, alignment: int):
+def test_rules_hold(lengths: list[int], part_tokens: int, alignment: int) -> None:
     plan = plan_parts(table(lengths), part_tokens, alignment)
     check_plan(plan, alignment)
     assert sorted(plan["source_row"].to_pylist()) == list(range(len(lengths)))
@@ -33,7 +33,7 @@ def test_rules_hold(lengths: list[int], part_tokens: int, alignment: int):
         assert total == sum(-(-n // alignment) * alignment for n in n_tokens[part == k])
 
 
-def test_the_order_of_the_table_does_not_matter():
+def test_the_order_of_the_table_does_not_matter() -> None:
     shuffled = table([5, 80, 80, 7]).take([2, 0, 3, 1])
     assert plan_parts(shuffled, 300).equals(plan_parts(table([5, 80, 80, 7]), 300))
 
@@ -47,12 +47,12 @@ def test_the_order_of_the_table_does_not_matter():
         (pa.concat_tables([table([3]), table([3])]), "1 sequence ids appear twice, the first is id-0"),
     ],
 )
-def test_broken_tables_are_refused(broken: pa.Table, message: str):
+def test_broken_tables_are_refused(broken: pa.Table, message: str) -> None:
     with pytest.raises(PlanInvalid, match=message):
         plan_parts(broken, 100)
 
 
-def test_broken_plans_are_refused():
+def test_broken_plans_are_refused() -> None:
     plan = plan_parts(table([10, 100, 30]), 1000)
     for first in ([0, 64, 192], [0, 100, 192], [64, 192, 256]):
         moved = plan.set_column(5, "first_token", pa.array(first, pa.int64()))

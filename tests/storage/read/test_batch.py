@@ -21,6 +21,7 @@ from moa_data.storage.parts import layout
 from moa_data.storage.parts.files import LocalFile
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.stores import Recipe, make_recipe
 
 NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
 KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
@@ -37,9 +38,9 @@ def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: 
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_equals_zarr_and_tensorstore(recipe_of, data):
+def test_equals_zarr_and_tensorstore(data) -> None:
     lengths = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5)))
-    recipe = recipe_of(lengths, part_tokens=data.draw(st.sampled_from([64, 256])))
+    recipe = make_recipe(lengths, part_tokens=data.draw(st.sampled_from([64, 256])))
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
     patch = pytest.MonkeyPatch()
     patch.setattr(layout, "SHARD_BYTES", row_bytes * data.draw(st.sampled_from([1, 2, 1000])))
@@ -91,7 +92,7 @@ def by_tensorstore(store: Path, name: str, row: dict) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_new_arrays_and_strided_buffers(store: Path, n_threads: int):
+def test_new_arrays_and_strided_buffers(store: Path, n_threads: int) -> None:
     with ActivationStore(store) as reader:
         rows = np.array([3, -1, 3, 0])
         batch = reader.read_batch(rows, NAMES, n_threads=n_threads)
@@ -109,7 +110,7 @@ def test_new_arrays_and_strided_buffers(store: Path, n_threads: int):
 
 
 @pytest.mark.parametrize("codec", ["int8", "int6"])
-def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe, codec: str):
+def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe: Recipe, codec: str) -> None:
     lossy = recipe.with_manifest(codec=StoreCodec(codec, recipe.manifest.fields).describe())
     with ActivationStore(lossy.write(tmp_path / "lossy")) as reader:
         rows = [3, 0, 3, 8]
@@ -126,11 +127,11 @@ def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe, codec: str):
                 assert not stored[name][b, len(want) :].any()
 
 
-def test_one_chunk_is_decoded_once(store: Path, monkeypatch):
+def test_one_chunk_is_decoded_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
     original = read_batch.ShardReader.decode
 
-    def counting(self, data, row, column, out):
+    def counting(self, data, row, column, out) -> None:
         decoded.append((self.path, row, column))
         original(self, data, row, column, out)
 
@@ -142,12 +143,12 @@ def test_one_chunk_is_decoded_once(store: Path, monkeypatch):
     assert sum("tokens" in str(path) for path, _, _ in decoded) == 1, "the sequences of a part share one chunk"
 
 
-def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe, monkeypatch):
+def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
     columns = []
     original = read_batch.ShardReader.decode
 
-    def noting(self, data, row, column, out):
+    def noting(self, data, row, column, out) -> None:
         columns.append((self.path.parts[-7], column))
         original(self, data, row, column, out)
 
@@ -160,7 +161,7 @@ def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe, monkeypat
     assert {column for name, column in columns if name == "kv"} == {3}
 
 
-def test_wrong_requests_say_what_is_there(store: Path):
+def test_wrong_requests_say_what_is_there(store: Path) -> None:
     with ActivationStore(store) as reader:
         with pytest.raises(SliceInvalid, match="there is no sequence 12"):
             reader.read_batch([0, 12], "kv")
@@ -176,7 +177,7 @@ def test_wrong_requests_say_what_is_there(store: Path):
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_damage_is_named_and_ends_all_threads(store: Path, n_threads: int):
+def test_damage_is_named_and_ends_all_threads(store: Path, n_threads: int) -> None:
     reader = ActivationStore(store)
     data = bytearray((store / KV_SHARD).read_bytes())
     data[100] ^= 1
@@ -198,7 +199,7 @@ def put_checksum(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
     queue.put(checksum(reader))
 
 
-def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch):
+def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalFile, "max_read_bytes", 3000)  # enough reads for several threads
     with ActivationStore(store) as reader:
         expected = checksum(reader)
@@ -224,7 +225,7 @@ def remote_store(store: Path):
     filesystem.rm(f"memory://bucket-{os.getpid()}", recursive=True)
 
 
-def test_a_remote_store_reads_the_same(store: Path, remote_store: str, monkeypatch):
+def test_a_remote_store_reads_the_same(store: Path, remote_store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_batch, "REMOTE_WINDOW_BYTES", 4000)  # several windows
     with ActivationStore(store) as local, ActivationStore(remote_store) as remote:
         assert remote.sequences.equals(local.sequences)
@@ -242,7 +243,7 @@ def test_a_remote_store_reads_the_same(store: Path, remote_store: str, monkeypat
         assert len(by_url) == len(local)
 
 
-def test_remote_damage_is_named(remote_store: str):
+def test_remote_damage_is_named(remote_store: str) -> None:
     filesystem = fsspec.filesystem("memory")
     reader = ActivationStore(remote_store)
     data = bytearray(filesystem.cat_file(f"{remote_store}/{KV_SHARD}"))
@@ -264,7 +265,7 @@ def test_remote_damage_is_named(remote_store: str):
 
 
 @pytest.mark.filterwarnings("ignore:Implicitly cleaning up")  # the copy lives as long as its reader
-def test_the_target_of_a_remote_store_is_copied(store: Path, remote_store: str):
+def test_the_target_of_a_remote_store_is_copied(store: Path, remote_store: str) -> None:
     fsspec.filesystem("memory").pipe_file(f"{remote_store}/target/sub/config.json", b"{}")
     with ActivationStore(remote_store) as reader:
         assert (reader.target_path / "sub" / "config.json").read_bytes() == b"{}"

@@ -23,6 +23,7 @@ from moa_data.storage.errors import (
 )
 from moa_data.storage.parts import open_files
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.stores import Recipe
 
 KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
 
@@ -37,7 +38,7 @@ def rows(reader: ActivationStore) -> list[dict]:
     return reader.sequences.to_pylist()
 
 
-def test_token_and_layer_selections(reader, recipe):
+def test_token_and_layer_selections(reader: ActivationStore, recipe: Recipe) -> None:
     for i, row in enumerate(rows(reader)):
         kv = recipe.values(reader.fields["kv"], row)
         for tokens in (slice(None), slice(10), slice(-5, None), slice(63, 66), slice(500, 600), slice(9, 3)):
@@ -52,12 +53,12 @@ def len_of(layers: object) -> int:
     return 1 if isinstance(layers, slice) else len(layers)  # type: ignore[arg-type]
 
 
-def test_negative_sequence_index(reader):
+def test_negative_sequence_index(reader: ActivationStore) -> None:
     np.testing.assert_array_equal(reader.read(-1, "tokens"), reader.read(len(reader) - 1, "tokens"))
 
 
 @pytest.mark.parametrize("layers", [None, [1, 3]])
-def test_read_into_fills_only_the_tokens(reader, recipe, layers):
+def test_read_into_fills_only_the_tokens(reader: ActivationStore, recipe: Recipe, layers) -> None:
     n_layers = 4 if layers is None else 2
     for i, row in enumerate(rows(reader)):
         out = np.full((220, n_layers, 2, 2, 8), 7, np.uint16)
@@ -67,14 +68,14 @@ def test_read_into_fills_only_the_tokens(reader, recipe, layers):
         assert (out[n_tokens:] == 7).all()
 
 
-def test_read_into_a_strided_view(reader):
+def test_read_into_a_strided_view(reader: ActivationStore) -> None:
     batch = np.zeros((220, 3, 16), np.uint16)
     reader.read_into(2, "hidden/last", batch[:, 1])
     np.testing.assert_array_equal(batch[: reader.lengths[2], 1], reader.read(2, "hidden/last"))
     assert not batch[:, [0, 2]].any()
 
 
-def test_wrong_requests_say_what_is_there(reader):
+def test_wrong_requests_say_what_is_there(reader: ActivationStore) -> None:
     with pytest.raises(UnknownField, match="no field 'hidden/first'; it has tokens, response_mask, kv, hidden/last"):
         reader.read(0, "hidden/first")
     with pytest.raises(UnknownField, match="'tokens' has no layers"):
@@ -91,7 +92,9 @@ def test_wrong_requests_say_what_is_there(reader):
         reader.read_into(0, "hidden/last", np.zeros((1, 16), np.uint16))
 
 
-def test_threads_read_the_same_with_few_open_shards(store, recipe, monkeypatch):
+def test_threads_read_the_same_with_few_open_shards(
+    store: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(open_files, "MAX_OPEN_FILES", 2)
     reader = ActivationStore(store)
     expected = {i: recipe.values(reader.fields["kv"], row) for i, row in enumerate(rows(reader))}
@@ -105,7 +108,7 @@ def read_in_child(reader: ActivationStore, queue: multiprocessing.Queue) -> None
     queue.put([reader.read(i, "kv").sum(dtype=np.int64) for i in range(len(reader))])
 
 
-def test_a_forked_child_reads_while_a_thread_of_the_parent_reads(reader):
+def test_a_forked_child_reads_while_a_thread_of_the_parent_reads(reader: ActivationStore) -> None:
     expected = [reader.read(i, "kv").sum(dtype=np.int64) for i in range(len(reader))]
     stop = threading.Event()
 
@@ -129,18 +132,18 @@ def test_a_forked_child_reads_while_a_thread_of_the_parent_reads(reader):
         thread.join()
 
 
-def test_pickles_and_reads_again(reader):
+def test_pickles_and_reads_again(reader: ActivationStore) -> None:
     copy = pickle.loads(pickle.dumps(reader))
     np.testing.assert_array_equal(copy.read(0, "kv"), reader.read(0, "kv"))
 
 
-def test_reads_again_after_close(reader):
+def test_reads_again_after_close(reader: ActivationStore) -> None:
     before = reader.read(0, "kv")
     reader.close()
     np.testing.assert_array_equal(reader.read(0, "kv"), before)
 
 
-def test_a_part_without_commit_does_not_exist(store: Path, recipe):
+def test_a_part_without_commit_does_not_exist(store: Path, recipe: Recipe) -> None:
     (store / "commits/part-00001.json").unlink()
     reader = ActivationStore(store)
     assert reader.n_parts_committed == recipe.manifest.n_parts - 1
@@ -151,19 +154,19 @@ def test_a_part_without_commit_does_not_exist(store: Path, recipe):
         ActivationStore(store, require_complete=True)
 
 
-def test_a_store_without_commits_is_empty(store: Path):
+def test_a_store_without_commits_is_empty(store: Path) -> None:
     shutil.rmtree(store / "commits")
     assert len(ActivationStore(store)) == 0
 
 
-def test_truncated_file_is_refused_at_opening(store: Path):
+def test_truncated_file_is_refused_at_opening(store: Path) -> None:
     with open(store / KV_SHARD, "r+b") as file:
         file.truncate(1000)
     with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD} has 1000 bytes, its commit says \d+. Run extract again"):
         ActivationStore(store)
 
 
-def test_missing_file_is_refused_at_opening_and_later(store: Path):
+def test_missing_file_is_refused_at_opening_and_later(store: Path) -> None:
     reader = ActivationStore(store)
     (store / KV_SHARD).unlink()
     i = reader.sequences["part"].to_pylist().index(1)
@@ -179,7 +182,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_flipped_byte_in_a_chunk_names_file_and_tokens(store: Path):
+def test_flipped_byte_in_a_chunk_names_file_and_tokens(store: Path) -> None:
     flip(store / KV_SHARD, 100)
     reader = ActivationStore(store)
     i = reader.sequences["part"].to_pylist().index(1)
@@ -188,14 +191,14 @@ def test_flipped_byte_in_a_chunk_names_file_and_tokens(store: Path):
     reader.read(i, "tokens")
 
 
-def test_flipped_byte_in_the_index_is_noticed(store: Path):
+def test_flipped_byte_in_the_index_is_noticed(store: Path) -> None:
     flip(store / KV_SHARD, -20)
     reader = ActivationStore(store)
     with pytest.raises(ShardCorrupt, match="index checksum is"):
         reader.read(reader.sequences["part"].to_pylist().index(1), "kv")
 
 
-def test_truncation_after_opening_is_noticed(store: Path):
+def test_truncation_after_opening_is_noticed(store: Path) -> None:
     reader = ActivationStore(store)
     i = reader.sequences["part"].to_pylist().index(1)
     reader.read(i, "kv")
@@ -205,7 +208,7 @@ def test_truncation_after_opening_is_noticed(store: Path):
         reader.read(i, "kv")
 
 
-def test_other_schema_version_and_other_folders(store: Path, tmp_path: Path):
+def test_other_schema_version_and_other_folders(store: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreNotFound, match="there is no such folder"):
         ActivationStore(tmp_path / "nowhere")
     with pytest.raises(StoreNotFound, match=r"it has no store.json"):
@@ -216,7 +219,7 @@ def test_other_schema_version_and_other_folders(store: Path, tmp_path: Path):
         ActivationStore(store)
 
 
-def test_damaged_plan_and_commit_are_named(store: Path):
+def test_damaged_plan_and_commit_are_named(store: Path) -> None:
     commit = store / "commits/part-00000.json"
     good = commit.read_bytes()
     commit.write_bytes(good[:50])

@@ -25,17 +25,18 @@ from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec, unfinished_fields
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
 
 
 @pytest.fixture
-def recipe(recipe_of):
-    return recipe_of((70, 3, 130, 64), part_tokens=256)
+def recipe():
+    return make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 @pytest.fixture
-def wanted(recipe):
+def wanted(recipe: Recipe):
     """The recipe of the store with two more fields."""
     return recipe.with_manifest(
         fields=(*recipe.manifest.fields, hidden_field("layer_1", 16), hidden_field("layer_2", 16)),
@@ -49,7 +50,7 @@ def write_bundle(writer: StoreWriter, weights: bytes) -> None:
         (folder / "frozen").write_bytes(weights)
 
 
-def write_store(recipe, path: Path, weights: bytes = OLD_WEIGHTS) -> Path:
+def write_store(recipe: Recipe, path: Path, weights: bytes = OLD_WEIGHTS) -> Path:
     recipe.write(path)
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
         write_bundle(writer, weights)
@@ -60,7 +61,7 @@ def opened(path: Path) -> StoreWriter:
     return StoreWriter.create_or_resume(path, read_manifest(path), read_plan(path / "plan.parquet"))
 
 
-def write_fields(addition: StoreAddition, wanted, part: int) -> None:
+def write_fields(addition: StoreAddition, wanted: Recipe, part: int) -> None:
     with addition.part(part) as out:
         for row in out.sequences.to_pylist():
             for name in out.fields:
@@ -69,7 +70,7 @@ def write_fields(addition: StoreAddition, wanted, part: int) -> None:
         out.commit()
 
 
-def add(path: Path, wanted) -> None:
+def add(path: Path, wanted: Recipe) -> None:
     """Do, or go on with, the addition."""
     with opened(path) as writer:
         if not writer.has_target or (writer.target_path / "frozen").read_bytes() != NEW_WEIGHTS:
@@ -80,7 +81,7 @@ def add(path: Path, wanted) -> None:
         addition.finish()
 
 
-def check_whole(path: Path, wanted) -> bool:
+def check_whole(path: Path, wanted: Recipe) -> bool:
     """Read and verify everything, with the bundle; return whether the new fields are there."""
     with ActivationStore(path) as store:
         assert store.n_parts_committed == wanted.manifest.n_parts
@@ -105,12 +106,12 @@ def then(real: Callable[..., None], after: Callable[[], None]) -> Callable[..., 
     return both
 
 
-def states_of(path: Path, wanted, tree: Callable[[Path], dict[str, bytes]], monkeypatch) -> list[dict[str, bytes]]:
+def states_of(path: Path, wanted: Recipe, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bytes]]:
     """Run the addition; return what was on the disk after each call that changes it, and amid each write."""
     states: list[dict[str, bytes]] = []
 
     def note() -> None:
-        state = tree(path)
+        state = read_tree(path)
         if not states or states[-1] != state:
             states.append(state)
 
@@ -138,20 +139,18 @@ def put(state: dict[str, bytes], path: Path) -> Path:
     return path
 
 
-def check_states(
-    recipe, wanted, tree: Callable[[Path], dict[str, bytes]], folder: Path, monkeypatch, every: int
-) -> None:
+def check_states(recipe: Recipe, wanted: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """Check the states in which something else than a file of a part has changed, of the others one in ``every``."""
-    expected = tree(write_store(wanted, folder / "fresh", NEW_WEIGHTS))
+    expected = read_tree(write_store(wanted, folder / "fresh", NEW_WEIGHTS))
     store = write_store(recipe, folder / "store")
-    before = tree(store)
+    before = read_tree(store)
     with ActivationStore(store) as open_before:
-        states = states_of(store, wanted, tree, monkeypatch)
+        states = states_of(store, wanted, monkeypatch)
         for i, row in enumerate(open_before.sequences.to_pylist()):
             for name, spec in open_before.fields.items():
                 np.testing.assert_array_equal(open_before.read(i, name), wanted.values(spec, row))
         assert len(open_before.fields) == len(recipe.manifest.fields)
-    assert tree(store) == states[-1] == expected
+    assert read_tree(store) == states[-1] == expected
     assert len(states) > 60
     arrays = {name: content for name, content in before.items() if name.startswith("parts/")}
     is_new, around_before = [], None
@@ -163,25 +162,29 @@ def check_states(
             is_new.append(check_whole(path, wanted))
             if number % (3 * every - 2) == 0:
                 add(path, wanted)
-                assert tree(path) == expected, number
+                assert read_tree(path) == expected, number
         around_before = around
     assert is_new == sorted(is_new)
     assert is_new[0] < is_new[-1]
 
 
 def test_a_kill_at_any_step_leaves_the_old_store_or_the_new_one(
-    recipe, wanted, tree, tmp_path: Path, monkeypatch
+    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_states(recipe, wanted, tree, tmp_path, monkeypatch, every=9)
+    check_states(recipe, wanted, tmp_path, monkeypatch, every=9)
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_step_is_gone_on_from(recipe, wanted, tree, tmp_path: Path, monkeypatch) -> None:
-    check_states(recipe, wanted, tree, tmp_path, monkeypatch, every=1)
+def test_a_kill_at_any_step_is_gone_on_from(
+    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_states(recipe, wanted, tmp_path, monkeypatch, every=1)
 
 
-def test_a_full_disk_at_any_write_leaves_a_whole_store(recipe, wanted, tree, tmp_path: Path, monkeypatch) -> None:
-    expected = tree(write_store(wanted, tmp_path / "fresh", NEW_WEIGHTS))
+def test_a_full_disk_at_any_write_leaves_a_whole_store(
+    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_tree(write_store(wanted, tmp_path / "fresh", NEW_WEIGHTS))
     real, n_writes, at = os.write, 0, 0
 
     def write(fd: int, data: bytes) -> int:
@@ -206,12 +209,12 @@ def test_a_full_disk_at_any_write_leaves_a_whole_store(recipe, wanted, tree, tmp
         check_whole(store, wanted)
         at += 3
     assert n_full > 3
-    assert tree(store) == expected
+    assert read_tree(store) == expected
 
 
-def test_an_interrupt_in_a_part_leaves_the_part_as_it_was(recipe, wanted, tree, tmp_path: Path) -> None:
+def test_an_interrupt_in_a_part_leaves_the_part_as_it_was(recipe: Recipe, wanted: Recipe, tmp_path: Path) -> None:
     store = write_store(recipe, tmp_path / "store")
-    before = tree(store)
+    before = read_tree(store)
 
     def interrupted() -> None:
         with opened(store) as writer:
@@ -223,10 +226,12 @@ def test_an_interrupt_in_a_part_leaves_the_part_as_it_was(recipe, wanted, tree, 
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert tree(store) == before
+    assert read_tree(store) == before
 
 
-def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(recipe, wanted, tmp_path: Path) -> None:
+def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
+    recipe: Recipe, wanted: Recipe, tmp_path: Path
+) -> None:
     store = write_store(recipe, tmp_path / "store")
     with opened(store) as writer:
         addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
@@ -255,7 +260,7 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(recipe, wa
     assert summarize_store(store).unfinished == {}
 
 
-def test_only_fields_can_be_added(recipe, wanted, tmp_path: Path) -> None:
+def test_only_fields_can_be_added(recipe: Recipe, wanted: Recipe, tmp_path: Path) -> None:
     store = write_store(recipe, tmp_path / "store")
     with opened(store) as writer:
         for manifest, message in (
@@ -267,10 +272,10 @@ def test_only_fields_can_be_added(recipe, wanted, tmp_path: Path) -> None:
                 StoreAddition(writer, manifest, extended_codec(writer.codec, manifest.fields))
 
 
-def test_damage_of_an_added_field_is_named_and_repaired(recipe, wanted, tree, tmp_path: Path) -> None:
+def test_damage_of_an_added_field_is_named_and_repaired(recipe: Recipe, wanted: Recipe, tmp_path: Path) -> None:
     store = write_store(recipe, tmp_path / "store")
     add(store, wanted)
-    whole = tree(store)
+    whole = read_tree(store)
     for name in ("hidden/layer_2/c/0/0", "hidden/layer_1/zarr.json"):
         path = store / "parts/part-00001.zarr" / name
         content = bytearray(path.read_bytes())
@@ -282,11 +287,11 @@ def test_damage_of_an_added_field_is_named_and_repaired(recipe, wanted, tree, tm
         drop_damage(plan)
         assert verify_store(store).ok
         wanted.write(store)
-        assert tree(store) == whole
+        assert read_tree(store) == whole
 
 
 def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
-    recipe, wanted, tmp_path: Path, monkeypatch
+    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
     real, calls = manifest_commit.read_file_records, []
@@ -307,7 +312,9 @@ def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
     assert [path.name for path, _ in manifest_commit.find_manifest_damage(store)] == ["store.json"]
 
 
-def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(recipe, tmp_path: Path, monkeypatch) -> None:
+def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = write_store(recipe, tmp_path / "store")
     real, calls = manifest_commit.read_target_commit, []
 
@@ -324,21 +331,21 @@ def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(recip
     assert calls
 
 
-def test_files_that_no_commit_lists_are_deleted_by_the_next_writer(recipe, tree, tmp_path: Path) -> None:
+def test_files_that_no_commit_lists_are_deleted_by_the_next_writer(recipe: Recipe, tmp_path: Path) -> None:
     store = write_store(recipe, tmp_path / "store")
-    before = tree(store)
+    before = read_tree(store)
     for name in ("hidden/layer_1/c/0/0", "hidden/layer_1/zarr.json", "kv/extra", "empty/folder/x"):
         path = store / "parts/part-00000.zarr" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     recipe.write(store)
-    assert tree(store) == before
+    assert read_tree(store) == before
     assert not (store / "parts/part-00000.zarr/empty").exists()
     assert commit_path(store, 0).exists()
 
 
 def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(
-    recipe, wanted, tmp_path: Path, monkeypatch
+    recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
     real, calls = StoreCodec.open.__func__, []

@@ -17,6 +17,7 @@ from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe
 
 NAMES = (
     "parts", "target", "commits", "codec", "runs", "store.json", "plan.parquet", "store.lock", "README.md",
@@ -29,12 +30,12 @@ NAMES = (
 
 
 @pytest.fixture
-def recipe(recipe_of):
-    return recipe_of((70, 3, 130, 64), part_tokens=256)
+def recipe():
+    return make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 @pytest.fixture
-def store(tmp_path: Path, recipe) -> Path:
+def store(tmp_path: Path, recipe: Recipe) -> Path:
     """A store with everything that a store may have, and damage for which a repair drops part and target."""
     path = recipe.write(tmp_path / "store")
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
@@ -81,7 +82,7 @@ def link(store: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_writers_refuse_a_link(store: Path, recipe, name: str) -> None:
+def test_writers_refuse_a_link(store: Path, recipe: Recipe, name: str) -> None:
     plan = plan_repair(store)
     assert (plan.parts, plan.target) == ((1,), True)
     path = link(store, name)
@@ -95,7 +96,7 @@ def test_writers_refuse_a_link(store: Path, recipe, name: str) -> None:
         assert everything(store.parent) == before
 
 
-def test_a_link_to_nowhere_is_refused_too(store: Path, recipe) -> None:
+def test_a_link_to_nowhere_is_refused_too(store: Path, recipe: Recipe) -> None:
     shutil.rmtree(store / "parts")
     (store / "parts").symlink_to(store.parent / "unplugged")
     with pytest.raises(LinkRefused, match=r"parts is a symbolic link to '.*unplugged'.*move the whole store and link"):
@@ -112,7 +113,7 @@ def swap(path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["parts", "commits", "target", "runs", "parts/part-00000.zarr"])
-def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe, name: str) -> None:
+def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe: Recipe, name: str) -> None:
     with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
         writer.drop_part(1)
         wanted = recipe.with_manifest(fields=(*recipe.manifest.fields, hidden_field("layer_1", 16)))
@@ -135,7 +136,7 @@ def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe, name: 
         assert not list(store.rglob("*.partial"))
 
 
-def test_a_link_in_the_bundle_that_is_being_written(store: Path, recipe) -> None:
+def test_a_link_in_the_bundle_that_is_being_written(store: Path, recipe: Recipe) -> None:
     (store.parent / "elsewhere").mkdir()
     with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
         shutil.rmtree(store / "target/more")
@@ -151,7 +152,7 @@ def test_a_link_in_the_bundle_that_is_being_written(store: Path, recipe) -> None
     assert list((store.parent / "elsewhere").iterdir()) == []
 
 
-def test_a_linked_store_is_a_store(store: Path, recipe, tree) -> None:
+def test_a_linked_store_is_a_store(store: Path, recipe: Recipe) -> None:
     linked = store.parent / "linked"
     linked.symlink_to(store)
     (store / "my notes").symlink_to("/nowhere")  # a name that no store has, so that no writer touches it
@@ -164,7 +165,7 @@ def test_a_linked_store_is_a_store(store: Path, recipe, tree) -> None:
 @pytest.mark.parametrize(
     "name", ["parts", "parts/part-00000.zarr", "parts/part-00000.zarr/kv/c", "commits", "store.json"]
 )
-def test_readers_follow_links(tmp_path: Path, recipe, name: str) -> None:
+def test_readers_follow_links(tmp_path: Path, recipe: Recipe, name: str) -> None:
     store = recipe.write(tmp_path / "store")
     link(store, name)
     assert verify_store(store).ok

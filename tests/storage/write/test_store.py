@@ -29,26 +29,27 @@ from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 
 @pytest.fixture
-def writer(tmp_path: Path, recipe):
+def writer(tmp_path: Path, recipe: Recipe):
     with StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan) as opened:
         yield opened
 
 
-def test_equal_inputs_give_equal_bytes(store: Path, tmp_path: Path, recipe, tree):
-    assert tree(recipe.write(tmp_path / "again")) == tree(store)
+def test_equal_inputs_give_equal_bytes(store: Path, tmp_path: Path, recipe: Recipe) -> None:
+    assert read_tree(recipe.write(tmp_path / "again")) == read_tree(store)
 
 
-def test_running_again_writes_nothing(store: Path, recipe):
+def test_running_again_writes_nothing(store: Path, recipe: Recipe) -> None:
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()}
     recipe.write(store)
     before.pop(store / "store.lock")
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
-def test_pieces_of_any_size_give_equal_bytes(store: Path, tmp_path: Path, recipe, tree):
+def test_pieces_of_any_size_give_equal_bytes(store: Path, tmp_path: Path, recipe: Recipe) -> None:
     other = tmp_path / "pieces"
     rng = np.random.default_rng(0)
     with StoreWriter.create_or_resume(other, recipe.manifest, recipe.plan) as writer:
@@ -62,10 +63,10 @@ def test_pieces_of_any_size_give_equal_bytes(store: Path, tmp_path: Path, recipe
                             out.write(field.name, row["first_token"] + at, values[at : at + n])
                             at += n
                 out.commit()
-    assert tree(other) == tree(store)
+    assert read_tree(other) == read_tree(store)
 
 
-def test_leaving_without_commit_discards_the_part(writer, recipe):
+def test_leaving_without_commit_discards_the_part(writer: StoreWriter, recipe: Recipe) -> None:
     row = writer.part_sequences(0).to_pylist()[0]
     opened = []
 
@@ -85,7 +86,7 @@ def test_leaving_without_commit_discards_the_part(writer, recipe):
     assert 0 not in writer.pending_parts()
 
 
-def test_a_part_is_opened_once_at_a_time(writer, recipe):
+def test_a_part_is_opened_once_at_a_time(writer: StoreWriter, recipe: Recipe) -> None:
     with writer.part(0) as out:
         with pytest.raises(WriteInvalid, match="Part 0 is being written already"):
             writer.part(0)
@@ -95,7 +96,7 @@ def test_a_part_is_opened_once_at_a_time(writer, recipe):
         out.commit()
 
 
-def test_wrong_writes_are_refused(writer, recipe):
+def test_wrong_writes_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
     recipe.write_part(writer, 1)
     with pytest.raises(WriteInvalid, match="Part 1 is committed already"):
         writer.part(1)
@@ -115,7 +116,7 @@ def test_wrong_writes_are_refused(writer, recipe):
             out.write("tokens", out.allocated_tokens, np.zeros(1, np.int32))
 
 
-def test_a_forgotten_sequence_is_not_committed(writer, recipe):
+def test_a_forgotten_sequence_is_not_committed(writer: StoreWriter, recipe: Recipe) -> None:
     with writer.part(0) as out:
         for row in out.sequences.to_pylist():
             for field in recipe.manifest.fields:
@@ -126,15 +127,15 @@ def test_a_forgotten_sequence_is_not_committed(writer, recipe):
     assert 0 in writer.pending_parts()
 
 
-def test_two_writers_are_refused(writer, recipe):
+def test_two_writers_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
     with pytest.raises(StoreLocked, match=f"is being written by process {os.getpid()} on .*Wait until it ends"):
         StoreWriter.create_or_resume(writer.path, recipe.manifest, recipe.plan)
     writer.close()
     recipe.write(writer.path)
 
 
-def test_every_changed_key_is_named(store: Path, recipe, tree):
-    before = tree(store)
+def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
+    before = read_tree(store)
     changed = recipe.with_manifest(
         identities={"target.weights_sha256": "XX", "dataset.sha256": "bb", "template.sha256": "new"},
         extraction={"max_length": 128, "dtype": "bfloat16"},
@@ -153,10 +154,10 @@ def test_every_changed_key_is_named(store: Path, recipe, tree):
         assert f"{key}: store has {old!r}, given {new!r}" in str(caught.value)
     assert "5 values differ" in str(caught.value)
     assert "choose another output folder" in str(caught.value)
-    assert tree(store) == before
+    assert read_tree(store) == before
 
 
-def test_another_plan_is_named(store: Path, recipe):
+def test_another_plan_is_named(store: Path, recipe: Recipe) -> None:
     ids = ["changed", *recipe.plan["sequence_id"].to_pylist()[1:]]
     plan = recipe.plan.set_column(0, "sequence_id", pa.array(ids))
     with pytest.raises(
@@ -165,7 +166,7 @@ def test_another_plan_is_named(store: Path, recipe):
         replace(recipe, plan=plan).write(store)
 
 
-def test_manifest_and_plan_must_agree(tmp_path: Path, recipe):
+def test_manifest_and_plan_must_agree(tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(ManifestInvalid, match="manifest says n_tokens 5, the plan has 881"):
         recipe.with_manifest(n_tokens=5).write(tmp_path / "store")
     with pytest.raises(PlanInvalid, match="must have the columns"):
@@ -173,7 +174,7 @@ def test_manifest_and_plan_must_agree(tmp_path: Path, recipe):
     assert not (tmp_path / "store").exists()
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe):
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe: Recipe) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter1.tex").write_text("x")
@@ -190,12 +191,12 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe):
         recipe.write(folder)
 
 
-def test_an_empty_folder_is_fine(tmp_path: Path, recipe):
+def test_an_empty_folder_is_fine(tmp_path: Path, recipe: Recipe) -> None:
     (tmp_path / "store").mkdir()
     recipe.write(tmp_path / "store")
 
 
-def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe):
+def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe: Recipe) -> None:
     text = (store / "store.json").read_text().replace('"schema_version": 1', '"schema_version": 2')
     (store / "store.json").write_text(text)
     write_manifest_commit(store)  # as the release that wrote it did
@@ -205,16 +206,16 @@ def test_a_store_of_another_schema_version_is_left_alone(store: Path, recipe):
 
 
 @pytest.mark.parametrize("change", [('"schema_version": 1', '"schema_version": 3'), ("schema_", "sahema_")])
-def test_a_flipped_bit_in_the_schema_version_is_mended(store: Path, recipe, tree, change: tuple[str, str]):
-    before = tree(store)
+def test_a_flipped_bit_in_the_schema_version_is_mended(store: Path, recipe: Recipe, change: tuple[str, str]) -> None:
+    before = read_tree(store)
     (store / "store.json").write_text((store / "store.json").read_text().replace(*change))
     recipe.write(store)
-    assert tree(store) == before
+    assert read_tree(store) == before
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "delete commit", "truncate commit"])
-def test_resume_redoes_exactly_the_damaged_part(store: Path, recipe, tree, damage: str):
-    before = tree(store)
+def test_resume_redoes_exactly_the_damaged_part(store: Path, recipe: Recipe, damage: str) -> None:
+    before = read_tree(store)
     shard, commit = store / "parts/part-00001.zarr/kv/c/0/0/0/0/0", store / "commits/part-00001.json"
     path = commit if damage.endswith("commit") else shard
     if damage.startswith("delete"):
@@ -225,21 +226,21 @@ def test_resume_redoes_exactly_the_damaged_part(store: Path, recipe, tree, damag
         assert writer.pending_parts() == [1]
         assert writer.repaired_parts == (() if damage == "delete commit" else (1,))
         recipe.write_part(writer, 1)
-    assert tree(store) == before
+    assert read_tree(store) == before
 
 
-def test_leftovers_are_deleted_and_other_files_kept(store: Path, recipe, tree):
-    before = tree(store)
+def test_leftovers_are_deleted_and_other_files_kept(store: Path, recipe: Recipe) -> None:
+    before = read_tree(store)
     for leftover in ("parts/part-00001.zarr.partial", "parts/part-00077.zarr", "target.partial"):
         (store / leftover / "kv").mkdir(parents=True)
     (store / "commits/part-00001.json.partial").write_text("{")
     (store / "notes.txt").write_text("mine")
     recipe.write(store)
-    assert tree(store) == before | {"notes.txt": b"mine"}
+    assert read_tree(store) == before | {"notes.txt": b"mine"}
     assert not (store / "target.partial").exists()
 
 
-def test_target_bundle_is_committed_whole(store: Path, recipe):
+def test_target_bundle_is_committed_whole(store: Path, recipe: Recipe) -> None:
     with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
 
         def write_half() -> None:
@@ -264,7 +265,7 @@ def test_target_bundle_is_committed_whole(store: Path, recipe):
         assert not writer.has_target
 
 
-def test_runs_are_recorded(writer):
+def test_runs_are_recorded(writer: StoreWriter) -> None:
     path = writer.record_run({"argv": ["extract"], "seconds": 1.5})
     assert json.loads(path.read_text()) == {"argv": ["extract"], "seconds": 1.5}
     assert path.parent.name == "runs"
@@ -272,8 +273,10 @@ def test_runs_are_recorded(writer):
 
 
 @pytest.mark.parametrize(("call", "code"), [("write", errno.ENOSPC), ("fsync", errno.EDQUOT)])
-def test_disk_full_anywhere_loses_nothing(tmp_path: Path, recipe, tree, monkeypatch, call: str, code: int):
-    whole = tree(recipe.write(tmp_path / "whole"))
+def test_disk_full_anywhere_loses_nothing(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    whole = read_tree(recipe.write(tmp_path / "whole"))
     real = getattr(os, call)
     messages: list[str] = []
     for n_good_calls in range(0, 160, 23):
@@ -294,7 +297,7 @@ def test_disk_full_anywhere_loses_nothing(tmp_path: Path, recipe, tree, monkeypa
         assert list(store.rglob("*.partial")) == []
         if (store / "store.json").exists():
             assert verify_store(store).ok
-        assert tree(recipe.write(store)) == whole
+        assert read_tree(recipe.write(store)) == whole
     assert len(messages) > 3
     assert all("No space left" in text and "run the same command again" in text for text in messages)
 
@@ -308,8 +311,8 @@ def mount_tmpfs(path: Path, n_kib: int) -> bool:
         return False
 
 
-def test_a_full_file_system(tmp_path: Path, recipe_of, tree):
-    recipe = recipe_of(tuple(range(100, 180)))
+def test_a_full_file_system(tmp_path: Path) -> None:
+    recipe = make_recipe(tuple(range(100, 180)))
     disk = tmp_path / "disk"
     if not mount_tmpfs(disk, 2048):
         pytest.skip("mounting a tmpfs needs root")
@@ -321,7 +324,7 @@ def test_a_full_file_system(tmp_path: Path, recipe_of, tree):
             assert 0 < reader.n_parts_committed < recipe.manifest.n_parts
         assert verify_store(disk / "store").ok
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        assert tree(recipe.write(disk / "store")) == tree(recipe.write(tmp_path / "whole"))
+        assert read_tree(recipe.write(disk / "store")) == read_tree(recipe.write(tmp_path / "whole"))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -363,8 +366,8 @@ for n in range(1, 10_000, int(sys.argv[2])):
 
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
-def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe, tree, every: int):
-    whole = tree(recipe.write(tmp_path / "whole"))
+def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe: Recipe, every: int) -> None:
+    whole = read_tree(recipe.write(tmp_path / "whole"))
     killed = tmp_path / "killed"
     killed.mkdir()
     command = [sys.executable, "-c", KILLED_RUNS, str(killed), str(every)]
@@ -377,5 +380,5 @@ def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe,
             report = verify_store(folder)
             assert report.ok
             n_partly_committed += 0 < report.n_parts < recipe.manifest.n_parts
-        assert tree(recipe.write(folder)) == whole
+        assert read_tree(recipe.write(folder)) == whole
     assert n_partly_committed > 2
