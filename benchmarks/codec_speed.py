@@ -27,7 +27,7 @@ from moa_data.storage.chunks.field import TOKENS, FieldCodec
 from moa_data.storage.codecs.quantised import SCHEMES
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.parts.layout import array_layout
+from moa_data.storage.parts.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
 
 FIELDS = ("kv", "hidden/last")
@@ -105,7 +105,7 @@ def stored_bytes(codec: StoreCodec, field: str, sequences: list[dict[str, np.nda
     total = 0
     for array in codec.fields[field].arrays:
         rows = np.concatenate([codes[array.name] for codes in sequences])
-        step = array_layout(array, 1 << 20).chunk_tokens
+        step = array_grid(array, 1 << 20).chunk_tokens
         total += sum(len(encode_chunk(rows[at : at + step])) for at in range(0, len(rows), step))
     return total
 

@@ -30,7 +30,7 @@ from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.parts.layout import array_layout
+from moa_data.storage.parts.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
 
 INDEX_ENTRY_BYTES = 16
@@ -70,7 +70,7 @@ def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], ali
     for array in codec.arrays:
         rows = [codes[array.name] for codes in encoded]
         padded = np.concatenate([np.pad(part, ((0, -len(part) % alignment_tokens), (0, 0))) for part in rows])
-        chunk_rows = array_layout(array, len(padded)).chunk_tokens
+        chunk_rows = array_grid(array, len(padded)).chunk_tokens
         for start in range(0, len(padded), chunk_rows):
             chunk = padded[start : start + chunk_rows]
             chunk = np.pad(chunk, ((0, chunk_rows - len(chunk)), (0, 0)))

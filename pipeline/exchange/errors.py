@@ -8,8 +8,8 @@ class InteropError(MoaDataError):
 
 
 class FieldMissing(InteropError, LookupError):
-    """The store lacks a field that the other layout needs."""
+    """The store lacks a field that the other format needs."""
 
 
 class ForeignInvalid(InteropError, ValueError):
-    """A file of another project does not hold what its layout says."""
+    """A file of another project does not hold what its format says."""

@@ -1,4 +1,4 @@
-"""Writing a store in the layout of another project: `moa-data export`."""
+"""Writing a store in the file format of another project: `moa-data export`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ...storage.read.store import ActivationStore
 from ...text import Progress
 from .config import ExportConfig
 from .conventions import check_layers, require_fields
-from .layouts import EagleLayout, Layout, SpecForgeLayout
-from .speculators import SpeculatorsLayout, count_rows, write_rows
+from .formats import EagleFormat, FileFormat, SpecForgeFormat
+from .speculators import SpeculatorsFormat, count_rows, write_rows
 from .torch_dataset import ActivationDataset
 
 """Called as ``progress(done, total, message)``."""
@@ -37,7 +37,7 @@ class ExportReport:
     """What an export did.
 
     Attributes:
-        format: the layout.
+        format: its name, e.g. ``"specforge"``.
         fields: fields of the store that went into it.
         n_sequences: files in all.
         n_written: files written by this run; the others were there.
@@ -60,8 +60,8 @@ class ExportReport:
         )
 
 
-def make_layout(name: str, layers: tuple[int, ...], n_layers: int, compress: bool = False) -> Layout:
-    """The layout of a format.
+def make_format(name: str, layers: tuple[int, ...], n_layers: int, compress: bool = False) -> FileFormat:
+    """Return the file format of a name.
 
     Args:
         name: speculators, specforge or eagle.
@@ -72,9 +72,9 @@ def make_layout(name: str, layers: tuple[int, ...], n_layers: int, compress: boo
         OptionInvalid: the target has no such layers.
     """
     if name == "eagle":
-        return EagleLayout((), n_layers)
+        return EagleFormat((), n_layers)
     layers = check_layers(layers, n_layers)
-    return SpecForgeLayout(layers, n_layers, compress) if name == "specforge" else SpeculatorsLayout(layers, n_layers)
+    return SpecForgeFormat(layers, n_layers, compress) if name == "specforge" else SpeculatorsFormat(layers, n_layers)
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> ExportReport:
@@ -82,29 +82,29 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
 
     Raises:
         OptionInvalid: an option cannot be used.
-        FieldMissing: the store lacks a field that the layout needs.
+        FieldMissing: the store lacks a field that the file format needs.
         FolderOccupied: the folder holds something else, or an export of another store.
         StoreError: the store cannot be read, or parts of it are still to be extracted.
     """
     folder = Path(config.out).expanduser()
     with ActivationStore(Path(config.store).expanduser(), require_complete=True) as store:
-        layout = make_layout(config.format, config.layers, int(store.manifest.target["n_layers"]), config.compress)
-        require_fields(layout.fields, store.fields, str(store.path), layout.name)
+        file_format = make_format(config.format, config.layers, int(store.manifest.target["n_layers"]), config.compress)
+        require_fields(file_format.fields, store.fields, str(store.path), file_format.name)
         n = min(config.max_sequences or len(store), len(store))
-        _claim(folder, _record(config, layout, store), n)
-        dataset = ActivationDataset(store, layout.fields)
+        _claim(folder, _record(config, file_format, store), n)
+        dataset = ActivationDataset(store, file_format.fields)
         sizes = []
         with _Writer() as writer:
             for i in range(n):
-                data = _encode_sequence(folder, layout, dataset, i)
+                data = _encode_sequence(folder, file_format, dataset, i)
                 if data is not None:
-                    writer.submit(layout.file(folder, i), data)
+                    writer.submit(file_format.file(folder, i), data)
                     sizes.append(len(data))
                 if progress:
-                    progress(i + 1, n, f"export to {layout.name}")
-        if layout.name == "speculators" and count_rows(folder) != n:
+                    progress(i + 1, n, f"export to {file_format.name}")
+        if file_format.name == "speculators" and count_rows(folder) != n:
             write_rows(folder, _texts(store, n))
-    return ExportReport(folder, config.format, layout.fields, n, len(sizes), sum(sizes))
+    return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
 
 
 class _Writer:
@@ -144,25 +144,25 @@ def _write(path: Path, data: bytes) -> None:
     write_atomic(path, data)
 
 
-def _encode_sequence(folder: Path, layout: Layout, dataset: ActivationDataset, i: int) -> bytes | None:
+def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationDataset, i: int) -> bytes | None:
     """Return the content of one file, or None if it is there."""
-    path = layout.file(folder, i)
+    path = file_format.file(folder, i)
     tokens = dataset.store.read(i, "tokens")
     if path.exists():
-        if not np.array_equal(layout.read_tokens(path), tokens):
+        if not np.array_equal(file_format.read_tokens(path), tokens):
             raise FolderOccupied(f"{path} holds other tokens than sequence {i} of the store. Choose another --out.")
         return None
-    return layout.encode(tokens, dataset.store.read(i, "response_mask"), dataset[i])
+    return file_format.encode(tokens, dataset.store.read(i, "response_mask"), dataset[i])
 
 
 def _texts(store: ActivationStore, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     return ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n))
 
 
-def _record(config: ExportConfig, layout: Layout, store: ActivationStore) -> dict[str, Any]:
+def _record(config: ExportConfig, file_format: FileFormat, store: ActivationStore) -> dict[str, Any]:
     return {
-        "format": layout.name,
-        "fields": list(layout.fields),
+        "format": file_format.name,
+        "fields": list(file_format.fields),
         "compress": config.compress,
         "store_sha256": hashlib.sha256(store.manifest.to_json().encode()).hexdigest(),
         "target": dict(store.manifest.target),

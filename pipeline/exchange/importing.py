@@ -32,8 +32,8 @@ from ..card import CardOrigin, public_name, write_card
 from .config import ImportConfig
 from .conventions import LAST
 from .errors import ForeignInvalid
-from .exporting import make_layout
-from .layouts import Layout
+from .exporting import make_format
+from .formats import FileFormat
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -81,7 +81,7 @@ class ImportReport:
     """What an import did.
 
     Attributes:
-        format: the layout it was read from.
+        format: the file format that it was read from.
         fields: fields of the store.
         n_sequences: its sequences.
         n_tokens: its tokens.
@@ -126,30 +126,30 @@ def import_folder(
         raise ForeignInvalid(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
     target_folder = resolve_model_folder(config.model)
     sizes = target_sizes(load_target_config(target_folder))
-    layout = make_layout(config.format, config.layers, sizes["n_layers"])
-    layout.bound_files(sizes["hidden_size"], sizes["max_position_embeddings"])
-    texts = read_texts(layout, folder, config.max_sequences, sizes["vocab_size"], progress)
+    file_format = make_format(config.format, config.layers, sizes["n_layers"])
+    file_format.bound_files(sizes["hidden_size"], sizes["max_position_embeddings"])
+    texts = read_texts(file_format, folder, config.max_sequences, sizes["vocab_size"], progress)
     plan = plan_parts(texts.table(), config.part_tokens, ALIGNMENT_TOKENS)
-    specs = _field_specs(layout, texts.paths[0], sizes)
-    manifest = _manifest(config, layout, texts, plan, specs, sizes, target_folder)
+    specs = _field_specs(file_format, texts.paths[0], sizes)
+    manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
     with StoreWriter.create_or_resume(Path(config.out).expanduser(), manifest, plan) as store:
         if not store.has_target:
             _save_bundle(config, store, target_folder)
-        norm = None if layout.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
+        norm = None if file_format.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm
         pending = store.pending_parts()
         done = 0
         for part in pending:
             with store.part(part) as out:
                 for row in out.sequences.to_pylist():
-                    _write_sequence(layout, texts.paths[row["source_row"]], row, out, specs, norm)
+                    _write_sequence(file_format, texts.paths[row["source_row"]], row, out, specs, norm)
                     done += 1
                     if progress:
-                        progress(done, manifest.n_sequences, f"import from {layout.name}")
+                        progress(done, manifest.n_sequences, f"import from {file_format.name}")
                 out.commit()
-        names = public_name(config.model), public_name(config.folder), f"moa-data import --format {layout.name}"
+        names = public_name(config.model), public_name(config.folder), f"moa-data import --format {file_format.name}"
         write_card(store.path, CardOrigin(*names, config.target_license, config.dataset_license))
         report = ImportReport(
-            store.path, layout.name, tuple(spec.name for spec in specs), manifest.n_sequences, manifest.n_tokens,
+            store.path, file_format.name, tuple(spec.name for spec in specs), manifest.n_sequences, manifest.n_tokens,
             texts.n_duplicates, len(pending),
         )  # fmt: skip
         store.record_run({"import": config.named(), "provenance": dict(provenance or {})})
@@ -157,7 +157,7 @@ def import_folder(
 
 
 def read_texts(
-    layout: Layout, folder: Path, max_sequences: int | None, vocab_size: int, progress: Progress | None = None
+    file_format: FileFormat, folder: Path, max_sequences: int | None, vocab_size: int, progress: Progress | None = None
 ) -> Texts:
     """Read tokens and masks of all files, in the order of their numbers.
 
@@ -168,12 +168,12 @@ def read_texts(
         At least one text.
 
     Raises:
-        ForeignInvalid: no files, or one that is damaged, of another layout or of another target.
+        ForeignInvalid: no files, or one that is damaged, of another file_format or of another target.
     """
-    paths = layout.files(folder)[:max_sequences]
+    paths = file_format.files(folder)[:max_sequences]
     texts = Texts(paths)
     for row, path in enumerate(paths):
-        tokens, mask = layout.read_tokens(path), layout.read_mask(path)
+        tokens, mask = file_format.read_tokens(path), file_format.read_mask(path)
         _check_text(path, tokens, mask, vocab_size)
         digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
         digest.update(np.ascontiguousarray(mask, np.uint8).tobytes())
@@ -198,22 +198,22 @@ def _check_text(path: Path, tokens: np.ndarray, mask: np.ndarray, vocab_size: in
         )
 
 
-def _field_specs(layout: Layout, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
+def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
     """The store's fields, in the dtype of the first file."""
-    values = next(iter(layout.read_hidden(first).values()))
+    values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
         raise ForeignInvalid(
             f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected one of "
             f"{', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. Check --model."
         )
-    names = dict.fromkeys((LAST, *layout.fields))
+    names = dict.fromkeys((LAST, *file_format.fields))
     hidden = [hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype]) for name in names]
     return (tokens_field(), response_mask_field(), *hidden)
 
 
 def _manifest(
     config: ImportConfig,
-    layout: Layout,
+    file_format: FileFormat,
     texts: Texts,
     plan: pa.Table,
     specs: tuple[FieldSpec, ...],
@@ -221,6 +221,7 @@ def _manifest(
     target_folder: Path,
 ) -> StoreManifest:
     identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
+    last = "as in the files" if file_format.gives_last else "final norm applied in float32 to the files"
     return StoreManifest(
         fields=specs,
         target=sizes,
@@ -228,8 +229,8 @@ def _manifest(
         extraction={
             "activations": [spec.name for spec in specs[2:]],
             "dtype": specs[-1].dtype,
-            "hidden_last": "as in the files" if layout.gives_last else "final norm applied in float32 to the files",
-            "imported_from": layout.name,
+            "hidden_last": last,
+            "imported_from": file_format.name,
             "max_length": max(texts.n_tokens),
             "max_sequences": config.max_sequences,
             "part_tokens": config.part_tokens,
@@ -251,7 +252,7 @@ def _save_bundle(config: ImportConfig, store: StoreWriter, folder: Path) -> None
 
 
 def _write_sequence(
-    layout: Layout,
+    file_format: FileFormat,
     path: Path,
     row: Mapping[str, Any],
     out: PartWriter,
@@ -259,9 +260,9 @@ def _write_sequence(
     norm: Callable[[Tensor], Tensor] | None,
 ) -> None:
     """Write one file's fields to its place in a part."""
-    tokens, mask, hidden = layout.read_tokens(path), layout.read_mask(path), layout.read_hidden(path)
+    tokens, mask, hidden = file_format.read_tokens(path), file_format.read_mask(path), file_format.read_hidden(path)
     if norm is not None:
-        last = hidden[layout.fields[-1]]
+        last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[LAST] = norm(last.float()).to(last.dtype)
     out.write("tokens", row["first_token"], tokens.astype(np.int32))

@@ -1,4 +1,4 @@
-"""The layout of vllm-project/speculators: safetensors of hidden states beside an Arrow dataset of ids and masks."""
+"""The format of vllm-project/speculators: safetensors of hidden states beside an Arrow dataset of ids and masks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import override
 
 from ...moa.files.foreign import MAX_CONFIG_BYTES, check_regular, parsing, read_header
 from ...storage.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
 from .conventions import layer_field, vllm_layer_id
 from .errors import ForeignInvalid
-from .layouts import Layout, sort_by_number
+from .formats import FileFormat, sort_by_number
 
 _ROWS_PER_BATCH = 256
 _STATE = "state.json"
 
 
-class SpeculatorsLayout(Layout):
-    """speculators' offline data; see :class:`Layout`.
-
-    Args:
-        layers: as :class:`Layout`; the last decoder layer is added by itself.
-        n_layers: as :class:`Layout`.
-    """
+class SpeculatorsFormat(FileFormat):
+    """speculators' offline data: the chosen layers, and the last one before the final norm."""
 
     name = "speculators"
     gives_last = False
@@ -41,29 +37,30 @@ class SpeculatorsLayout(Layout):
         self._rows: tuple[Path, pa.Table] | None = None
 
     @property
+    @override
     def fields(self) -> tuple[str, ...]:
-        """The chosen layers, and the last one before the final norm."""
         return (*(layer_field(layer) for layer in self.layers), layer_field(self.n_layers - 1))
 
+    @override
     def file(self, folder: Path, i: int) -> Path:
-        """Path of sequence ``i``."""
         return folder / "hidden_states" / f"hs_{i}.safetensors"
 
+    @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        """Return a file's content; the mask goes into the Arrow dataset (:func:`write_rows`)."""
         states = torch.stack([hidden[name] for name in self.fields], dim=1)  # [S, K + 1, E]
         ids = ",".join(str(vllm_layer_id(layer)) for layer in (*self.layers, self.n_layers - 1))
         tensors = {"token_ids": torch.from_numpy(tokens.astype(np.int64)), "hidden_states": states.contiguous()}
         return save(tensors, metadata={"target_layer_ids": ids})
 
+    @override
     def files(self, folder: Path) -> list[Path]:
-        """Return the files below a folder; see the base class."""
         return sort_by_number(list(folder.rglob("hs_*.safetensors")), folder, "hs_<number>.safetensors of speculators")
 
+    @override
     def read_tokens(self, path: Path) -> np.ndarray:
-        """Return a file's token ids; see the base class."""
         return _read(path, "token_ids").flatten().long().numpy()
 
+    @override
     def read_mask(self, path: Path) -> np.ndarray:
         """Return the loss mask of a file's row; the row's ids must be the file's.
 
@@ -90,8 +87,8 @@ class SpeculatorsLayout(Layout):
             )
         return np.asarray(mask)
 
+    @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        """Return a file's hidden states; see the base class."""
         states = _read(path, "hidden_states")  # [S, K + 1, E]
         if states.dim() != 3 or states.shape[1] != len(self.fields):
             raise ForeignInvalid(

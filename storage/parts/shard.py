@@ -29,7 +29,7 @@ import numpy as np
 
 from ..chunks.chunk import CRC_BYTES, encode_chunk
 from ..durable import crc32c, disk_full_guard, write_all
-from .layout import ArrayLayout
+from .grid import ArrayGrid
 
 _ABSENT = np.uint64(2**64 - 1)
 
@@ -49,10 +49,10 @@ class FileRecord:
 class ShardWriter:
     """Writes one shard front to back; nothing is held in memory but the index."""
 
-    def __init__(self, path: Path, layout: ArrayLayout) -> None:
+    def __init__(self, path: Path, grid: ArrayGrid) -> None:
         self._path = path
-        self._layout = layout
-        self._index = np.full((layout.rows_per_shard, layout.chunks_per_row, 2), _ABSENT, "<u8")
+        self._grid = grid
+        self._index = np.full((grid.rows_per_shard, grid.chunks_per_row, 2), _ABSENT, "<u8")
         self._row = 0
         self._n_bytes = 0
         self._crc = 0
@@ -63,7 +63,7 @@ class ShardWriter:
     @property
     def is_full(self) -> bool:
         """Whether every row of inner chunks has been written."""
-        return self._row == self._layout.rows_per_shard
+        return self._row == self._grid.rows_per_shard
 
     def append_row(self, values: np.ndarray) -> None:
         """Encode and write all inner chunks of the next ``chunk_tokens`` tokens.
@@ -74,8 +74,8 @@ class ShardWriter:
         Raises:
             DiskFull: no room.
         """
-        step = self._layout.chunk_layers
-        for column in range(self._layout.chunks_per_row):
+        step = self._grid.chunk_layers
+        for column in range(self._grid.chunks_per_row):
             chunk = values[:, column * step : (column + 1) * step] if values.ndim > 1 else values
             data = encode_chunk(chunk)
             self._index[self._row, column] = self._n_bytes, len(data)

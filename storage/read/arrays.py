@@ -15,10 +15,10 @@ from ..documents import read_bounded
 from ..errors import ShardCorrupt, ShardMissing
 from ..names import part_path
 from ..parts.commit import PartCommit
-from ..parts.layout import ArrayLayout, layout_from_metadata
+from ..parts.grid import ArrayGrid, grid_from_metadata
 from .shard import ShardReader
 
-_MAX_LAYOUTS = 1 << 16
+_MAX_GRIDS = 1 << 16
 # A reader keeps its shard's index, which has 16 bytes per inner chunk: about 8 KiB for a shard of 128 MiB.
 _MAX_SHARDS = 1 << 13
 
@@ -36,17 +36,17 @@ class PartArrays:
     def __init__(self, store: Path, commits: Mapping[int, PartCommit]) -> None:
         self._store, self._commits = store, commits
         self.n_bytes_read = 0
-        self._layouts = _Cache[tuple[int, str], ArrayLayout](_MAX_LAYOUTS)
+        self._grids = _Cache[tuple[int, str], ArrayGrid](_MAX_GRIDS)
         self._shards = _Cache[tuple[int, str, int], ShardReader](_MAX_SHARDS)
 
-    def layout(self, part: int, array: StoredArray) -> ArrayLayout:
+    def grid(self, part: int, array: StoredArray) -> ArrayGrid:
         """Return the grid of an array in a part.
 
         Raises:
             ShardMissing: its metadata is gone.
             ShardCorrupt: its metadata is not what the manifest and the commit declare.
         """
-        return self._layouts.get((part, array.name), partial(self._read_layout, part, array))
+        return self._grids.get((part, array.name), partial(self._read_grid, part, array))
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
         """Return the shard of that number, its index read and checked.
@@ -61,7 +61,7 @@ class PartArrays:
         """Close all files; asking for a shard opens it again."""
         self._shards.clear()
 
-    def _read_layout(self, part: int, array: StoredArray) -> ArrayLayout:
+    def _read_grid(self, part: int, array: StoredArray) -> ArrayGrid:
         path = part_path(self._store, part) / array.name / "zarr.json"
         try:
             text = read_bounded(path)
@@ -69,18 +69,18 @@ class PartArrays:
             raise ShardMissing(f"{path} is missing. Run extract again: it redoes that part only.") from error
         except ValueError as error:
             raise ShardCorrupt(f"{path} is no metadata of an array: {error}.") from error
-        layout = layout_from_metadata(text, array, str(path))
+        grid = grid_from_metadata(text, array, str(path))
         n_rows = array.n_rows(self._commits[part].allocated_tokens)
-        if layout.shape[0] != n_rows:
+        if grid.shape[0] != n_rows:
             unit = array.axes[0]
-            raise ShardCorrupt(f"{path} has {layout.shape[0]} {unit}s, its commit says {n_rows}.")
-        return layout
+            raise ShardCorrupt(f"{path} has {grid.shape[0]} {unit}s, its commit says {n_rows}.")
+        return grid
 
     def _open(self, part: int, array: StoredArray, number: int) -> ShardReader:
-        layout = self.layout(part, array)
-        path = part_path(self._store, part) / array.name / layout.shard_key(number)
-        n_rows = min(layout.rows_per_shard, layout.n_rows - number * layout.rows_per_shard)
-        return ShardReader(path, layout, n_rows)
+        grid = self.grid(part, array)
+        path = part_path(self._store, part) / array.name / grid.shard_key(number)
+        n_rows = min(grid.rows_per_shard, grid.n_rows - number * grid.rows_per_shard)
+        return ShardReader(path, grid, n_rows)
 
 
 class _Cache(Generic[K, V]):

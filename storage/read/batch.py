@@ -168,8 +168,8 @@ def _helpers() -> ThreadPoolExecutor:
 def _plan_shards(arrays: PartArrays, ranges: Iterable[RowRange]) -> Iterator[_ShardPlan]:
     plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
     for item in ranges:
-        layout = arrays.layout(item.part, item.array)
-        shard_rows, chunk_rows = layout.shard_shape[0], layout.chunk_tokens
+        grid = arrays.grid(item.part, item.array)
+        shard_rows, chunk_rows = grid.shard_shape[0], grid.chunk_tokens
         at = item.start
         while at < item.stop:
             number = at // shard_rows
@@ -204,7 +204,7 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
 def _plan_reads(arrays: PartArrays, plan: _ShardPlan) -> Iterator[_Read]:
     """Open the shard and group chunks that lie next to each other in it."""
     reader = arrays.shard(plan.part, plan.array, plan.number)
-    columns = _columns(plan.layers, reader.layout.chunk_layers, reader.layout.chunks_per_row)
+    columns = _columns(plan.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
         return
     rows = sorted(plan.wanted)
@@ -270,18 +270,18 @@ class _Decode:
         read.data = None
 
     def _place(self, data: np.ndarray, row: int, column: _Column, pieces: list[_Piece]) -> None:
-        reader, layout = self._read.reader, self._read.reader.layout
-        row_start, chunk_rows = row * layout.chunk_tokens, layout.chunk_tokens
+        reader, grid = self._read.reader, self._read.reader.grid
+        row_start, chunk_rows = row * grid.chunk_tokens, grid.chunk_tokens
         if len(pieces) == 1 and column.span is not None and pieces[0].low <= row_start:
             at = row_start - pieces[0].low
             target = pieces[0].out[at : at + chunk_rows]
-            if layout.chunks_per_row > 1 or target.ndim > 1:
+            if grid.chunks_per_row > 1 or target.ndim > 1:
                 target = target[:, column.span[0] : column.span[1]]
-            if target.shape == layout.chunk_shape and target.flags.c_contiguous:
+            if target.shape == grid.chunk_shape and target.flags.c_contiguous:
                 reader.decode(data, row, column.number, target)
                 return
         dtype = pieces[0].out.dtype
-        chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(layout.chunk_shape)
+        chunk = scratch_bytes("chunk", reader.chunk_size * dtype.itemsize).view(dtype).reshape(grid.chunk_shape)
         reader.decode(data, row, column.number, chunk)
         for piece in pieces:
             low, high = max(piece.low, row_start), min(piece.high, row_start + chunk_rows)

@@ -12,7 +12,7 @@ from ..chunks.chunk import CRC_BYTES, decode_chunk
 from ..durable import crc32c
 from ..errors import ShardCorrupt, ShardMissing
 from ..parts.files import LocalFile, RemoteFile, open_file, scratch_bytes
-from ..parts.layout import ArrayLayout
+from ..parts.grid import ArrayGrid
 
 _REPAIR = "Delete the part's file in commits/ and run extract again: it redoes that part only."
 
@@ -33,10 +33,10 @@ class ShardReader:
         ShardCorrupt: the index is damaged.
     """
 
-    def __init__(self, path: Path, layout: ArrayLayout, n_rows: int) -> None:
+    def __init__(self, path: Path, grid: ArrayGrid, n_rows: int) -> None:
         self.path = path
-        self.layout = layout
-        self.chunk_size = math.prod(layout.chunk_shape)
+        self.grid = grid
+        self.chunk_size = math.prod(grid.chunk_shape)
         try:
             self.file: LocalFile | RemoteFile = open_file(path)
             self.index = self._read_index(n_rows)
@@ -47,7 +47,7 @@ class ShardReader:
         return ShardMissing(f"{self.path} is missing. {_REPAIR}")
 
     def _read_index(self, n_rows: int) -> np.ndarray:
-        shape = (self.layout.rows_per_shard, self.layout.chunks_per_row, 2)
+        shape = (self.grid.rows_per_shard, self.grid.chunks_per_row, 2)
         index_bytes = int(np.prod(shape)) * 8
         file_bytes = self.file.n_bytes
         data_bytes = file_bytes - index_bytes - CRC_BYTES
@@ -106,7 +106,7 @@ class ShardReader:
         try:
             decode_chunk(data, out)
         except ShardCorrupt as error:
-            layout = self.layout
-            layers = f", layers from {column * layout.chunk_layers}" if len(layout.shape) > 2 else ""
-            where = f"tokens from {row * layout.chunk_tokens} of the shard{layers}"
+            grid = self.grid
+            layers = f", layers from {column * grid.chunk_layers}" if len(grid.shape) > 2 else ""
+            where = f"tokens from {row * grid.chunk_tokens} of the shard{layers}"
             raise ShardCorrupt(f"{self.path}: {error} ({where}). {_REPAIR}") from error

@@ -20,7 +20,7 @@ from ..durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, wr
 from ..errors import PartIncomplete, WriteInvalid
 from ..names import commit_path, part_path
 from ..parts.commit import PartCommit
-from ..parts.layout import array_layout, part_metadata
+from ..parts.grid import array_grid, part_metadata
 from ..parts.shard import FileRecord, ShardWriter
 
 
@@ -37,8 +37,8 @@ class ArrayWriter:
         self.written: list[list[int]] = []
         self._folder = folder
         self._n_rows = array.n_rows(allocated_tokens)
-        self._layout = array_layout(array, allocated_tokens)
-        self._row = np.zeros((self._layout.chunk_tokens, *array.row_shape), array.storage_dtype)
+        self._grid = array_grid(array, allocated_tokens)
+        self._row = np.zeros((self._grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
         self._cursor = 0
@@ -64,7 +64,7 @@ class ArrayWriter:
         else:
             self.written.append([first_row, first_row + len(values)])
         self._cursor = first_row + len(values)
-        size = self._layout.chunk_tokens
+        size = self._grid.chunk_tokens
         at = 0
         while at < len(values):
             row, offset = divmod(first_row + at, size)
@@ -106,8 +106,8 @@ class ArrayWriter:
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
             self._shard_index += 1
-            path = self._folder / self._layout.shard_key(self._shard_index)
-            self._shard = ShardWriter(path, self._layout)
+            path = self._folder / self._grid.shard_key(self._shard_index)
+            self._shard = ShardWriter(path, self._grid)
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -115,7 +115,7 @@ class ArrayWriter:
 
     def _finish_shard(self) -> None:
         if self._shard is not None:
-            self.files[self._layout.shard_key(self._shard_index)] = self._shard.finish()
+            self.files[self._grid.shard_key(self._shard_index)] = self._shard.finish()
             self._shard = None
 
     def finish(self) -> None:
@@ -124,7 +124,7 @@ class ArrayWriter:
         Raises:
             DiskFull: no room.
         """
-        self._flush_rows(self._layout.n_rows)
+        self._flush_rows(self._grid.n_rows)
         self._finish_shard()
 
     def abort(self) -> None:

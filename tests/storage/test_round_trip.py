@@ -11,7 +11,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.storage.parts import layout
+from moa_data.storage.parts import grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
@@ -40,9 +40,9 @@ def test_sequences_across_shards_and_layer_chunks(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
-    monkeypatch.setattr(layout, "SHARD_BYTES", row_bytes * shard_tokens // 64)
-    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", row_bytes // 2)
-    monkeypatch.setattr(layout, "CHUNK_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr(grid, "SHARD_BYTES", row_bytes * shard_tokens // 64)
+    monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", row_bytes // 2)
+    monkeypatch.setattr(grid, "CHUNK_OVERHEAD_BYTES", 0)
     with ActivationStore(recipe.write(tmp_path / "store")) as reader:
         assert (tmp_path / "store/parts/part-00000.zarr/kv/c/1/0/0/0/0").exists()
         check_all(reader, recipe, "kv")
@@ -89,7 +89,7 @@ def test_any_bits_survive(lengths: list[int], fill: int, seed: int) -> None:
 def test_zarr_and_tensorstore_read_the_same(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(layout, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(grid, "SHARD_BYTES", shard_bytes)
     store = recipe.write(tmp_path / "store")
     for part in range(recipe.manifest.n_parts):
         folder = store / "parts" / f"part-{part:05d}.zarr"

@@ -15,7 +15,7 @@ from moa_data.storage.chunks.blosc_frame import encode_frame
 from moa_data.storage.chunks.chunk import decode_chunk, encode_chunk
 from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.dtypes import bfloat16_bits
-from moa_data.storage.parts.layout import array_layout, part_metadata
+from moa_data.storage.parts.grid import array_grid, part_metadata
 from moa_data.storage.parts.shard import ShardWriter
 
 SHAPES = st.one_of(
@@ -73,8 +73,8 @@ def test_zarr_and_tensorstore_read_every_kind(tmp_path: Path, kind: str, dtype: 
     for path, content in part_metadata([array], 512).items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(content)
-    layout = array_layout(array, 512)
-    shard = ShardWriter(tmp_path / "codes" / layout.shard_key(0), layout)
+    grid = array_grid(array, 512)
+    shard = ShardWriter(tmp_path / "codes" / grid.shard_key(0), grid)
     shard.append_row(values)
     shard.finish()
     np.testing.assert_array_equal(bits(zarr.open_group(tmp_path, mode="r")["codes"][...]), bits(values))

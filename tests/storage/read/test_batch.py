@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.errors import ShardCorrupt, ShardMissing, SliceInvalid, StoreNotFound, UnknownField
-from moa_data.storage.parts import layout
+from moa_data.storage.parts import grid
 from moa_data.storage.parts.files import LocalFile
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
@@ -43,8 +43,8 @@ def test_equals_zarr_and_tensorstore(data) -> None:
     recipe = make_recipe(lengths, part_tokens=data.draw(st.sampled_from([64, 256])))
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
     patch = pytest.MonkeyPatch()
-    patch.setattr(layout, "SHARD_BYTES", row_bytes * data.draw(st.sampled_from([1, 2, 1000])))
-    patch.setattr(layout, "MAX_CHUNK_BYTES", row_bytes // data.draw(st.sampled_from([1, 2, 4])))
+    patch.setattr(grid, "SHARD_BYTES", row_bytes * data.draw(st.sampled_from([1, 2, 1000])))
+    patch.setattr(grid, "MAX_CHUNK_BYTES", row_bytes // data.draw(st.sampled_from([1, 2, 4])))
     patch.setattr(LocalFile, "max_read_bytes", data.draw(st.sampled_from([1, 3000, 1 << 20])))
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6))
     layers = data.draw(st.sampled_from([None, [0], [3, 1], [2, 3], [1, 1, 0]]))
@@ -144,7 +144,7 @@ def test_one_chunk_is_decoded_once(store: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
+    monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
     columns = []
     original = read_batch.ShardReader.decode
 

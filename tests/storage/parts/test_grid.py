@@ -7,12 +7,12 @@ import pytest
 from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.codecs.lossless import LosslessCodec
 from moa_data.storage.errors import ShardCorrupt
-from moa_data.storage.parts.layout import (
+from moa_data.storage.parts.grid import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    array_layout,
+    array_grid,
     chunk_tokens,
-    layout_from_metadata,
+    grid_from_metadata,
     part_metadata,
 )
 from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
@@ -28,24 +28,24 @@ def stored(spec: FieldSpec) -> StoredArray:
     [((32, 8, 128), 1), ((8, 2, 64), 8), ((80, 8, 128), 1), ((28, 2, 128), 4), ((36, 1, 64), 18), ((7, 4, 64), 7)],
 )
 def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
-    layout = array_layout(stored(kv_field(*sizes)), 65536)
-    assert layout.chunk_shape == (64, n_layers, sizes[1], 2, sizes[2])
-    chunk_bytes = math.prod(layout.chunk_shape) * 2
+    grid = array_grid(stored(kv_field(*sizes)), 65536)
+    assert grid.chunk_shape == (64, n_layers, sizes[1], 2, sizes[2])
+    chunk_bytes = math.prod(grid.chunk_shape) * 2
     assert chunk_bytes <= MAX_CHUNK_BYTES
     assert chunk_bytes >= MIN_CHUNK_BYTES or n_layers == sizes[0]
 
 
 def test_a_layer_beyond_the_limit_is_a_chunk_of_its_own() -> None:
-    assert array_layout(stored(kv_field(4, 64, 256)), 1024).chunk_layers == 1
+    assert array_grid(stored(kv_field(4, 64, 256)), 1024).chunk_layers == 1
 
 
 def test_shards_span_all_layers_and_stay_near_their_size() -> None:
-    layout = array_layout(stored(kv_field(32, 8, 128)), 65536)
-    assert layout.shard_shape == (1024, 32, 8, 2, 128)
-    assert (layout.n_shards, layout.chunks_per_row, layout.rows_per_shard) == (64, 32, 16)
-    assert layout.shard_key(3) == "c/3/0/0/0/0"
-    assert array_layout(stored(hidden_field("last", 4096)), 192).shard_shape == (192, 4096)
-    assert array_layout(stored(tokens_field()), 65536).shard_shape == (65536,)
+    grid = array_grid(stored(kv_field(32, 8, 128)), 65536)
+    assert grid.shard_shape == (1024, 32, 8, 2, 128)
+    assert (grid.n_shards, grid.chunks_per_row, grid.rows_per_shard) == (64, 32, 16)
+    assert grid.shard_key(3) == "c/3/0/0/0/0"
+    assert array_grid(stored(hidden_field("last", 4096)), 192).shard_shape == (192, 4096)
+    assert array_grid(stored(tokens_field()), 65536).shard_shape == (65536,)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def test_narrow_arrays_have_more_tokens_per_chunk(token_bytes: int, n_tokens: in
 
 def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens() -> None:
     scales = StoredArray("kv/key_scale", "uint16", (8, 2, 64), ("block", "layer", "kv_head", "head_dim"), 64, 1)
-    layout = array_layout(scales, 65536)
-    assert layout.shape == (1024, 8, 2, 64)
-    assert layout.chunk_shape == (16, 8, 2, 64)
-    assert layout.shard_shape == (1024, 8, 2, 64)
+    grid = array_grid(scales, 65536)
+    assert grid.shape == (1024, 8, 2, 64)
+    assert grid.chunk_shape == (16, 8, 2, 64)
+    assert grid.shard_shape == (1024, 8, 2, 64)
 
 
 def test_metadata_reads_back_and_any_other_meaning_is_refused() -> None:
     array = stored(kv_field(4, 2, 8))
     text = part_metadata([array], 320)["kv/zarr.json"]
-    assert layout_from_metadata(text, array, "kv") == array_layout(array, 320)
+    assert grid_from_metadata(text, array, "kv") == array_grid(array, 320)
     for old, new in [
         (b'"uint16"', b'"float16"'),
         (b'"bfloat16"', b'"float16"'),
@@ -76,8 +76,8 @@ def test_metadata_reads_back_and_any_other_meaning_is_refused() -> None:
         (b"sharding_indexed", b"sharding"),
     ]:
         with pytest.raises(ShardCorrupt, match="the manifest declares"):
-            layout_from_metadata(text.replace(old, new, 1), array, "kv")
+            grid_from_metadata(text.replace(old, new, 1), array, "kv")
     with pytest.raises(ShardCorrupt, match="row_shape"):
-        layout_from_metadata(text, stored(kv_field(4, 2, 4)), "kv")
+        grid_from_metadata(text, stored(kv_field(4, 2, 4)), "kv")
     with pytest.raises(ShardCorrupt, match="not the metadata"):
-        layout_from_metadata(b"{}", array, "kv")
+        grid_from_metadata(b"{}", array, "kv")

@@ -39,7 +39,7 @@ MAX_SHARD_CHUNKS = 1 << 28
 
 
 @dataclass(frozen=True)
-class ArrayLayout:
+class ArrayGrid:
     """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut.
 
     Attributes:
@@ -87,7 +87,7 @@ class ArrayLayout:
         return "/".join(["c", str(shard)] + ["0"] * (len(self.shape) - 1))
 
 
-def array_layout(array: StoredArray, n_tokens: int) -> ArrayLayout:
+def array_grid(array: StoredArray, n_tokens: int) -> ArrayGrid:
     """Choose the grid of a stored array in a part.
 
     Args:
@@ -100,7 +100,7 @@ def array_layout(array: StoredArray, n_tokens: int) -> ArrayLayout:
         layers = _chunk_layers(array.row_shape[0], chunk_rows * array.row_bytes)
         chunk_shape = (chunk_rows, layers, *array.row_shape[1:])
     n_chunk_rows = min(max(1, SHARD_BYTES // (chunk_rows * array.row_bytes)), max(1, math.ceil(n_rows / chunk_rows)))
-    return ArrayLayout((n_rows, *array.row_shape), chunk_shape, (n_chunk_rows * chunk_rows, *array.row_shape))
+    return ArrayGrid((n_rows, *array.row_shape), chunk_shape, (n_chunk_rows * chunk_rows, *array.row_shape))
 
 
 def chunk_tokens(token_bytes: float) -> int:
@@ -145,12 +145,12 @@ def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, byt
     documents: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(store_dict=documents), zarr_format=3)
     for array in arrays:
-        layout = array_layout(array, n_tokens)
+        grid = array_grid(array, n_tokens)
         group.create_array(
             array.name,
-            shape=layout.shape,
-            chunks=layout.chunk_shape,
-            shards=layout.shard_shape,
+            shape=grid.shape,
+            chunks=grid.chunk_shape,
+            shards=grid.shard_shape,
             dtype=array.storage_dtype,
             compressors=zarr_codecs(array.storage_dtype),
             filters=None,
@@ -161,7 +161,7 @@ def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, byt
     return {path: bytes(buffer.to_bytes()) for path, buffer in sorted(documents.items())}
 
 
-def layout_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayLayout:
+def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
     """Read an array's grid from its zarr.json, refusing whatever this reader would misread.
 
     Args:
@@ -173,7 +173,7 @@ def layout_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayL
     try:
         document = parse_object(text)
         sharding = document["codecs"][0]["configuration"]
-        layout = ArrayLayout(
+        grid = ArrayGrid(
             shape=whole_numbers(document["shape"], "shape"),
             chunk_shape=whole_numbers(sharding["chunk_shape"], "the inner chunk's shape"),
             shard_shape=whole_numbers(document["chunk_grid"]["configuration"]["chunk_shape"], "the shard's shape"),
@@ -181,7 +181,7 @@ def layout_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayL
         got = {
             "data_type": document["data_type"],
             "logical_dtype": document["attributes"]["logical_dtype"],
-            "row_shape": layout.shape[1:],
+            "row_shape": grid.shape[1:],
             "codecs": [codec_entry["name"] for codec_entry in document["codecs"]],
             "inner codecs": sharding["codecs"],
             "index_location": sharding.get("index_location", "end"),
@@ -202,19 +202,19 @@ def layout_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayL
     for key, value in expected.items():
         if got[key] != value:
             raise ShardCorrupt(f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}.")
-    if not _is_usable(layout, array.storage_dtype.itemsize):
-        raise ShardCorrupt(f"{source}: shards of {layout.shard_shape} cannot be cut into chunks {layout.chunk_shape}.")
-    return layout
+    if not _is_usable(grid, array.storage_dtype.itemsize):
+        raise ShardCorrupt(f"{source}: shards of {grid.shard_shape} cannot be cut into chunks {grid.chunk_shape}.")
+    return grid
 
 
-def _is_usable(layout: ArrayLayout, itemsize: int) -> bool:
+def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
     """Whether only axis 0 and the layers are cut, evenly, into chunks and shards of sizes that can be allocated."""
-    shape, chunk, shard = layout.shape, layout.chunk_shape, layout.shard_shape
+    shape, chunk, shard = grid.shape, grid.chunk_shape, grid.shard_shape
     return (
         len(shape) == len(chunk) == len(shard)
         and shard[1:] == shape[1:]
         and chunk[2:] == shape[2:]
         and all(outer % inner == 0 for outer, inner in zip(shard, chunk, strict=True))
         and math.prod(chunk) * itemsize <= MAX_READABLE_CHUNK_BYTES
-        and layout.rows_per_shard * layout.chunks_per_row <= MAX_SHARD_CHUNKS
+        and grid.rows_per_shard * grid.chunks_per_row <= MAX_SHARD_CHUNKS
     )

@@ -1,4 +1,4 @@
-"""The files of other projects: one per sequence, in the layouts of speculators, SpecForge (EAGLE-3) and EAGLE v1.
+"""The files of other projects: one per sequence, in the formats of speculators, SpecForge (EAGLE-3) and EAGLE v1.
 
 ========================================  =====================================================================
 file                                      holds
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...moa.files.foreign import check_regular, load_pickled_tensors, parsing
 from .conventions import LAST, layer_field
@@ -41,7 +42,7 @@ ROWS_PER_FOLDER = 2000
 """Files in one of SpecForge's ``rows_{a}-{b}`` folders; its reader does not depend on it."""
 
 
-class Layout(ABC):
+class FileFormat(ABC):
     """How one project keeps sequences on disk.
 
     Args:
@@ -98,7 +99,7 @@ class Layout(ABC):
         """Return a file's token ids, int64 [S], without its hidden states where the container allows it.
 
         Raises:
-            ForeignInvalid: the file is damaged or of another layout.
+            ForeignInvalid: the file is damaged or of another format.
         """
 
     @abstractmethod
@@ -106,7 +107,7 @@ class Layout(ABC):
         """Return the loss mask of a file's sequence, int64 [S].
 
         Raises:
-            ForeignInvalid: the file is damaged or of another layout.
+            ForeignInvalid: the file is damaged or of another format.
         """
 
     @abstractmethod
@@ -114,17 +115,17 @@ class Layout(ABC):
         """Return a file's hidden states: each of ``fields`` -> [S, E].
 
         Raises:
-            ForeignInvalid: the file is damaged or of another layout, or has another number of layers.
+            ForeignInvalid: the file is damaged or of another format, or has another number of layers.
         """
 
 
-class CheckpointLayout(Layout):
+class CheckpointFormat(FileFormat):
     """What SpecForge and EAGLE share: a dict of tensors, written by ``torch.save``."""
 
     suffix = ".ckpt"
 
+    @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        """Return a file's content; see the base class."""
         stream = io.BytesIO()
         text = {
             "input_ids": torch.from_numpy(tokens.astype(np.int64)),
@@ -134,21 +135,21 @@ class CheckpointLayout(Layout):
         data = stream.getvalue()
         return gzip.compress(data, compresslevel=1, mtime=0) if self.suffix.endswith(".gz") else data
 
+    @override
     def files(self, folder: Path) -> list[Path]:
-        """Return the files below a folder; see the base class."""
         found = [path for path in folder.rglob("data_*.ckpt*") if path.name.endswith((".ckpt", ".ckpt.gz"))]
         return sort_by_number(found, folder, f"data_<number>.ckpt of {self.name}")
 
+    @override
     def read_tokens(self, path: Path) -> np.ndarray:
-        """Return a file's token ids; see the base class."""
         return self._vector(path, "input_ids")
 
+    @override
     def read_mask(self, path: Path) -> np.ndarray:
-        """Return a file's loss mask; see the base class."""
         return self._vector(path, "loss_mask")
 
+    @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        """Return a file's hidden states; see the base class."""
         record = load_checkpoint(path, self.max_file_bytes)
         n_tokens = int(_tensor(record, "input_ids", path).numel())
         return self._split(record, n_tokens, path)
@@ -163,12 +164,10 @@ class CheckpointLayout(Layout):
         return _tensor(load_checkpoint(path, self.max_file_bytes), key, path).flatten().long().numpy()
 
 
-class SpecForgeLayout(CheckpointLayout):
+class SpecForgeFormat(CheckpointFormat):
     """SpecForge's offline features for EAGLE-3.
 
     Args:
-        layers: as :class:`Layout`.
-        n_layers: as :class:`Layout`.
         compress: write ``.ckpt.gz``.
     """
 
@@ -179,12 +178,12 @@ class SpecForgeLayout(CheckpointLayout):
         self.suffix = ".ckpt.gz" if compress else ".ckpt"
 
     @property
+    @override
     def fields(self) -> tuple[str, ...]:
-        """``hidden/last`` and the chosen layers."""
         return (LAST, *(layer_field(layer) for layer in self.layers))
 
+    @override
     def file(self, folder: Path, i: int) -> Path:
-        """Path of sequence ``i``."""
         first = i // ROWS_PER_FOLDER * ROWS_PER_FOLDER
         return folder / f"rows_{first}-{first + ROWS_PER_FOLDER}" / f"data_{i}{self.suffix}"
 
@@ -205,18 +204,18 @@ class SpecForgeLayout(CheckpointLayout):
         return {LAST: last} | {layer_field(layer): state for layer, state in zip(self.layers, states, strict=True)}
 
 
-class EagleLayout(CheckpointLayout):
+class EagleFormat(CheckpointFormat):
     """EAGLE v1: the last hidden state after the final norm, in the folder of rank 0."""
 
     name = "eagle"
 
     @property
+    @override
     def fields(self) -> tuple[str, ...]:
-        """``hidden/last`` alone."""
         return (LAST,)
 
+    @override
     def file(self, folder: Path, i: int) -> Path:
-        """Path of sequence ``i``; a folder of its own, as EAGLE's trainer loads every file that it finds."""
         return folder / "0" / f"data_{i}.ckpt"
 
     def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -226,7 +225,7 @@ class EagleLayout(CheckpointLayout):
         return {LAST: _matrix(record, "hidden_state", n_tokens, path)}
 
 
-def load_checkpoint(path: Path, max_bytes: int = Layout.max_file_bytes) -> dict[str, Any]:
+def load_checkpoint(path: Path, max_bytes: int = FileFormat.max_file_bytes) -> dict[str, Any]:
     """Load a dict of tensors, and nothing but tensors; an uncompressed file is mapped, not read.
 
     Args:
