@@ -51,7 +51,7 @@ class RoundSettings(Config):
     paper's standard training (no step bound and no staircase then)."""
     teacher_forced_weight: NonNegative = 1.0
     """Weight of a second pass over each batch beside the on-policy one, in which every position is the first draft of
-    its own round; 0 for the paper's training (docs/decisions/0004). Official quirks go without."""
+    its own round; 0 for the paper's training (docs/decisions/0004)."""
     staircase: bool = True
     """Curriculum: self-attention sees only the drafted block in a share of rows that falls to 0 at half of training."""
 
@@ -69,8 +69,6 @@ class MoASettings(RoundSettings, FeatureLossSettings):
     """Mixture of Attentions."""
     target_layer_inference: Natural = 0
     """N: drafted features pass through the target's last N layers, which the store must hold (--target-layers)."""
-    official_quirks: bool = False
-    """Repeat the released code where it differs from what decoding sees (docs/decisions/0001)."""
     self_attention_kv_heads: Count | None = None
     """KV heads of self-attention; default: half of the target's."""
     self_attention_mlp_width: Count | None = None
@@ -81,7 +79,7 @@ class MoASettings(RoundSettings, FeatureLossSettings):
     """MLP width of cross-attention; default: 3/7 of the target's."""
     cross_attention_drafts: bool = True
     """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
-    so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005). Official quirks go without."""
+    so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005)."""
     layer_groups: Count = 2
     """Groups of consecutive layers, whose means after layer self-attention make the memory side by side; 1 in the paper
     and in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
@@ -97,13 +95,6 @@ class MoASettings(RoundSettings, FeatureLossSettings):
     layer_attention_mlp_width: Count | None = None
     """MLP width of layer self-attention; default: 1.5 times the KV width."""
 
-    @override
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.official_quirks and not self.on_policy:
-            found.append("official_quirks needs on_policy: the released code has no other training")
-        return found
-
 
 class EagleSettings(FeatureLossSettings):
     """EAGLE-2's drafter: decoder layers that read hidden states of the target."""
@@ -112,8 +103,6 @@ class EagleSettings(FeatureLossSettings):
     """EAGLE."""
     feature_noise: NonNegative = 0.2
     """Width of the uniform noise on the target's hidden states that EAGLE is trained with."""
-    official_quirks: bool = False
-    """Repeat the released code where it differs from what decoding sees (docs/decisions/0001)."""
     eagle_layers: Count = 1
     """Decoder layers of EAGLE."""
     eagle_input_norm: bool = True
@@ -148,8 +137,6 @@ class GlideSettings(DrafterSettings):
     """GLIDE."""
     block_size: Count = 5
     """Tokens of a block in GLIDE's training, which see the target's keys and values of blocks before."""
-    official_quirks: bool = False
-    """Repeat the released code where it differs from what decoding sees (docs/decisions/0001)."""
     self_attention_kv_heads: Count | None = None
     """KV heads of self-attention; default: the target's."""
     self_attention_mlp_width: Count | None = None
@@ -301,11 +288,6 @@ class TrainConfig(Config):
     """Go on from the last checkpoint in --out."""
     seed: Seed = 0
     """Random seed of the initial weights, the order of the data and all draws."""
-
-    @property
-    def official(self) -> bool:
-        """Whether the released code is repeated where it differs from what decoding sees."""
-        return getattr(self.drafter, "official_quirks", False)
 
     @property
     def target_layer_inference(self) -> int:

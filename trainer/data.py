@@ -207,7 +207,7 @@ def micro_batch_size(config: TrainConfig, n_ranks: int, sequence_bytes: int = 0)
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
     """Weight of all positions that carry loss, each 1 unless the drafter says otherwise, of response masks [B, T]."""
-    return float(drafter_class(config.drafter.kind).loss_positions(response, draws, config.official).sum())
+    return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 
 class DrawnRows(Draws):
@@ -227,10 +227,10 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     dropped = torch.rand(rows, generator=generator) < masks.staircase_drop_probability(step / max_steps)
     has_staircase = rounds.staircase and rounds.on_policy
     staircase = ~dropped if has_staircase else torch.zeros(rows, dtype=torch.bool)
-    offset = torch.zeros_like(step_bound) if config.official else (phase * step_bound).long()
+    offset = (phase * step_bound).long()
     seeds = tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist())
     bound = step_bound if rounds.step_bound else None
-    forced = 0.0 if config.official else rounds.teacher_forced_weight if rounds.on_policy else 1.0
+    forced = rounds.teacher_forced_weight if rounds.on_policy else 1.0
     noise = config.drafter.feature_noise if isinstance(config.drafter, EagleSettings) else 0.0
     return DrawnRows(bound, staircase, offset, seeds, noise, float(rounds.on_policy), forced)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..moa.drafters.base import Drafter
-from ..moa.drafters.training import LossWeights, TrainingInputs
+from ..moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from ..moa.target.bundle import FrozenTarget
 from .batch import Batch
 from .config import TrainConfig
@@ -47,14 +47,8 @@ class DrafterModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
-        terms = self.drafter.objective(
-            self.frozen,
-            self._cast(batch.inputs),
-            batch.draws,
-            self._weights,
-            official=self.config.official,
-            denominator=batch.denominator,
-        )
+        step = TrainingStep(self._cast(batch.inputs), batch.draws, self._weights, batch.denominator)
+        terms = self.drafter.objective(self.frozen, step)
         values = {
             "train/loss": terms.total.detach(),
             "train/forward_kl": terms.forward_kl.detach(),

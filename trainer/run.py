@@ -239,8 +239,6 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
     }
     build = drafter_class(config.drafter.kind)
     known = {item.name for item in dataclasses.fields(build.config_class)}
-    if config.official:  # the released code has no such thing
-        known -= {"cross_attention_drafts", "layer_groups", "unrotated_keys"}
     sizes = {name: value for name, value in config.drafter if name in known}
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     most = drafter.config.max_depth
@@ -249,7 +247,7 @@ def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataMod
             f"--draft-length {config.validation.draft_length} asks validation for more levels than the {most} that "
             f"this {build.kind} drafter drafts; lower it, or give the drafter more."
         )
-    drafter.initialize(torch.Generator().manual_seed(config.seed), official=config.official)
+    drafter.initialize(torch.Generator().manual_seed(config.seed))
     reader = BatchReader(store, config, torch.device("cpu"))
     drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
     decay_end_step = data.steps_per_epoch if config.schedule.decay_steps is None else config.schedule.decay_steps

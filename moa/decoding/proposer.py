@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, DraftLevel
 from ..errors import DrafterError
 from ..target.bundle import FrozenTarget
 from ..target.cache import TargetCache
@@ -111,7 +111,7 @@ class DrafterProposer(Proposer):
             DrafterError: the shape has more levels than the drafter can make, or chains are drawn and it stops them.
         """
         self.drafter.config.check_depth(shape.depth)
-        features = self.drafter.root_features(self.state, self.frozen, committed, self.cache)
+        features = self.drafter.draft_root(self.state, self.frozen, committed, self.cache)
         if isinstance(shape, StaticTree):
             return self._static_tree(features, shape)
         if shape.is_chain:
@@ -135,9 +135,8 @@ class DrafterProposer(Proposer):
         for level in range(1, depth + 1):
             if level > 1:
                 seen = torch.ones(len(paths), 1, level, dtype=torch.bool, device=self._device)
-                features = self.drafter.level_features(
-                    self.state, self.frozen, tokens[-1], features, seen, level - 1, self.cache
-                )
+                fed = DraftLevel(tokens[-1], features, seen, level - 1)
+                features = self.drafter.draft_level(self.state, self.frozen, fed, self.cache)
             logits = self.drafter.draft_logits(self.frozen, features[:, 0])  # [B, V]
             if not is_drawn:
                 tokens.append(logits.argmax(dim=-1, keepdim=True))
@@ -190,9 +189,8 @@ class DrafterProposer(Proposer):
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
             beam_seen = torch.cat((above, own), dim=2)
             parents_of_fed = features.gather(1, came_from.expand(-1, -1, features.shape[2]))
-            features = self.drafter.level_features(
-                self.state, self.frozen, fed, parents_of_fed, beam_seen, level, self.cache
-            )
+            nodes = DraftLevel(fed, parents_of_fed, beam_seen, level)
+            features = self.drafter.draft_level(self.state, self.frozen, nodes, self.cache)
         return pick_best(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(scores, dim=1), shape.n_nodes)
 
     def _static_tree(self, features: Tensor, shape: StaticTree) -> DraftTree:
@@ -214,10 +212,13 @@ class DrafterProposer(Proposer):
             parents = [places[index] for index in growing]
             fed = [nodes[index] for index in growing]
             fed_before += fed
-            features = self.drafter.level_features(
-                self.state, self.frozen, tokens[-1][:, growing], features[:, parents],
-                self._seen(shape, fed, fed_before), level, self.cache,
-            )  # fmt: skip
+            seen = self._seen(shape, fed, fed_before)
+            features = self.drafter.draft_level(
+                self.state,
+                self.frozen,
+                DraftLevel(tokens[-1][:, growing], features[:, parents], seen, level),
+                self.cache,
+            )
         n_rows = features.shape[0]
         parents_of_all = torch.tensor(shape.parents, device=self._device).expand(n_rows, -1)
         return DraftTree(torch.cat(tokens, dim=1), parents_of_all)

@@ -15,12 +15,12 @@ from .rounds import at_queries
 
 
 def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor | None = None) -> Tensor:
-    """The layers over whole sequences; slot t stands at position t.
+    """Run layers over whole sequences x [B, S, E]; slot t stands at position t.
 
     Args:
         blocks: the layers.
-        rotary: of their positions.
-        x: [B, S, E], what enters the first layer.
+        rotary: rotates their queries and keys.
+        x: what enters the first layer.
         queries: [B, Q] int64 slots to compute features for; None = all.
 
     Returns:
@@ -66,7 +66,7 @@ class LayerCaches:
 
         Args:
             blocks: the layers.
-            rotary: of their positions.
+            rotary: rotates their queries and keys.
             x: [B, n, E], right padded.
             counts: per row how many of the n are real, at least 1.
 
@@ -94,23 +94,16 @@ class LayerCaches:
             x = block(x, rotation, keys, values, mask)
         return x
 
-    def feed_level(self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, seen: Tensor, level: int) -> Tensor:
-        """Feed the nodes of one level of the tree.
-
-        Args:
-            blocks: the layers.
-            rotary: of their positions.
-            x: [B, b, E].
-            seen: [B, b, n] bool, see :meth:`Drafter.level_features`.
-            level: 1 for the children of the root.
+    def feed_level(self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, seen: Tensor, depth: int) -> Tensor:
+        """Feed the nodes x [B, b, E] of one level of the tree; ``seen`` and ``depth`` as in :class:`~.base.DraftLevel`.
 
         Returns:
             Features of the nodes [B, b, E].
         """
-        first = torch.tensor(self.n_true, device=x.device)[:, None] + level - 1
+        first = torch.tensor(self.n_true, device=x.device)[:, None] + depth - 1
         rotation = rotary(first.expand(-1, x.shape[1]))  # a level stands at one position
         self.n_fed += x.shape[1]
-        is_chain_alone = len(x) == 1 and self.n_fed == level + 1
+        is_chain_alone = len(x) == 1 and self.n_fed == depth + 1
         mask = None if is_chain_alone else masks.tree_mask([n - 1 for n in self.n_true], seen)
         for block, slots in zip(blocks, self.slots, strict=True):
             x = block.attend_behind(x, rotation, slots.append, mask)

@@ -1,7 +1,7 @@
 """EAGLE-3 drafter (Li et al., NeurIPS 2025, arXiv 2503.01840): fused layers of the target, and training-time test.
 
-Shapes: B batch, T tokens, S slots (T - 1), Q queries, E target width, K fused layers, V vocabulary, V_d draft
-vocabulary, J steps, H query heads, H_kv key/value heads, d head dim.
+Shapes: B batch, T tokens, S slots (T - 1), Q queries, P loss positions, E target width, K fused layers, V vocabulary,
+V_d draft vocabulary, J steps, H query heads, H_kv key/value heads, d head dim.
 
     outputs of K target layers -> linear K * E -> E -> feature of token t
     [norm(embedding of token t+1) ; norm(feature of t)] -> attention -> + feature of t -> + MLP -> feature of token t+1
@@ -25,22 +25,23 @@ The official code also begins rounds in the prompt. Its teacher is normalised ov
 whose likeliest token is outside carry no loss; here what the teacher gives to tokens outside counts for nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..target.bundle import FrozenTarget, target_sizes
 from .feature import FeatureDrafter
-from .rounds import Draws, at_queries, loss_queries
-from .sizes import DrafterSizes, target_facts
-from .training import DEFAULT_WEIGHTS, LossTerms, LossWeights, TrainingInputs, loss_scale
+from .rounds import at_queries, loss_queries
+from .sizes import DrafterSizes
+from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
 STEP_DECAY = 0.8
 """Weight of the loss of a step relative to the one before (official ``traineagle3/main.py``)."""
@@ -78,18 +79,17 @@ class Eagle3Sizes(DrafterSizes):
         self.check_at_least_one("test_time_steps")
 
     @classmethod
-    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """A layer of the target's own shape where not given otherwise; see :meth:`DrafterSizes.from_target`."""
+    @override
+    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         facts = target_sizes(config)
-        given = {name: value for name, value in sizes.items() if value is not None}
-        defaults = {
+        found = {
             "self_attention_kv_heads": facts["n_kv_heads"],
             "self_attention_mlp_width": config.intermediate_size,
             "draft_vocabulary": facts["vocab_size"],
         }
-        if "fused_layers" not in given:
-            given["fused_layers"] = default_fused_layers(facts["n_layers"])
-        return cls(**target_facts(config, target), **(defaults | given))
+        if "fused_layers" not in given:  # small targets have no default
+            found["fused_layers"] = default_fused_layers(facts["n_layers"])
+        return found
 
 
 def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
@@ -127,13 +127,13 @@ class Eagle3Block(DecoderBlock):
         super().__init__(sizes)
         self.hidden_norm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
+    @override
     def normed(self, x: Tensor) -> Tensor:
-        """Embeddings and features [..., 2E], each normed."""
         embeddings, hidden = x.chunk(2, dim=-1)
         return torch.cat((self.input_layernorm(embeddings), self.hidden_norm(hidden)), dim=-1)
 
+    @override
     def residual(self, x: Tensor) -> Tensor:
-        """The features: [..., 2E] -> [..., E]."""
         return x.chunk(2, dim=-1)[1]
 
 
@@ -165,13 +165,13 @@ class Eagle3Drafter(FeatureDrafter):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocabulary)
 
     @property
+    @override
     def blocks(self) -> list[DecoderBlock]:
-        """The one layer."""
         return [self.midlayer]
 
     @property
+    @override
     def observed_layers(self) -> tuple[int, ...]:
-        """The fused layers."""
         return self.config.fused_layers
 
     @property
@@ -182,27 +182,18 @@ class Eagle3Drafter(FeatureDrafter):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @classmethod
+    @override
     def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        """The last hidden state, whose distribution is learned."""
         return {"hidden": "hidden/last"}
 
     @classmethod
+    @override
     def needed_layers(cls, n_layers: int, fused_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The fused layers."""
         layers = default_fused_layers(n_layers) if fused_layers is None else fused_layers
         check_fused_layers(layers, n_layers)
         return layers
 
-    def initialize(self, generator: torch.Generator | None = None, std: float = 0.02, official: bool = False) -> None:
-        """Draw the starting weights, see :meth:`Drafter.initialize`.
-
-        Raises:
-            DrafterError: the official form is asked for, which is that of the MoA paper's code; it has no EAGLE-3.
-        """
-        if official:
-            raise DrafterError("the official code has no EAGLE-3; leave out official_quirks.")
-        super().initialize(generator, std)
-
+    @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Choose the draft vocabulary, of equally frequent tokens the lower ones, and begin with the target's head."""
@@ -215,10 +206,11 @@ class Eagle3Drafter(FeatureDrafter):
         self.lm_head.weight.copy_(frozen.lm_head_weight[tokens.to(frozen.lm_head_weight.device)])
         self.norm.weight.copy_(frozen.norm.weight)
 
+    @override
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Embeddings of tokens t+1 and features of tokens t, each [..., E] -> [..., 2E]; the layer norms them."""
         return torch.cat((embeddings, hidden.to(embeddings.dtype)), dim=-1)
 
+    @override
     def target_states(self, inputs: TrainingInputs) -> Tensor:
         """Outputs of the fused layers, one behind the other: [B, T, K * E].
 
@@ -230,31 +222,25 @@ class Eagle3Drafter(FeatureDrafter):
             raise DrafterError(f"EAGLE-3 needs the outputs of the target's layers {layers}, which this batch lacks.")
         return torch.cat(inputs.layer_outputs, dim=-1)
 
+    @override
     def true_features(self, states: Tensor) -> Tensor:
-        """Fuse: [..., K * E] -> [..., E]."""
         return self.fc(states)
 
+    @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        """Own norm and LM head: [..., E] -> [..., V], -inf outside the draft vocabulary."""
         logits, tokens = self.lm_head(self.norm(features)), self.draft_tokens
         if tokens is None:
             return logits
         return logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf).index_copy(-1, tokens, logits)
 
-    def objective(
-        self,
-        frozen: FrozenTarget,
-        inputs: TrainingInputs,
-        draws: Draws,
-        weights: LossWeights = DEFAULT_WEIGHTS,
-        official: bool = False,
-        denominator: float | None = None,
-    ) -> LossTerms:
-        """Loss of one mini-batch: the forward KL of all steps, each weighted 0.8 times the one before.
+    @override
+    def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
+        """Compute the loss of one mini-batch: the forward KL of all steps, each weighted 0.8 times the one before.
 
         The forward KL that is reported is that of the first step alone, unweighted.
         """
-        queries, valid = loss_queries(self.loss_positions(inputs.response_mask, draws, official))
+        inputs = step.inputs
+        queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         n_positions, n_steps = int(valid.sum()), features.shape[0]
         decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
@@ -266,18 +252,18 @@ class Eagle3Drafter(FeatureDrafter):
             (reached * decay[:, None, None]).permute(1, 2, 0)[valid],  # [P, J]
             self.draft_tokens,
         )
-        scale = loss_scale(n_positions, denominator)
-        return LossTerms(weights.forward_kl * scale * total, scale * by_step[0], None, n_positions)
+        scale = loss_scale(n_positions, step.denominator)
+        return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[0], None, n_positions)
 
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Every step of training-time test, by the position that it drafts from.
+        """Run every step of training-time test; the results are sorted by the position that a step drafts from.
 
         Args:
             frozen: target pieces.
             inputs: stored activations.
-            queries: [B, Q] int64, positions of the response, ascending, as ``objective.loss_queries`` gives them.
+            queries: [B, Q] int64, positions of the response, ascending, as ``rounds.loss_queries`` gives them.
             valid: [B, Q] bool; the others are padding.
 
         Returns:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
 from ..target.bundle import FrozenTarget
 from ..target.cache import TargetCache
-from .base import DraftedFeatures, Drafter
+from .base import DraftedFeatures, Drafter, DraftLevel
 from .causal_layers import LayerCaches
 from .rounds import Draws, at_queries, loss_queries
 from .training import TrainingInputs
@@ -30,8 +31,8 @@ class FeatureState(LayerCaches):
         super().__init__(n_rows, n_layers)
         self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
 
+    @override
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
         super().select_rows(rows)
         self.fresh = [self.fresh[row] for row in rows]
 
@@ -48,19 +49,20 @@ class FeatureDrafter(Drafter):
 
     @abstractmethod
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Embeddings of tokens t+1 and features of tokens t, each [..., E] -> input of the layers."""
+        """Make the input of the layers of embeddings of tokens t+1 and features of tokens t, each [..., E]."""
 
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """What the drafter sees of the target, as :meth:`observe` gets it: here the last hidden states [B, T, E]."""
+        """Pick what the drafter sees of the target, as :meth:`observe` gets it: here the last hidden state."""
         return inputs.hidden
 
     def true_features(self, states: Tensor) -> Tensor:
-        """:meth:`target_states` [...] -> features [..., E] in place of the drafter's own; here the same."""
+        """Turn :meth:`target_states` into features [..., E] in place of the drafter's own; here they are the same."""
         return states
 
+    @override
     @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        """Every round of a batch step by step, each step fed with the features of the one before."""
+        # All rounds at once, step by step: each step is fed with the features of the one before.
         drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
         drafted[:, 0] = False
         context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last true slot that a query sees
@@ -91,19 +93,20 @@ class FeatureDrafter(Drafter):
         queries, valid = loss_queries(drafted)
         return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
 
+    @override
     def new_state(self, n_rows: int) -> FeatureState:
-        """Empty caches of B rows."""
         return FeatureState(n_rows, len(self.blocks))
 
+    @override
     def observe(self, state: FeatureState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the target's states of committed tokens until the next round encodes them."""
         for row, indices in enumerate(kept):
             state.fresh[row].append(hidden[row, torch.tensor(list(indices), device=hidden.device)])
 
-    def root_features(
+    @override
+    def draft_root(
         self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
-        """Make the slots up to the root's from the target's own states, those of accepted drafts anew."""
+        # Slots up to the root's are made from the target's own states, those of accepted drafts anew.
         device = frozen.lm_head_weight.device
         fresh = [torch.cat(parts) for parts in state.fresh]
         counts = [len(hidden) for hidden in fresh]
@@ -115,16 +118,7 @@ class FeatureDrafter(Drafter):
         state.fresh = [[] for _ in fresh]
         return state.feed_committed(self.blocks, self.rotary, x, counts)
 
-    def level_features(
-        self,
-        state: FeatureState,
-        frozen: FrozenTarget,
-        tokens: Tensor,
-        parent_features: Tensor,
-        seen: Tensor,
-        level: int,
-        cache: TargetCache,
-    ) -> Tensor:
-        """Feed the nodes of one level with the features that the drafter gave for their parents."""
-        x = self.join(frozen.embed(tokens), parent_features)
-        return state.feed_level(self.blocks, self.rotary, x, seen, level)
+    @override
+    def draft_level(self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+        x = self.join(frozen.embed(level.tokens), level.parent_features)
+        return state.feed_level(self.blocks, self.rotary, x, level.seen, level.depth)

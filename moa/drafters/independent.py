@@ -9,26 +9,27 @@ rotation. Its teacher is the target's next-token distribution (DistillSpec, arXi
 are W wide and mean nothing to the target. ``save_as_llama`` writes it for transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn import losses, masks
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..target.bundle import FrozenTarget
 from ..target.cache import TargetCache
-from .base import DraftedFeatures, Drafter
+from .base import DraftedFeatures, Drafter, DraftLevel
 from .causal_layers import LayerCaches, causal_features
 from .rounds import Draws, at_queries, loss_queries
-from .sizes import DrafterSizes, multiple_of_32, target_facts
-from .training import DEFAULT_WEIGHTS, LossTerms, LossWeights, TrainingInputs, loss_scale
+from .sizes import DrafterSizes, multiple_of_32
+from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,11 @@ class IndependentSizes(DrafterSizes):
         self.check_at_least_one("independent_layers")
 
     @classmethod
-    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Two layers of half the target's width and its proportions; see :meth:`DrafterSizes.from_target`."""
-        given = {name: value for name, value in sizes.items() if value is not None}
-        width = given.setdefault("independent_width", multiple_of_32(config.hidden_size / 2))
-        given.setdefault("independent_mlp_width", multiple_of_32(width * config.intermediate_size / config.hidden_size))
-        return cls(**target_facts(config, target), **given)
+    @override
+    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        width = given.get("independent_width", multiple_of_32(config.hidden_size / 2))
+        mlp_width = multiple_of_32(width * config.intermediate_size / config.hidden_size)
+        return {"independent_width": width, "independent_mlp_width": mlp_width}
 
     @property
     def own_head_dim(self) -> int:
@@ -93,17 +93,17 @@ class IndependentDrafter(Drafter):
         return cast(list[DecoderBlock], list(self.layers))
 
     @classmethod
+    @override
     def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        """The last hidden state, of which the target's LM head makes the distribution that is learned."""
         return {"hidden": "hidden/last"}
 
     @classmethod
-    def loss_positions(cls, response_mask: Tensor, draws: Draws, official: bool) -> Tensor:
-        """The response."""
+    @override
+    def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         return response_mask.bool()
 
     def forward(self, tokens: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The model over whole sequences.
+        """Run the model over whole sequences.
 
         Args:
             tokens: [B, T] int64, right padded.
@@ -114,16 +114,10 @@ class IndependentDrafter(Drafter):
         """
         return self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
 
-    def objective(
-        self,
-        frozen: FrozenTarget,
-        inputs: TrainingInputs,
-        draws: Draws,
-        weights: LossWeights = DEFAULT_WEIGHTS,
-        official: bool = False,
-        denominator: float | None = None,
-    ) -> LossTerms:
-        """Loss of one mini-batch: the forward KL alone, through both LM heads."""
+    @override
+    def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
+        """Compute the loss of one mini-batch: the forward KL alone, through both LM heads."""
+        inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
         features = self(inputs.tokens, queries)[valid]  # [P, W]
         goal = at_queries(inputs.hidden, queries)[valid]  # [P, E]
@@ -132,46 +126,40 @@ class IndependentDrafter(Drafter):
         total, _ = losses.chunked_head_kl(
             features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight
         )
-        mean = total * loss_scale(n_positions, denominator)
-        return LossTerms(weights.forward_kl * mean, mean, None, n_positions)
+        mean = total * loss_scale(n_positions, step.denominator)
+        return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
+    @override
     @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        """The forward of training: where rounds begin makes no difference to a model that reads tokens alone."""
-        queries, valid = loss_queries(
-            masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset),
-        )
+        # Where rounds begin makes no difference to a model that reads tokens alone.
+        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+        queries, valid = loss_queries(drafted)
         return DraftedFeatures(queries, valid, self(inputs.tokens, queries))
 
+    @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        """The own LM head on features [..., W] -> [..., V]; nothing of the frozen pieces is used."""
         return F.linear(features, self.embed_tokens.weight)
 
+    @override
     def new_state(self, n_rows: int) -> LayerCaches:
-        """Empty caches of B rows."""
         return LayerCaches(n_rows, self.config.independent_layers)
 
-    def root_features(
+    @override
+    def draft_root(
         self, state: LayerCaches, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
-        """Feed what was committed since the last round, accepted drafts once more, up to the root."""
         fresh = [torch.tensor(tokens[n:]) for tokens, n in zip(committed, state.n_true, strict=True)]
         tokens = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.embed_tokens.weight.device)  # [B, n]
         counts = [len(row) for row in fresh]
-        return self.norm(state.feed_committed(self.blocks, self.rotary, self.embed_tokens(tokens), counts))
+        features: Tensor = self.norm(state.feed_committed(self.blocks, self.rotary, self.embed_tokens(tokens), counts))
+        return features
 
-    def level_features(
-        self,
-        state: LayerCaches,
-        frozen: FrozenTarget,
-        tokens: Tensor,
-        parent_features: Tensor,
-        seen: Tensor,
-        level: int,
-        cache: TargetCache,
-    ) -> Tensor:
-        """Feed the nodes of one level; what was drafted before them is in the caches."""
-        return self.norm(state.feed_level(self.blocks, self.rotary, self.embed_tokens(tokens), seen, level))
+    @override
+    def draft_level(self, state: LayerCaches, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+        x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level.seen, level.depth)
+        features: Tensor = self.norm(x)
+        return features
 
 
 def save_as_llama(drafter: IndependentDrafter, folder: str | Path, target_config: Any) -> None:

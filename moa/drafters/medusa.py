@@ -17,19 +17,20 @@ of it. And heads learn the target's whole distribution where the released code l
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..nn import losses, masks
 from ..target.bundle import FrozenTarget
 from ..target.cache import TargetCache
-from .base import DraftedFeatures, Drafter
+from .base import DraftedFeatures, Drafter, DraftLevel
 from .rounds import Draws, at_queries, loss_queries
-from .sizes import DrafterSizes, target_facts
-from .training import DEFAULT_WEIGHTS, LossTerms, LossWeights, TrainingInputs, loss_scale
+from .sizes import DrafterSizes
+from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
 HEAD_DECAY = 0.8
 """Head k weighs this to the power of k (section 2.2.1): far tokens are uncertain, and their loss is large."""
@@ -50,15 +51,9 @@ class MedusaSizes(DrafterSizes):
         self.check_at_least_one("medusa_heads", "medusa_layers")
 
     @property
+    @override
     def max_depth(self) -> int:
-        """One level per head."""
         return self.medusa_heads
-
-    @classmethod
-    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Six heads of one layer where not given otherwise; see :meth:`DrafterSizes.from_target`."""
-        given = {name: value for name, value in sizes.items() if value is not None}
-        return cls(**target_facts(config, target), **given)
 
 
 class MedusaState:
@@ -112,15 +107,10 @@ class MedusaDrafter(Drafter):
             MedusaHead(config.hidden_size, config.medusa_layers) for _ in range(config.medusa_heads)
         )
 
+    @override
     @torch.no_grad()
-    def initialize(self, generator: torch.Generator | None = None, std: float = 0.02, official: bool = False) -> None:
-        """Begin where each head says what the target's own says: residual layers are 0, projections the identity.
-
-        Args:
-            generator: not used, for nothing is drawn.
-            std: not used.
-            official: not used; the released code begins there too.
-        """
+    def initialize(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
+        """Begin where each head says what the target's own says: residual layers are 0, projections the identity."""
         for name, weight in self.named_parameters():
             if name.endswith("projection.weight"):
                 nn.init.eye_(weight)
@@ -128,27 +118,21 @@ class MedusaDrafter(Drafter):
                 weight.zero_()
 
     @classmethod
+    @override
     def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        """The last hidden state alone."""
         return {"hidden": "hidden/last"}
 
-    def objective(
-        self,
-        frozen: FrozenTarget,
-        inputs: TrainingInputs,
-        draws: Draws,
-        weights: LossWeights = DEFAULT_WEIGHTS,
-        official: bool = False,
-        denominator: float | None = None,
-    ) -> LossTerms:
-        """Loss of one mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``.
+    @override
+    def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
+        """Compute the loss of one mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``.
 
         Head k is trained where decoding can ask it: on positions that stand, with the k - 1 before them, in one
         response. Each head's sum is divided by the denominator, the number of loss positions of the first.
         """
+        inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
         features, goals, shares = [], [], []
-        reached = self.loss_positions(inputs.response_mask, draws, official)  # [B, T]
+        reached = self.loss_positions(inputs.response_mask, step.draws)  # [B, T]
         n_positions = int(reached.sum())
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         for k, head in enumerate(self.heads, start=1):
@@ -158,12 +142,13 @@ class MedusaDrafter(Drafter):
             shares.append(torch.full((len(goals[-1]),), HEAD_DECAY**k / total_share, device=hidden.device))
             reached = reached & F.pad(reached[:, :-1], (1, 0))  # the position before is reached too
         kl = losses.chunked_forward_kl(torch.cat(features), torch.cat(goals), frozen.lm_head_weight)
-        mean = (kl * torch.cat(shares)).sum() * loss_scale(n_positions, denominator)
-        return LossTerms(weights.forward_kl * mean, mean, None, n_positions)
+        mean = (kl * torch.cat(shares)).sum() * loss_scale(n_positions, step.denominator)
+        return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
+    @override
     @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        """The heads at the context position of each round.
+        """Ask the heads at the context position of each round.
 
         Raises:
             DrafterError: a round has more steps than there are heads.
@@ -180,44 +165,31 @@ class MedusaDrafter(Drafter):
             features[step == k] = head(hidden[step == k]).to(features.dtype)
         return DraftedFeatures(queries, valid, features)
 
+    @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        """The target's LM head on the features [..., E]: [..., V], computed once where all nodes of a level share them.
-
-        Args:
-            frozen: target pieces.
-            features: as for :meth:`Drafter.draft_logits`.
-        """
-        if features.ndim == 3 and features.stride(1) == 0:
+        if features.ndim == 3 and features.stride(1) == 0:  # all nodes of a level share them
             return frozen.logits(features[:, :1]).expand(-1, features.shape[1], -1)
         return frozen.logits(features)
 
+    @override
     def new_state(self, n_rows: int) -> MedusaState:
-        """Nothing seen yet."""
         return MedusaState()
 
+    @override
     def observe(self, state: MedusaState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Keep the hidden state of the last committed token of each row."""
         last = torch.tensor([indices[-1] for indices in kept], device=hidden.device)
         state.hidden = hidden[torch.arange(len(kept), device=hidden.device), last].to(self.dtype)
 
-    def root_features(
+    @override
+    def draft_root(
         self, state: MedusaState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
-        """The first head; there is nothing to catch up with."""
         assert state.hidden is not None, "a target call comes before the first round"
-        return self.heads[0](state.hidden)[:, None]
+        features: Tensor = self.heads[0](state.hidden)[:, None]
+        return features
 
-    def level_features(
-        self,
-        state: MedusaState,
-        frozen: FrozenTarget,
-        tokens: Tensor,
-        parent_features: Tensor,
-        seen: Tensor,
-        level: int,
-        cache: TargetCache,
-    ) -> Tensor:
-        """The head of the level, the same for all of its nodes."""
+    @override
+    def draft_level(self, state: MedusaState, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
         assert state.hidden is not None
-        features: Tensor = self.heads[level](state.hidden)[:, None]
-        return features.expand(-1, tokens.shape[1], -1)
+        features: Tensor = self.heads[level.depth](state.hidden)[:, None]
+        return features.expand(-1, level.tokens.shape[1], -1)

@@ -1,12 +1,15 @@
-"""Sizes of a Mixture of Attentions."""
+"""Sizes of a Mixture of Attentions, and their defaults in proportion to the target's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn.layers import BlockSizes
 from ..target.bundle import target_sizes
-from .sizes import DrafterSizes, multiple_of_32, target_facts
+from .sizes import DrafterSizes, multiple_of_32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class MoASizes(DrafterSizes):
     """Whether cross-attention sees, behind the memory, the drafts of its round too; in the paper it does not."""
     layer_groups: int = 1
     """Groups of consecutive layers, whose means after layer self-attention stand side by side in what the memory is
-    made from; in the paper one mean of all. Of no meaning without layer self-attention."""
+    made from; in the paper one mean of all. Not used without layer self-attention."""
     unrotated_keys: bool = False
     """Whether the memory is made from the target's keys before RoPE; in the paper it is made from those after it."""
 
@@ -69,20 +72,15 @@ class MoASizes(DrafterSizes):
             raise DrafterError("drafter sizes do not fit: " + "; ".join(problems) + ".")
 
     @classmethod
-    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Sizes for a target, in the proportions of the official Llama-3-8B drafter where not given.
-
-        Args:
-            config: the target's transformers config.
-            target: the target's identity.
-            **sizes: any drafter size by field name; None means the default.
+    @override
+    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose sizes in the proportions of the official Llama-3-8B drafter.
 
         Raises:
-            DrafterError: sizes that do not fit together, or layer_attention_heads that do not divide kv_width.
+            DrafterError: layer_attention_heads that do not divide kv_width.
         """
         facts = target_sizes(config)
         kv_width = 2 * facts["n_kv_heads"] * facts["head_dim"]
-        given = {name: value for name, value in sizes.items() if value is not None}
         half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)
         mlp_width = multiple_of_32(config.intermediate_size * 3 / 7)
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, facts["n_heads"])
@@ -92,7 +90,8 @@ class MoASizes(DrafterSizes):
                 f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
                 f"{_layer_attention_heads(kv_width, facts['n_heads'])}."
             )
-        defaults: dict[str, Any] = {
+        return {
+            "kv_width": kv_width,
             "self_attention_kv_heads": half_kv_heads,
             "self_attention_mlp_width": mlp_width,
             "cross_attention_kv_heads": half_kv_heads,
@@ -104,7 +103,6 @@ class MoASizes(DrafterSizes):
             ),
             "layer_attention_mlp_width": multiple_of_32(kv_width * 1.5),
         }
-        return cls(kv_width=kv_width, **target_facts(config, target), **(defaults | given))
 
     @property
     def self_attention(self) -> BlockSizes:

@@ -1,4 +1,4 @@
-"""The drafters that there are, by the kind that their ``drafter.json`` names."""
+"""Registry of drafters by the kind that their ``drafter.json`` names."""
 
 from ..errors import DrafterError
 from .base import Drafter
@@ -16,7 +16,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """The drafter of a kind.
+    """Find the drafter of a kind.
 
     Raises:
         DrafterError: there is none; the message names those that there are.

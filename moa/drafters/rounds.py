@@ -1,6 +1,19 @@
 """Draft rounds of a training step: which positions are drafted for, and what each of them sees.
 
 Shapes: B batch, T tokens, Q queries, E target width.
+
+One forward trains many rounds. The positions that are drafted for become *queries*, packed to the left; two passes
+over a batch stand one behind the other. A row of nine tokens with a response from position 3 on, a step bound of 4 (of
+offset 0, see ``masks``) and a second, teacher-forced pass of half the weight::
+
+    pass_index    0  0  0  0    1    1    1    1    1    1
+    queries       3  5  6  7    3    4    5    6    7    8      positions that are drafted for
+    context       2  4  4  4    2    3    4    5    6    7      last position whose target activations each one sees
+    weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      in the loss
+
+Queries 5, 6, 7 of the first pass are one round: 6 sees target activations up to 4, and what was drafted at 5 and 6. In
+the second pass each query is a round of its own. A row with fewer queries than its neighbours is filled up with
+position 0, ``drafted`` false and weight 0.
 """
 
 from __future__ import annotations
@@ -24,17 +37,18 @@ class Draws:
     offset: Tensor | None = None
     """[B] int64, phase of the step bound; None for 0."""
     noise_seeds: tuple[int, ...] = ()
-    """One per row, of the noise on the target's hidden states; empty for no noise."""
+    """Seeds of the noise on the target's hidden states, one per row; empty for no noise."""
     noise_width: float = 0.0
     """The noise is uniform in plus or minus half of this."""
     on_policy_weight: float = 1.0
-    """Of a position in the pass that trains what draft rounds see; 0 leaves the pass out."""
+    """Loss weight of a position in the on-policy pass, which trains what draft rounds see; 0 leaves the pass out."""
     teacher_forced_weight: float = 0.0
-    """Of a position in the pass in which each one is the first draft of its own round and sees the target's activations
-    up to its predecessor, whatever the step bound: what the paper calls standard training. 0 leaves it out."""
+    """Loss weight of a position in the teacher-forced pass, in which each one is the first draft of its own round and
+    sees the target's activations up to its predecessor, whatever the step bound: what the paper calls standard
+    training. 0 leaves the pass out."""
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
-        """The passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.
+        """List the passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.
 
         Returns:
             Weight, drafted positions [B, T] bool, last context position of each [B, T] int64.
@@ -48,7 +62,7 @@ class Draws:
         return found
 
     def position_weights(self, response_mask: Tensor) -> Tensor:
-        """Weight of each position in the loss, of response masks [B, T], all passes together: [B, T] float32."""
+        """The weight of each position in the loss over all passes, from response masks [B, T]: [B, T] float32."""
         return torch.stack([weight * drafted for weight, drafted, _ in self.passes(response_mask)]).sum(dim=0)
 
 
@@ -61,9 +75,9 @@ class Rounds:
     context: Tensor
     """[B, Q] int64, last position whose target activations the query sees."""
     drafted: Tensor
-    """[B, Q] bool; the others are padding, or context positions in the official form."""
+    """[B, Q] bool; the others are padding."""
     weights: Tensor
-    """[B, Q] float32 in the loss, 0 for no part in it."""
+    """[B, Q] float32, weight in the loss."""
     staircase: Tensor
     """[B, Q] bool, see :func:`masks.self_attention_mask`."""
     pass_index: Tensor
@@ -71,7 +85,7 @@ class Rounds:
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> Rounds:
-        """The drafted positions of all passes over response masks [B, T], those of a pass packed to the left."""
+        """Pack the drafted positions of each pass over response masks [B, T] to the left."""
         parts: list[dict[str, Tensor]] = []
         for index, (weight, drafted, context) in enumerate(draws.passes(response_mask)):
             queries, valid = loss_queries(drafted)
@@ -89,26 +103,9 @@ class Rounds:
             )
         return cls(**{name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]})
 
-    @classmethod
-    def everywhere(cls, draws: Draws, response_mask: Tensor) -> Rounds:
-        """Every position of the on-policy pass, with loss on the whole response, as the official code has it."""
-        drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
-        queries = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
-        return cls(
-            queries,
-            masks.last_context(drafted),
-            drafted,
-            response_mask.bool().float(),
-            draws.staircase_rows[:, None].expand_as(drafted),
-            torch.zeros_like(queries[0]),
-        )
-
 
 def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions where a mask is set, packed to the left.
-
-    Args:
-        mask: [B, T] bool.
+    """Pack the positions where a mask [B, T] is set to the left.
 
     Returns:
         queries [B, Q] int64 (position 0 where a row has fewer than Q) and valid [B, Q] bool; Q >= 1.

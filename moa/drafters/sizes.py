@@ -1,6 +1,7 @@
-"""Sizes of drafters: what all have in common, and those of a Mixture of Attentions."""
+"""Sizes of drafters: what all have in common, how they follow from a target, and how they travel as JSON."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -14,7 +15,7 @@ class DrafterSizes:
     """What every drafter records of its target, and how it travels as JSON."""
 
     kind: ClassVar[str]
-    """Name of the drafter that has these sizes, see ``registry.DRAFTERS``."""
+    """The drafter that has these sizes, see ``registry.DRAFTERS``."""
 
     hidden_size: int
     """E, width of the target."""
@@ -82,7 +83,7 @@ class DrafterSizes:
 
     @classmethod
     def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Sizes for a target.
+        """Make the sizes of a drafter for a target.
 
         Args:
             config: the target's transformers config.
@@ -92,7 +93,13 @@ class DrafterSizes:
         Raises:
             DrafterError: sizes that do not fit together.
         """
-        raise NotImplementedError
+        given = {name: value for name, value in sizes.items() if value is not None}
+        return cls(**target_facts(config, target), **(cls.defaults(config, given) | given))
+
+    @classmethod
+    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes that follow from the target's transformers config and the given ones; by default none."""
+        return {}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -16,26 +16,6 @@ from ..target.bundle import FrozenTarget
 from .rounds import Rounds
 
 
-def recomputed_target_layers(frozen: FrozenTarget, x: Tensor, positions: Tensor) -> Tensor:
-    """The official form: causal layers over the overwritten stream (``train/moa_spec.py``, lines 223-251).
-
-    Args:
-        frozen: target pieces.
-        x: [B, T, E].
-        positions: [1, T] int64.
-
-    Returns:
-        [B, T, E], before the final norm.
-    """
-    at = positions[0]
-    causal = at[None, None, :] <= at[None, :, None]
-    by_window = {window: _within(window, causal, positions, positions) for window in set(frozen.windows)}
-    rotation = frozen.rotary(positions)
-    for layer, window in zip(frozen.blocks, frozen.windows, strict=True):
-        x = layer.attend_self(x, rotation, by_window[window])
-    return x
-
-
 def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
     """As in decoding: the target's KV up to s(i), the drafter's own after it.
 

@@ -1,14 +1,7 @@
-"""What training objectives are made of, and the objective of Mixture of Attentions.
+"""What goes into a training objective and what comes out of it.
 
-Shapes: B batch, T tokens, Q queries, P loss positions, L target layers, D packed KV width, E target width.
-
-Two forms of :func:`moa_objective`. ``inference`` (default) puts loss exactly on the positions that decoding can reach,
-and lets drafted features see the target's own KV of verified positions in target layer inference. ``official`` repeats
-the released code: context positions inside a response, which see their own KV, carry loss too, and target layer
-inference overwrites them in place.
+Shapes: B batch, T tokens, P loss positions, L target layers, D packed KV width, E target width.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -16,6 +9,7 @@ from torch import Tensor
 
 from ..nn import losses
 from ..target.bundle import FrozenTarget
+from .rounds import Draws
 
 
 @dataclass
@@ -39,13 +33,21 @@ class TrainingInputs:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the terms; the defaults are the paper's Table 6."""
+    """Weights of the loss terms; the defaults are the paper's Table 6."""
 
     forward_kl: float = 0.1
     feature: float = 1.0
 
 
-DEFAULT_WEIGHTS = LossWeights()
+@dataclass(frozen=True)
+class TrainingStep:
+    """A mini-batch, the random draws that go with it, and how its loss is weighed."""
+
+    inputs: TrainingInputs
+    draws: Draws
+    weights: LossWeights = LossWeights()
+    denominator: float | None = None
+    """What sums over loss positions are divided by; their number (or weight) + 1e-5 where None."""
 
 
 @dataclass
@@ -55,30 +57,27 @@ class LossTerms:
     total: Tensor
     forward_kl: Tensor
     feature: Tensor | None
-    """Of the features; None for a drafter whose features are not compared with hidden states."""
+    """The feature loss; None for a drafter whose features are not compared with hidden states."""
     n_positions: int
     entering_feature: Tensor | None = None
-    """Of the features that enter the target's last layers; None without target layer inference."""
+    """The feature loss before the target's last layers; None without target layer inference."""
 
 
 def loss_scale(n_positions: float, denominator: float | None) -> float:
-    """What sums over loss positions are multiplied by; without a denominator the official 1 / (positions + 1e-5)."""
+    """What sums over loss positions are multiplied by; 1 / (positions + 1e-5), as released, without a denominator."""
     return 1.0 / (denominator if denominator is not None else n_positions + 1e-5)
 
 
 def distillation(
     frozen: FrozenTarget, features: Tensor, hidden: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The two terms that all drafters share, forward KL and feature loss.
+    """Sum the two terms that drafters share, forward KL and feature loss.
 
     Args:
-        frozen: target pieces.
+        frozen: gives the LM head.
         features: [P, E], the drafter's.
         hidden: [P, E], the target's.
-        scale: of all positions or, [P], of each.
-
-    Returns:
-        Sums over the scaled positions.
+        scale: one for all positions or, [P], one for each.
     """
     kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight)
     return (kl * scale).sum(), (losses.feature_loss(features, hidden) * scale).sum()

@@ -46,7 +46,7 @@ def eagle_layer(prefix: str, sizes: EagleSizes, input_norm: bool) -> TensorList:
     )
 
 
-class EagleLayout(DrafterLayout):
+class EagleAuthorsLayout(DrafterLayout):
     """The EAGLE authors' checkpoints, such as ``yuhuili/EAGLE-LLaMA3-Instruct-8B``."""
 
     name: ClassVar[str] = "eagle"
@@ -158,7 +158,7 @@ class EagleLayout(DrafterLayout):
         ]
 
 
-class VllmEagleLayout(EagleLayout):
+class VllmEagleLayout(EagleAuthorsLayout):
     """What vLLM loads with ``--speculative-config '{"method": "eagle", "model": FOLDER, ...}'``."""
 
     name: ClassVar[str] = "vllm-eagle"
@@ -178,7 +178,7 @@ class VllmEagleLayout(EagleLayout):
         return False
 
 
-class SglangEagleLayout(EagleLayout):
+class SglangEagleLayout(EagleAuthorsLayout):
     """What SGLang loads with ``--speculative-algorithm EAGLE --speculative-draft-model-path FOLDER``."""
 
     name: ClassVar[str] = "sglang-eagle"

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, DrafterError
 from ..files.foreign import check_regular, load_pickled_tensors, parsing, read_header, read_json
 from ..files.tensor_list import check_tensors
 from .base import OWN_KEY, DrafterLayout, Weights
-from .eagle import EagleLayout, MoaEagleLayout, SglangEagleLayout, VllmEagleLayout
+from .eagle import EagleAuthorsLayout, MoaEagleLayout, SglangEagleLayout, VllmEagleLayout
 from .eagle3 import Eagle3Layout
 from .moa import MoaLayout, MoaVllmLayout
 
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, DrafterLayout] = {
     for layout in (
         MoaLayout(),
         MoaVllmLayout(),
-        EagleLayout(),
+        EagleAuthorsLayout(),
         VllmEagleLayout(),
         SglangEagleLayout(),
         MoaEagleLayout(),

@@ -1,41 +1,105 @@
-"""Drafters with random weights, or taught for a moment."""
+"""Drafters with random weights, or taught for a moment, and the activations that they train on."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
 from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.rounds import Draws
-from moa_data.moa.drafters.training import TrainingInputs
+from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
+from moa_data.moa.nn.kv import cache_kv, cache_layers
 from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.target.live import Target, layer_outputs
+
+from .models import SIZES
+
+NO_DRAWS = Draws(None, torch.zeros(8, dtype=torch.bool))
+"""No step bound, no staircase, for up to eight rows."""
+
+
+def token_counts(seed: int = 0) -> Tensor:
+    """Made-up frequencies of the tokens of ``build_model``."""
+    return torch.randint(0, 9, (SIZES["vocab_size"],), generator=torch.Generator().manual_seed(seed))
+
+
+def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any) -> Any:
+    """A drafter of a kind for a model, with random weights."""
+    drafter_type = drafter_class(kind)
+    if kind == "eagle3":
+        sizes = {"fused_layers": (0, 1)} | sizes
+    drafter = drafter_type(drafter_type.config_class.from_target(model.config, **sizes))  # type: ignore[call-arg]
+    generator = torch.Generator().manual_seed(seed)
+    drafter.initialize(generator, std=std)
+    drafter.adopt(frozen_for(drafter, model), token_counts)
+    if kind == "medusa":  # begins with identities and zeros
+        with torch.no_grad():
+            for weight in drafter.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=std)
+    return drafter.eval()
+
+
+build_eagle, build_eagle3, build_glide = partial(build, "eagle"), partial(build, "eagle3"), partial(build, "glide")
+build_medusa, build_independent = partial(build, "medusa"), partial(build, "independent")
 
 
 def build_drafter(model: Any, n_target_layers: int = 0, seed: int = 1, std: float = 0.15, **sizes: Any) -> MoADrafter:
     """A MoA drafter for a model, with random weights."""
-    config = MoASizes.from_target(model.config, target_layer_inference=n_target_layers, **sizes)
-    drafter = MoADrafter(config)
-    drafter.initialize(torch.Generator().manual_seed(seed), std=std)
-    return drafter.eval()
+    drafter: MoADrafter = build("moa", model, seed, std, target_layer_inference=n_target_layers, **sizes)
+    return drafter
 
 
-def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) -> Any:
-    """Train a drafter that reads no keys and values for a moment on what the target itself says after some prompts."""
-    frozen, rows = FrozenTarget.from_model(target.model), []
-    for prompt in prompts:
-        rows.append(prompt + plain_generate(target, prompt, max_new_tokens=24).tokens)
+def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
+    """The target's pieces that a drafter needs."""
+    return FrozenTarget.from_model(model, drafter.config.target_layer_inference)
+
+
+@torch.no_grad()
+def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
+    """What a store would give this drafter of a batch, and nothing that it does not ask for."""
+    config, n_layers, cache = drafter.config, model.config.num_hidden_layers, DynamicCache()
+    every = range(n_layers)
+    with layer_outputs(model, every) as outputs:
+        hidden = model.model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
+    states = {f"hidden/layer_{layer}": outputs[layer] for layer in every} | {"hidden/last": hidden}
+    needs = type(drafter).needs(n_layers, config.target_layer_inference)
+    found: dict[str, Any] = {name: states[field] for name, field in needs.items() if field != "kv"}
+    if "kv" in needs:
+        assert len(cache_layers(cache)[0]) == n_layers
+        kv = cache_kv(cache, 0, tokens.shape[1])
+        read = type(drafter).layers_read(config.target_layer_inference, getattr(config, "layer_attention", True))
+        found["kv"] = kv if read is None else kv[:, :, list(read)]
+    fused = type(drafter).needed_layers(n_layers, getattr(config, "fused_layers", None))
+    found["layer_outputs"] = tuple(outputs[layer] for layer in fused)
+    found = {"kv": None, "hidden": torch.full_like(hidden, torch.nan)} | found
+    return TrainingInputs(tokens, response, **found)
+
+
+def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tuple[Tensor, Tensor]:
+    """What the target says after some prompts: tokens [B, T], right padded, and which are not a row's first."""
+    rows = [prompt + plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     response = torch.zeros_like(tokens, dtype=torch.bool)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = torch.tensor(row)
         response[index, 1 : len(row)] = True
-    inputs = TrainingInputs(tokens, response, None, target.model.model(tokens).last_hidden_state)
-    draws = Draws(None, torch.zeros(len(rows), dtype=torch.bool))
+    return tokens, response
+
+
+def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) -> Any:
+    """Train a drafter for a moment on what the target itself says after some prompts."""
+    inputs = stored(drafter, target.model, *answers(target, prompts))
+    frozen, rows = frozen_for(drafter, target.model), len(prompts)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)
-    for _ in range(n_steps):
+    for step in range(n_steps):
         optimizer.zero_grad()
-        drafter.objective(frozen, inputs, draws).total.backward()
+        draws = Draws(torch.full((rows,), 5), torch.zeros(rows, dtype=torch.bool), torch.full((rows,), step))
+        drafter.objective(frozen, TrainingStep(inputs, draws)).total.backward()
         optimizer.step()
     return drafter.eval()

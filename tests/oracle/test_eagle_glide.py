@@ -1,25 +1,22 @@
-"""EAGLE and GLIDE equal the official code on every training vector of the oracle folder, in value and gradient."""
+"""EAGLE and GLIDE equal the official code on every training vector, in value and gradient."""
 
 import pytest
 import torch
+from torch import Tensor
 
-from moa_data.moa.drafters.eagle import EagleSizes, eagle_objective
-from moa_data.moa.drafters.glide import GlideSizes, block_context
-from moa_data.moa.drafters.rounds import Draws
+from moa_data.moa.drafters.eagle import EagleDrafter, EagleSizes
+from moa_data.moa.drafters.glide import GlideDrafter, GlideSizes, block_context
 from moa_data.moa.drafters.training import TrainingInputs
 from moa_data.moa.formats.checkpoint import build_drafter
 from moa_data.moa.nn import losses, masks
 from moa_data.moa.nn.kv import pack_kv, unpack_kv
 from moa_data.moa.nn.layers import rotate
-from moa_data.moa.target.bundle import FrozenTarget
 
-from .test_moa import GRADIENT, LOSS, ORACLE, close, inputs_of, meta, target_config, tensors
-
-CASES = sorted(file.stem for file in ORACLE.glob("eagle_train_*.safetensors"))
-GLIDE_CASES = sorted(file.stem for file in ORACLE.glob("glide_train_*.safetensors"))
+from .official import eagle_objective, glide_features, glide_objective, rotated_twice
+from .vectors import Vectors, frozen_target, inputs_of, meta, names, target_config
 
 
-def own_key(official):
+def eagle_key(official: str) -> str:
     """Official key of a weight -> ours."""
     if official == "spec_model_fc.weight":
         return "fc.weight"
@@ -27,149 +24,117 @@ def own_key(official):
     return f"layers.{rest}" if rest[0].isdigit() else f"layers.0.{rest}"
 
 
-def build(name):
-    settings, case = meta(name), tensors(name)
-    config = target_config(settings["target"])
-    sizes = settings["model_config"]
+def build_eagle(name: str, vectors: Vectors) -> EagleDrafter:
+    sizes = meta(name)["model_config"]
     drafter = build_drafter(
         EagleSizes.from_target(
-            config,
+            target_config(meta(name)["target"]),
             eagle_layers=sizes["number_of_layers"],
             self_attention_kv_heads=sizes["drafter_num_key_value_heads"],
             self_attention_mlp_width=sizes["drafter_intermediate_size"],
         ),
-        {own_key(key.removeprefix("weight.")): value for key, value in case.items() if key.startswith("weight.")},
+        {eagle_key(key): value for key, value in vectors.starting_with("weight.").items()},
     )
-    return drafter, frozen_target(config)
+    assert isinstance(drafter, EagleDrafter)
+    return drafter
 
 
-def frozen_target(config):
-    weights = tensors("moa_weights")
-    frozen = {k.removeprefix("model."): v for k, v in weights.items() if k.startswith(("model.", "lm_head."))}
-    return FrozenTarget(config, frozen, 0)
+@pytest.mark.parametrize("name", names("eagle_train_"))
+def test_eagle(name: str) -> None:
+    settings, frozen = meta(name), frozen_target(name)
+    real, inputs = inputs_of(name)
+    expected = Vectors(name, real[:, 1:])
+    drafter = build_eagle(name, expected)
+    noise = torch.zeros(2, *inputs.hidden.shape)
+    if settings["training_noise"]:
+        drawn = torch.stack((expected["noise_hidden"], expected["noise_emb"]))
+        noise = (drawn - 0.5) * settings["noise_uniform_scale"]
+        torch.manual_seed(settings["torch_manual_seed"])
+        assert torch.equal(torch.rand_like(inputs.hidden), drawn[0])
+    hidden, embeddings = inputs.hidden + noise[0], frozen.embed(inputs.tokens) + noise[1]
+
+    # The official code has one slot more, with zeros for the token behind the last.
+    one_more = torch.nn.functional.pad(real[:, 1:], (0, 1))
+    joined = drafter.join(embeddings[:, 1:], hidden[:, :-1])
+    features = drafter(joined)
+    logits = frozen.logits(features)
+    found = {"fc_in": torch.cat((embeddings[:, 1:], hidden[:, :-1]), dim=-1), "fc_out": joined, "features": features}
+    for key, got in found.items():
+        expected.close(key, torch.nn.functional.pad(got, (0, 0, 0, 1)), one_more)
+    expected.close("logits", logits)
+    expected.close("plogq", -losses.forward_kl(logits, frozen.logits(hidden[:, 1:])))
+    expected.equal("response_mask_shifted", inputs.response_mask[:, 1:], torch.ones_like(real[:, 1:]))
+
+    terms = eagle_objective(drafter, frozen, inputs, noise)
+    expected.losses(terms)
+    assert terms.n_positions == int(inputs.response_mask[:, 1:].sum())
+    terms.total.backward()
+    expected.gradients(drafter, eagle_key)
+    expected.all_read()
 
 
-def build_glide(name, **changes):
-    """Drafter, frozen target and the row of the batch that the vectors belong to."""
-    settings = meta(name)
-    config, sizes = target_config(settings["target"]), settings["model_config"]
-    chosen = {
-        "self_attention_kv_heads": sizes["self_attention_num_key_value_heads"],
-        "self_attention_mlp_width": sizes["self_attention_intermediate_size"],
-        "block_size": sizes["block_size"],
-        "official_rotation": True,
-    }
-    weights = {k.removeprefix("weight."): v for k, v in tensors(name).items() if k.startswith("weight.")}
-    drafter = build_drafter(GlideSizes.from_target(config, **(chosen | changes)), weights)
-    batch, inputs = inputs_of("moa_batch", 0)
+def build_glide(name: str, vectors: Vectors) -> tuple[GlideDrafter, TrainingInputs, Tensor]:
+    """Drafter, the row of the batch that the vectors belong to, and which of its positions are real."""
+    settings, sizes = meta(name), meta(name)["model_config"]
+    config = target_config(settings["target"])
+    drafter = build_drafter(
+        GlideSizes.from_target(
+            config,
+            self_attention_kv_heads=sizes["self_attention_num_key_value_heads"],
+            self_attention_mlp_width=sizes["self_attention_intermediate_size"],
+            block_size=sizes["block_size"],
+        ),
+        vectors.starting_with("weight."),
+    )
+    assert isinstance(drafter, GlideDrafter)
+    real, inputs = inputs_of(name)
+    assert inputs.kv is not None
     row = slice(settings["row"], settings["row"] + 1)
-    real = batch["attention_mask"][row].bool()
+    real = real[row]
     # In the official code all padding stands at the last real position, and a query without a key sees padding too.
     keys, values = unpack_kv(inputs.kv[row, :, -1], config.num_key_value_heads)
     shift = (real.cumsum(dim=1) - 1) - torch.arange(real.shape[1])
     kv = pack_kv([rotate(keys, drafter.rotary(shift))], [values])
-    own = TrainingInputs(inputs.tokens[row], inputs.response_mask[row], kv, inputs.hidden[row])
-    return drafter, frozen_target(config), own, real
+    return drafter, TrainingInputs(inputs.tokens[row], inputs.response_mask[row], kv, inputs.hidden[row]), real
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_eagle_training_case(name):
-    settings, expected = meta(name), tensors(name)
-    drafter, frozen = build(name)
-    batch, inputs = inputs_of("moa_batch", 0)
-    real = batch["attention_mask"].bool()
-    noise = None
-    hidden, embeddings = inputs.hidden, frozen.embed(inputs.tokens)
-    if settings["training_noise"]:
-        drawn = torch.stack((expected["noise_hidden"], expected["noise_emb"]))
-        noise = (drawn - 0.5) * settings["noise_uniform_scale"]
-        hidden, embeddings = hidden + noise[0], embeddings + noise[1]
-        torch.manual_seed(settings["torch_manual_seed"])
-        assert torch.equal(torch.rand_like(hidden), expected["noise_hidden"])
-
-    # The official code has one slot more, with zeros for the token behind the last.
-    inside = real[:, 1:]
-    fc_in = torch.cat((embeddings[:, 1:], hidden[:, :-1]), dim=-1)
-    close(fc_in, expected["fc_in"][:, :-1], inside)
-    joined = drafter.join(embeddings[:, 1:], hidden[:, :-1])
-    close(joined, expected["fc_out"][:, :-1], inside)
-    features = drafter(joined)
-    close(features, expected["features"][:, :-1], inside)
-    logits = frozen.logits(features)
-    close(logits, expected["logits"], inside)
-    close(-losses.forward_kl(logits, frozen.logits(hidden[:, 1:])), expected["plogq"], inside)
-    assert torch.equal(inputs.response_mask[:, 1:], expected["response_mask_shifted"])
-
-    terms = eagle_objective(drafter, frozen, inputs, noise=noise, official=True)
-    assert terms.forward_kl.item() == pytest.approx(expected["stat.forward_KL"].item(), abs=LOSS)
-    assert terms.feature.item() == pytest.approx(expected["stat.feature_loss"].item(), abs=LOSS)
-    assert terms.total.item() == pytest.approx(expected["loss"].item(), abs=LOSS)
-    assert terms.n_positions == int(expected["response_mask_shifted"].sum())
-
+@pytest.mark.parametrize("name", names("glide_train_"))
+def test_glide(name: str) -> None:
+    real, _ = inputs_of(name)
+    row = meta(name)["row"]
+    expected, frozen = Vectors(name, real[row : row + 1]), frozen_target(name)
+    drafter, inputs, real = build_glide(name, expected)
+    seen: dict[str, Tensor] = {}
+    for key, module in (("sa_attn_out", drafter.self_attention.self_attn), ("ca_out", drafter.cross_attention)):
+        module.register_forward_hook(lambda _, __, out, key=key: seen.update({key: out.detach()}))
+    features = glide_features(
+        drafter, frozen, inputs, lambda allowed: expected.equal("ca_allowed", allowed, torch.ones_like(real))
+    )
+    expected.close("sa_attn_out", seen["sa_attn_out"])
+    expected.close("ca_in", frozen.embed(inputs.tokens) + seen["sa_attn_out"])
+    expected.close("ca_out", seen["ca_out"])
+    expected.close("features", features)
+    expected.close("logits", frozen.logits(features))
+    terms = glide_objective(frozen, inputs, features)
+    expected.losses(terms)
     terms.total.backward()
-    gradients = {key: weight.grad for key, weight in drafter.named_parameters()}
-    goals = {own_key(key.removeprefix("grad.")): goal for key, goal in expected.items() if key.startswith("grad.")}
-    assert gradients.keys() == goals.keys()
-    for key, goal in goals.items():
-        torch.testing.assert_close(gradients[key], goal, rtol=0, atol=GRADIENT * goal.abs().max().item(), msg=key)
+    expected.gradients(drafter, lambda key: key)
+    expected.all_read()
 
 
-def test_noise_spoils_the_targets_in_the_official_form_alone():
-    if not CASES:
-        pytest.skip("no official vectors")
-    name = next(case for case in CASES if case.endswith("noise1"))
-    drafter, frozen = build(name)
-    _, inputs = inputs_of("moa_batch", 0)
-    noise = torch.full((1, *inputs.hidden.shape), 0.05)
-    clean, noisy = (eagle_objective(drafter, frozen, inputs, noise=n) for n in (None, noise))
-    assert not torch.equal(clean.total, noisy.total)
-    shifted = eagle_objective(drafter, frozen, inputs, noise=noise, official=True)
-    assert not torch.equal(noisy.feature, shifted.feature)
-
-
-@pytest.mark.parametrize("name", GLIDE_CASES)
-def test_glide_training_case(name):
-    expected = tensors(name)
-    drafter, frozen, inputs, real = build_glide(name)
-    positions = torch.arange(inputs.tokens.shape[1])[None]
-    last_seen = block_context(positions, drafter.config.block_size)
-    assert torch.equal(masks.cross_attention_mask(last_seen, inputs.tokens.shape[1]), expected["ca_allowed"])
-
-    seen = {}
-    for key, module in (("sa", drafter.self_attention.self_attn), ("ca", drafter.cross_attention)):
-        module.register_forward_hook(lambda _, __, out, key=key: seen.update({f"{key}_out": out.detach()}))
-    features = drafter(frozen, inputs.tokens, inputs.kv, last_seen, official=True)
-    close(seen["sa_out"], expected["sa_attn_out"], real)
-    close(frozen.embed(inputs.tokens) + seen["sa_out"], expected["ca_in"], real)
-    close(seen["ca_out"], expected["ca_out"], real)
-    close(features, expected["features"], real)
-    close(frozen.logits(features), expected["logits"], real)
-
-    terms = drafter.objective(frozen, inputs, Draws(None, torch.zeros(1, dtype=torch.bool)), official=True)
-    assert terms.forward_kl.item() == pytest.approx(expected["stat.forward_KL"].item(), abs=LOSS)
-    assert terms.total.item() == pytest.approx(expected["loss"].item(), abs=LOSS)
-    assert terms.n_positions == int(inputs.response_mask.sum())
-    terms.total.backward()
-    gradients = {key: weight.grad for key, weight in drafter.named_parameters()}
-    goals = {key.removeprefix("grad."): goal for key, goal in expected.items() if key.startswith("grad.")}
-    assert gradients.keys() == goals.keys()
-    for key, goal in goals.items():
-        torch.testing.assert_close(gradients[key], goal, rtol=0, atol=GRADIENT * goal.abs().max().item(), msg=key)
-
-
+@pytest.mark.parametrize("name", names("glide_train_"))
 @torch.no_grad()
-def test_the_official_glide_differs_by_rotation_and_first_block_alone():
-    if not GLIDE_CASES:
-        pytest.skip("no official vectors")
-    name = GLIDE_CASES[0]
-    expected = tensors(name)["features"]
-    drafter, frozen, inputs, _ = build_glide(name)
-    block = drafter.config.block_size
-    last_seen = block_context(torch.arange(inputs.tokens.shape[1])[None], block).clamp(min=0)
-    ours = drafter(frozen, inputs.tokens, inputs.kv, last_seen)
-    assert not torch.allclose(ours[:, :block], expected[:, :block], atol=1e-3)
-    torch.testing.assert_close(ours[:, block:], expected[:, block:], rtol=0, atol=2e-5)
-    once, *_ = build_glide(name, official_rotation=False)
-    other = once(frozen, inputs.tokens, inputs.kv, last_seen)
-    torch.testing.assert_close(other[:, 1], ours[:, 1], rtol=0, atol=2e-5, msg="position 0 is not rotated")
-    assert not torch.allclose(other[:, block:], ours[:, block:], atol=1e-3)
+def test_the_official_glide_differs_by_rotation_and_first_block_alone(name: str) -> None:
+    real, _ = inputs_of(name)
+    vectors = Vectors(name, real)
+    drafter, inputs, real = build_glide(name, vectors)
+    assert inputs.kv is not None
+    frozen, block, n_tokens, last = frozen_target(name), drafter.config.block_size, real.shape[1], int(real.sum())
+    context = block_context(torch.arange(n_tokens)[None], block).clamp(min=0)
+    seen = masks.cross_attention_mask(context, n_tokens)
+    ours = drafter(frozen, inputs.tokens, rotated_twice(drafter, inputs.kv), seen)
+    assert not torch.allclose(ours[:, :block], vectors["features"][:, :block], atol=1e-3)
+    torch.testing.assert_close(ours[:, block:last], vectors["features"][:, block:last], rtol=0, atol=2e-5)
+    once = drafter(frozen, inputs.tokens, inputs.kv, seen)
+    torch.testing.assert_close(once[:, 1], ours[:, 1], rtol=0, atol=2e-5, msg="position 0 is not rotated")
+    assert not torch.allclose(once[:, block:last], ours[:, block:last], atol=1e-3)

@@ -90,14 +90,13 @@ def test_micro_batches_make_up_the_batch(store_path):
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 
 
-@pytest.mark.parametrize("official", [False, True])
-def test_devices_share_one_batch_and_its_denominator(store_path, official):
+def test_devices_share_one_batch_and_its_denominator(store_path):
     """Gradients are averaged over devices and micro-batches, so each divides by its share of ALL loss positions."""
-    store, settings = ActivationStore(store_path), config(official_quirks=official)
+    store, settings = ActivationStore(store_path), config()
     whole = next(iter(stream_of(store, settings)))
     parts = []
     for rank in range(2):
-        iterator = iter(stream_of(store, config(official_quirks=official, micro_batch_size=1), rank=rank, n_ranks=2))
+        iterator = iter(stream_of(store, config(micro_batch_size=1), rank=rank, n_ranks=2))
         parts += [next(iterator) for _ in range(2)]
     assert sum(part.n_tokens for part in parts) == whole.n_tokens
     assert all(part.denominator == whole.denominator / 4 for part in parts)
@@ -142,7 +141,6 @@ def test_draws_cover_their_range_and_the_curriculum():
     drawn = draw(settings, 7, 100)
     assert isinstance(drawn, Draws)
     assert (drawn.offset < drawn.step_bound).all()
-    assert not draw(config(batch_size=64, official_quirks=True), 7, 100).offset.any()
 
 
 def test_the_order_is_computed_once_per_epoch(store_path, monkeypatch):

@@ -121,9 +121,8 @@ def test_refusals(store_path, hidden_store, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("official", [False, True])
-def test_glide_learns_resumes_and_decodes(store_path, tmp_path, official):
-    own = GLIDE | {"block_size": 4, "self_attention_mlp_width": 40, "official_quirks": official}
+def test_glide_learns_resumes_and_decodes(store_path, tmp_path):
+    own = GLIDE | {"block_size": 4, "self_attention_mlp_width": 40}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(store_path, whole, max_steps=30, **own)
     run(store_path, parts, max_steps=30, stop_after_steps=16, **own)
@@ -136,7 +135,6 @@ def test_glide_learns_resumes_and_decodes(store_path, tmp_path, official):
     drafter = load_drafter(parts)
     assert isinstance(drafter, GlideDrafter)
     assert (drafter.config.block_size, drafter.config.self_attention_mlp_width) == (4, 40)
-    assert drafter.config.official_rotation == official
     target, tree = Target(tiny_model()), TreeShape(3, 2, 6)
     prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
     fast = generate_batch(target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree)

@@ -155,7 +155,7 @@ def test_accumulation_equals_the_whole_batch(store_path, tmp_path):
         torch.testing.assert_close(value, last_state(parts)["state_dict"][name], rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"target_layer_inference": 1}, {"official_quirks": True}])
+@pytest.mark.parametrize("changes", [{}, {"target_layer_inference": 1}])
 def test_low_precision_follows_float32(store_path, tmp_path, changes):
     settings = {"max_steps": 3, "validate_every": 3, "log_every": 1, **changes}
     run(store_path, tmp_path / "full", **settings)

@@ -69,7 +69,6 @@ def test_draws_of_each_variant(store_path):
     assert sum_loss_weights(response, draw(usual, 0, 10), usual) == on_policy + 8 * 25
     both = settings(store_path, teacher_forced_weight=0.5)
     assert sum_loss_weights(response, draw(both, 0, 10), both) == on_policy + 0.5 * 8 * 25
-    assert draw(settings(store_path, official_quirks=True), 0, 10).teacher_forced_weight == 0.0
     store = ActivationStore(store_path)
     config = settings(store_path, step_bound=False, micro_batch_size=4)
     reader = BatchReader(store, config, torch.device("cpu"))

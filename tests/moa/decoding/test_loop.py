@@ -16,7 +16,7 @@ from moa_data.moa.decoding import loop as decode
 from moa_data.moa.decoding.loop import Generation, generate_batch, plain_generate, speculative_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, StaticTree, TreeShape
-from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
+from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.cache import TargetCache
@@ -261,7 +261,6 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
     target = bigram_target(frozenset())
     drafter = silence(build_drafter(target.model, n_target_layers))
     frozen = FrozenTarget.from_model(target.model, n_target_layers)
-    last_layers = range(2 - n_target_layers, 2)
     real_propose = DrafterProposer.propose
     n_rounds = 0
 
@@ -277,13 +276,9 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
             expected = fresh.packed([0], n_verified)
             kept = self.cache.packed([0] * len(committed), n_verified)[row : row + 1]
             torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
-            state = MoADraftState()
+            state = drafter.new_state(1)
             with torch.inference_mode():
-                drafter.extend_memory(state, expected)
-                features = drafter.draft_root(
-                    state, frozen, torch.tensor([tokens]),
-                    lambda n_slots, fresh=fresh: [fresh.layer_view(layer, n_slots) for layer in last_layers],
-                )  # fmt: skip
+                features = drafter.draft_root(state, frozen, [tokens], fresh)
             assert drafts.tokens[row, 0] == int(frozen.logits(features[0, -1]).argmax())
             for ours, goal in ((self.state.memory, state.memory), (self.state.self_attention, state.self_attention)):
                 for got, wanted in zip(ours.view(), goal.view(), strict=True):

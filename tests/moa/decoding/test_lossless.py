@@ -11,12 +11,9 @@ from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.target.live import Target
-from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import FAMILIES, build_model
+from moa_data.tests.kit.drafters import build_drafter, build_eagle3, build_independent, build_medusa, teach
+from moa_data.tests.kit.models import FAMILIES, build_model, random_prompts
 
-from ..drafters.test_eagle3 import build_eagle3, trained_eagle3
-from ..drafters.test_independent import build_independent
-from ..drafters.test_medusa import build_medusa
 from .test_loop import bigram_target, silence
 
 SHAPES = (TreeShape(1), TreeShape(5), TreeShape(3, 2, 6), TreeShape(6, 8, 62), TreeShape(2, 8, 16))
@@ -43,7 +40,8 @@ def test_a_thousand_prompts() -> None:
         ]
     eagle3_target = Target(build_model(num_hidden_layers=2))
     eagle3_target.eos_token_ids = frozenset({3, 24})
-    sessions.append((eagle3_target, DrafterProposer(eagle3_target, trained_eagle3(eagle3_target))))
+    taught = teach(build_eagle3(eagle3_target.model, test_time_steps=3), eagle3_target, random_prompts(7, 7), 60)
+    sessions.append((eagle3_target, DrafterProposer(eagle3_target, taught)))
     often_right = {*range(len(FAMILIES), 2 * len(FAMILIES)), len(sessions) - 1}
     done, committed = 0, []
     while done < N_PROMPTS:

@@ -13,11 +13,8 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import Target
-from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.drafters import build_drafter, build_eagle, build_glide
 from moa_data.tests.kit.models import build_model, random_prompts
-
-from ..drafters.test_eagle import build_eagle
-from ..drafters.test_glide import build_glide
 
 LENGTH = 6
 

@@ -9,15 +9,12 @@ import torch
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import StaticTree, TreeShape, parse_shape
-from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.moa.target.live import Target
-from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.drafters import build_drafter, build_eagle, build_glide
 from moa_data.tests.kit.models import build_model
-
-from ..drafters.test_eagle import build_eagle
-from ..drafters.test_glide import build_glide
 
 
 @pytest.mark.parametrize("text", ["5", "10@0.2", "6x8x62", "static:16"])
@@ -121,12 +118,11 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
         session = DrafterProposer(drafter, frozen, cache)
         with torch.inference_mode():
             session.observe(hidden, [range(len(committed) - 1)])
-            features = drafter.root_features(session.state, frozen, [committed], cache)
+            features = drafter.draft_root(session.state, frozen, [committed], cache)
             for level, step in enumerate(path, start=1):
                 ones = torch.ones(1, 1, level + 1, dtype=torch.bool)
-                features = drafter.level_features(
-                    session.state, frozen, torch.tensor([[tokens[step]]]), features, ones, level, cache
-                )
+                nodes = DraftLevel(torch.tensor([[tokens[step]]]), features, ones, level)
+                features = drafter.draft_level(session.state, frozen, nodes, cache)
             order = frozen.logits(features)[0, 0].argsort(descending=True)
         assert tokens[node] == int(order[shape.ranks[node]])
 

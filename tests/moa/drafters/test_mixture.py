@@ -1,118 +1,160 @@
-"""Training and decoding compute the same, with and without target layer inference; fast paths equal plain ones."""
+"""Mixture of Attentions keeps the contract in all its forms; passes, memory and losses are as defined."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from moa_data.moa.drafters.mixture import MoADraftState, moa_objective
+from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.drafters.rounds import Draws, Rounds, loss_queries
-from moa_data.moa.drafters.training import TrainingInputs
-from moa_data.moa.errors import DrafterError
-from moa_data.moa.nn import kv as kv_layout
+from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
+from moa_data.moa.errors import CheckpointError, DrafterError
+from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.nn import masks
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import FAMILIES, build_model
+from moa_data.moa.nn.kv import pack_kv
+from moa_data.moa.nn.layers import rotate
+from moa_data.moa.target.live import Target
+from moa_data.tests.kit.drafters import build_drafter, frozen_for, stored
+from moa_data.tests.kit.models import build_model
+
+from .contract import CLOSE, DrafterContract, Rows
+
+OURS = {"cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": True}
 
 
-def activations(model, tokens):
-    """Packed KV, hidden state after the norm, and outputs of each decoder layer."""
-    cache, states = kv_layout.new_cache(), []
-    hooks = [layer.register_forward_hook(lambda _m, _a, out: states.append(out)) for layer in model.model.layers]
-    hidden = model.model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
-    for hook in hooks:
-        hook.remove()
-    return kv_layout.cache_kv(cache, 0, tokens.shape[1]), hidden, states
+class TestPaper(DrafterContract):
+    kind = "moa"
+    export_sizes = {"moa": {}, "moa-vllm": {}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("n_target_layers", [0, 1, 3])
-@pytest.mark.parametrize("step_bound", [6, 14])  # 14: a block longer than mistral's window
+class TestOurs(DrafterContract):
+    kind = "moa"
+    sizes = OURS
+
+
+class TestPaperThroughTargetLayers(DrafterContract):
+    kind = "moa"
+    sizes = {"target_layer_inference": 2}
+    export_sizes = {"moa": {}}
+
+
+class TestOursThroughTargetLayers(DrafterContract):
+    kind = "moa"
+    sizes = OURS | {"target_layer_inference": 1}
+
+
+class TestLastLayerAlone(DrafterContract):
+    kind = "moa"
+    sizes = OURS | {"layer_attention": False, "target_layer_inference": 2}
+
+
+N_TOKENS, PROMPT = 22, 9
+NO_STAIRCASE = torch.zeros(1, dtype=torch.bool)
+DRAWS = {
+    "bounded": Draws(torch.tensor([5]), NO_STAIRCASE, torch.tensor([2])),
+    "unbounded": Draws(None, NO_STAIRCASE),
+    "teacher-forced": Draws(torch.tensor([5]), NO_STAIRCASE, None, (), 0.0, 0.0, 1.0),
+    "both": Draws(torch.tensor([5]), NO_STAIRCASE, torch.tensor([2]), (), 0.0, 1.0, 0.5),
+}
+
+
+def inputs_for(drafter: MoADrafter, model: Any, n_rows: int = 1) -> TrainingInputs:
+    torch.manual_seed(3)
+    tokens = torch.randint(4, 67, (n_rows, N_TOKENS))
+    return stored(drafter, model, tokens, (torch.arange(N_TOKENS) >= PROMPT).expand(n_rows, -1).clone())
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("sizes", [{}, OURS | {"target_layer_inference": 1}], ids=["paper", "ours"])
 @torch.no_grad()
-def test_teacher_forced_features_equal_draft_steps(family, n_target_layers, step_bound):
-    model = build_model(family)
-    drafter = build_drafter(model, n_target_layers)
-    frozen = FrozenTarget.from_model(model, n_target_layers)
-    tokens = torch.randint(4, 67, (1, 30))
-    kv, _, _ = activations(model, tokens)
-    response = (torch.arange(30) >= 11)[None]
-    draws = Draws(torch.tensor([step_bound]), torch.zeros(1, dtype=torch.bool), torch.tensor([2]))
-    drafted = masks.drafted_positions(response, draws.step_bound, draws.offset)
-    trained = drafter(frozen, tokens, kv, Rounds.everywhere(draws, response)).features
-
-    context = masks.last_context(drafted)[0].tolist()
-    state = MoADraftState()
-    layers = [
-        tuple(part.clone() for part in kv_layout.unpack_kv(kv[:, :, 4 - n_target_layers + i], 2))
-        for i in range(n_target_layers)
-    ]
-
-    def views(n_slots):
-        return [(keys[:, :, :n_slots], values[:, :, :n_slots]) for keys, values in layers]
-
-    n_steps = 0
-    for position in range(11, 30):
-        n_verified = context[position] + 1
-        if not drafted[0, position]:
-            continue
-        if state.memory.lengths[0] < n_verified:
-            state.forget_drafts(drafter.config.cross_attention_drafts)
-            drafter.extend_memory(state, kv[:, state.memory.lengths[0] : n_verified])
-            state.self_attention.crop([n_verified])
-            for i, layer in enumerate(layers):  # what the drafter wrote is the target's again
-                true = kv_layout.unpack_kv(kv[:, :, 4 - n_target_layers + i], 2)
-                for ours, theirs in zip(layer, true, strict=True):
-                    ours.copy_(theirs)
-            fresh = tokens[:, state.self_attention.lengths[0] : position + 1]
-            stepped = drafter.draft_root(state, frozen, fresh, views)
-        else:
-            level = position - n_verified
-            seen = torch.ones(1, 1, level + 1, dtype=torch.bool)
-            stepped = drafter.draft_level(state, frozen, tokens[:, position, None], seen, level, views)
-        torch.testing.assert_close(stepped[:, 0], trained[:, position], rtol=0, atol=2e-5)
-        n_steps += 1
-    assert n_steps == int(drafted[0, 11:].sum())
+def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -> None:
+    """Each loss position is reached by a decoding session that has verified what the position sees in training."""
+    target = Target(build_model("mistral"))
+    n_layers = sizes.get("target_layer_inference", 0)
+    drafter = build_drafter(target.model, n_layers, **{k: v for k, v in sizes.items() if k in OURS})
+    inputs = inputs_for(drafter, target.model)
+    rounds = Rounds.packed(DRAWS[draws], inputs.response_mask)
+    trained = drafter(frozen_for(drafter, target.model), inputs.tokens, inputs.kv, rounds).features[0]
+    text, rows, before = inputs.tokens[0].tolist(), Rows(drafter, target), 0
+    for query, position in enumerate(rounds.queries[0].tolist()):
+        assert rounds.drafted[0, query], "one row has no padding"
+        root = int(rounds.context[0, query]) + 1
+        if root < before:
+            rows = Rows(drafter, target)
+        before = root
+        stepped = rows.chain(text, root, position - root)
+        torch.testing.assert_close(stepped[-1], trained[query], rtol=0, atol=CLOSE)
 
 
-def inputs_for(model, n_target_layers, lengths=(30, 22)):
-    tokens = torch.randint(4, 67, (len(lengths), max(lengths)))
-    kv, hidden, states = activations(model, tokens)
-    response = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        response[row, 7:length] = True
-    entering = states[3 - n_target_layers] if n_target_layers else None
-    return TrainingInputs(tokens, response, kv, hidden, entering)
-
-
-@pytest.mark.parametrize("n_target_layers", [0, 2])
-def test_loss_on_gathered_positions_equals_all_positions(n_target_layers):
-    """The packed queries of the default objective give the loss and gradients of computing every position."""
+def test_losses_are_on_the_rounds_of_the_draws() -> None:
     model = build_model()
-    drafter, frozen = build_drafter(model, n_target_layers), FrozenTarget.from_model(model, n_target_layers)
-    inputs = inputs_for(model, n_target_layers)
-    draws = Draws(torch.tensor([5, 7]), torch.tensor([True, False]), torch.tensor([1, 0]))
-    terms, _ = moa_objective(drafter, frozen, inputs, draws)
-    packed = torch.autograd.grad(terms.total, list(drafter.parameters()))
+    drafter = build_drafter(model, layer_attention=False)
+    inputs, frozen = inputs_for(drafter, model), frozen_for(drafter, model)
+    n_response = N_TOKENS - PROMPT
+    terms = {name: drafter.objective(frozen, TrainingStep(inputs, draws)) for name, draws in DRAWS.items()}
+    n_positions = {name: one.n_positions for name, one in terms.items()}
+    assert n_positions["unbounded"] == n_positions["teacher-forced"] == n_response
+    drafted = masks.drafted_positions(inputs.response_mask, DRAWS["bounded"].step_bound, DRAWS["bounded"].offset)
+    assert n_positions["bounded"] == int(drafted.sum()) < n_response
+    assert n_positions["both"] == n_positions["bounded"] + n_response
+    for name, draws in DRAWS.items():
+        weights = MoADrafter.loss_positions(inputs.response_mask, draws)
+        expected = n_positions["bounded"] + 0.5 * n_response if name == "both" else n_positions[name]
+        assert float(weights.sum()) == expected
+    assert len({float(one.total.detach()) for one in terms.values()}) == len(DRAWS)
 
-    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-    out = drafter(frozen, inputs.tokens, inputs.kv, Rounds.everywhere(draws, inputs.response_mask))
-    from moa_data.moa.nn.losses import feature_loss, forward_kl
 
-    n = drafted.sum() + 1e-5
-    kl = (forward_kl(frozen.logits(out.features), frozen.logits(inputs.hidden)) * drafted).sum() / n
-    feature = (feature_loss(out.features, inputs.hidden) * drafted).sum() / n
-    total = 0.1 * kl + feature
-    if n_target_layers:
-        entering = (feature_loss(out.cross_attention, inputs.entering_hidden) * drafted).sum() / n
-        total = 0.1 * kl + 0.5 * feature + 0.5 * entering
-    plain = torch.autograd.grad(total, list(drafter.parameters()))
-    torch.testing.assert_close(terms.total, total)
-    for got, expected in zip(packed, plain, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item() + 1e-9)
+@pytest.mark.parametrize("sees_drafts", [True, False])
+@pytest.mark.parametrize("n_target_layers", [0, 2])
+def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(n_target_layers: int, sees_drafts: bool) -> None:
+    """In value and in gradient; the staircase of the on-policy pass does not reach the teacher-forced one."""
+    model = build_model()
+    drafter = build_drafter(model, n_target_layers, cross_attention_drafts=sees_drafts)
+    inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
+    inputs.response_mask[1, :12] = False
+    draws = Draws(torch.tensor([5, 6]), torch.tensor([True, False]), torch.tensor([2, 1]))
+    only = Draws(None, torch.zeros(2, dtype=torch.bool), on_policy_weight=0.0, teacher_forced_weight=1.0)
+    both = dataclasses.replace(draws, teacher_forced_weight=0.5)
+    found = []
+    for one in (draws, only, both):
+        terms = drafter.objective(frozen, TrainingStep(inputs, one))
+        gradients = torch.autograd.grad(terms.total, list(drafter.parameters()))
+        found.append((terms.n_positions, terms.total, gradients))
+    (n_policy, policy, policy_gradients), (n_forced, forced, forced_gradients), (n_both, total, gradients) = found
+    assert n_both == n_policy + n_forced
+    share = n_policy / (n_policy + 0.5 * n_forced)
+    torch.testing.assert_close(total, share * policy + (1 - share) * forced)
+    for got, a, b in zip(gradients, policy_gradients, forced_gradients, strict=True):
+        torch.testing.assert_close(got, share * a + (1 - share) * b, rtol=1e-3, atol=1e-5 * float(a.abs().max()) + 1e-9)
+
+
+def test_gradient_is_zero_exactly_off_the_loss_positions() -> None:
+    model = build_model()
+    drafter = build_drafter(model)
+    inputs, frozen = inputs_for(drafter, model, n_rows=2), frozen_for(drafter, model)
+    draws = Draws(torch.tensor([5, 7]), torch.zeros(2, dtype=torch.bool))
+    inputs.hidden = inputs.hidden.clone().requires_grad_(True)
+    terms = drafter.objective(frozen, TrainingStep(inputs, draws))
+    assert terms.feature is not None
+    (grad,) = torch.autograd.grad(terms.feature, inputs.hidden)
+    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound)
+    assert torch.equal(grad.abs().sum(-1) > 0, drafted)
+    assert terms.n_positions == int(drafted.sum())
+
+
+def test_teacher_forcing_sees_the_predecessor_everywhere() -> None:
+    response = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 0]])
+    drafted, context = masks.teacher_forced_positions(response)
+    assert drafted.int().tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]
+    assert context.tolist() == [[0, 0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("n_groups", [1, 2, 3])
-def test_memory_in_one_go_equals_the_means_over_layers(n_groups):
+def test_memory_in_one_go_equals_the_means_over_layers(n_groups: int) -> None:
     """The path that applies the down projection once per mean equals the plain one, in value and gradient."""
     drafter = build_drafter(build_model(), layer_groups=n_groups).double()
     kv = torch.randn(2, 5, 4, 48, dtype=torch.float64)
@@ -127,16 +169,17 @@ def test_memory_in_one_go_equals_the_means_over_layers(n_groups):
 
 
 @pytest.mark.parametrize("most", [1, 4, 10])
-def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch, most):
+def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     drafter = build_drafter(build_model()).double()
     kv, used = torch.randn(2, 5, 4, 48, dtype=torch.float64), list(drafter.layer_self_attention.parameters())
     whole = drafter.encode_memory(kv)
     expected = torch.autograd.grad(whole.square().sum(), used)
-    sizes, attend = [], drafter.layer_self_attention.attend_self_means
+    sizes: list[int] = []
+    attend = drafter.layer_self_attention.attend_self_means
 
-    def attend_to_few(x, *args):
+    def attend_to_few(x: Tensor, *args: Any) -> Tensor:
         sizes.append(len(x))
-        return attend(x, *args)
+        return attend(x, *args)  # type: ignore[no-any-return]
 
     monkeypatch.setattr("moa_data.moa.drafters.mixture._MOST_POSITIONS", most)
     monkeypatch.setattr(drafter.layer_self_attention, "attend_self_means", attend_to_few)
@@ -155,65 +198,48 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch, most):
         torch.testing.assert_close(got, goal)
 
 
-def test_gradient_is_zero_exactly_off_the_loss_positions():
+@pytest.mark.parametrize("layer_attention", [True, False])
+def test_equal_content_makes_equal_memory_wherever_it_stands(layer_attention: bool) -> None:
+    """With keys before RoPE; with those after it the paper's memory depends on the position."""
     model = build_model()
-    drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)
-    inputs = inputs_for(model, 0)
-    draws = Draws(torch.tensor([5, 7]), torch.zeros(2, dtype=torch.bool))
-    inputs.hidden = inputs.hidden.clone().requires_grad_(True)
-    terms, _ = moa_objective(drafter, frozen, inputs, draws)
-    (grad,) = torch.autograd.grad(terms.feature, inputs.hidden)
-    drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound)
-    assert torch.equal(grad.abs().sum(-1) > 0, drafted)
-    assert terms.n_positions == int(drafted.sum())
+    for unrotated in (True, False):
+        drafter = build_drafter(model, layer_attention=layer_attention, unrotated_keys=unrotated).double()
+        keys, values = torch.randn(2, 4, 1, 2, 5, 12, dtype=torch.float64).unbind()
+        memories = []
+        for first in (0, 40):
+            at = torch.arange(first, first + 5)[None]
+            rotated = [rotate(layer, drafter.rotary(at)) for layer in keys]
+            memories.append(drafter.encode_memory(pack_kv(rotated, list(values)), at))
+        difference = (memories[0] - memories[1]).abs().max()
+        assert (difference < 1e-5) == unrotated, difference
 
 
-def test_padding_and_batching_change_nothing():
+def test_what_a_batch_lacks_is_named() -> None:
     model = build_model()
-    drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)
-    inputs = inputs_for(model, 0)
-    bound, offset = torch.tensor([5, 7]), torch.tensor([1, 3])
-    stairs = torch.tensor([False, True])
-    both, _ = moa_objective(drafter, frozen, inputs, Draws(bound, stairs, offset), denominator=1.0)
-    alone = []
-    for row, length in enumerate((30, 22)):
-        one = slice(row, row + 1)
-        cut = TrainingInputs(
-            inputs.tokens[one, :length], inputs.response_mask[one, :length], inputs.kv[one, :length],
-            inputs.hidden[one, :length],
-        )  # fmt: skip
-        terms, _ = moa_objective(drafter, frozen, cut, Draws(bound[one], stairs[one], offset[one]), denominator=1.0)
-        alone.append(terms.total)
-    torch.testing.assert_close(both.total, sum(alone), rtol=1e-5, atol=1e-4)
+    drafter = build_drafter(model, 1)
+    inputs, frozen = inputs_for(drafter, model), frozen_for(drafter, model)
+    for name, message in (("entering_hidden", "hidden state after layer 2"), ("kv", "the target's keys and values")):
+        step = TrainingStep(dataclasses.replace(inputs, **{name: None}), DRAWS["bounded"])
+        with pytest.raises(DrafterError, match=message):
+            drafter.objective(frozen, step)
 
 
-def test_official_form_puts_loss_on_context_positions_too():
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layer_attention": False}, "no layer self-attention"),
+        ({"cross_attention_drafts": True}, "train with --no-cross-attention-drafts"),
+        ({"unrotated_keys": True, "layer_groups": 2}, r"train with --layer-groups 1.*train with --no-unrotated-keys"),
+    ],
+)
+def test_layouts_of_the_authors_hold_the_papers_form_alone(tmp_path: Path, sizes: dict[str, Any], message: str) -> None:
     model = build_model()
-    drafter, frozen = build_drafter(model), FrozenTarget.from_model(model)
-    inputs, draws = inputs_for(model, 0), Draws(torch.tensor([5, 7]), torch.zeros(2, dtype=torch.bool))
-    assert moa_objective(drafter, frozen, inputs, draws, official=True)[0].n_positions == (30 - 7) + (22 - 7)
+    for name in ("moa", "moa-vllm"):
+        with pytest.raises(CheckpointError, match=message):
+            write_layout(build_drafter(model, **sizes), LAYOUTS[name], tmp_path / name, target_config=model.config)
 
 
-def test_target_layer_inference_needs_its_hidden_state():
-    model = build_model()
-    drafter, frozen = build_drafter(model, 1), FrozenTarget.from_model(model, 1)
-    draws = Draws(None, torch.zeros(2, dtype=torch.bool))
-    with pytest.raises(DrafterError, match="hidden state after layer 2"):
-        moa_objective(drafter, frozen, inputs_for(model, 0), draws)
-
-
-def test_initial_norms():
-    model = build_model()
-    ours = build_drafter(model).self_attention.input_layernorm.weight
-    assert torch.equal(ours, torch.ones_like(ours))
-    drafter = build_drafter(model)
-    drafter.initialize(torch.Generator().manual_seed(0), official=True)
-    weight = drafter.self_attention.input_layernorm.weight
-    assert abs(weight.mean().item()) < 0.02
-    assert 0.01 < weight.std().item() < 0.04
-
-
-def test_sizes_are_checked_together():
+def test_sizes_are_checked_together() -> None:
     config = build_model().config
     with pytest.raises(DrafterError, match=r"must divide the 4 query heads.*layer_attention_heads"):
         MoASizes.from_target(config, self_attention_kv_heads=3, layer_attention_kv_heads=7)
@@ -225,14 +251,14 @@ def test_sizes_are_checked_together():
     assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), "256 / 6 is no head dim"
 
 
-def test_loss_queries_packs_left():
+def test_loss_queries_packs_left() -> None:
     mask = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0]]).bool()
     queries, valid = loss_queries(mask)
     assert queries.tolist() == [[1, 3], [2, 0]]
     assert valid.tolist() == [[True, True], [True, False]]
 
 
-def test_groups_that_are_no_groups_of_layers_are_refused():
+def test_groups_that_are_no_groups_of_layers_are_refused() -> None:
     for n_groups in (0, 5):
         with pytest.raises(DrafterError, match=rf"layer_groups \({n_groups}\) must be between 1 and the 4 layers"):
             build_drafter(build_model(), layer_groups=n_groups)

@@ -9,9 +9,8 @@ from moa_data.moa.nn.kv import KVBuffer
 from moa_data.moa.nn.layers import RMSNorm, Rotary, attend_many_short, rotate
 from moa_data.moa.nn.masks import causal_mask
 from moa_data.moa.target.bundle import FrozenTarget, layer_sizes, save_target_bundle
+from moa_data.tests.kit.drafters import build_eagle3
 from moa_data.tests.kit.models import FAMILIES, build_model
-
-from ..drafters.test_eagle3 import build_eagle3
 
 
 class NoTokenizer:

@@ -10,10 +10,8 @@ from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
 from moa_data.moa.target.live import Target
-from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.drafters import build_drafter, build_eagle3
 from moa_data.tests.kit.models import build_model
-
-from ..drafters.test_eagle3 import build_eagle3
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 

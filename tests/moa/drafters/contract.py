@@ -1,0 +1,456 @@
+"""What every drafter keeps, as tests that the test class of each one inherits.
+
+::
+
+    class TestMine(DrafterContract):
+        kind = "mine"
+
+A drafter of ``kind`` is built by the registry with ``sizes``. Everything is checked from outside, through the interface
+of ``drafters.base``, on random targets of every supported family.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.sampling import SamplingConfig, distribution
+from moa_data.moa.decoding.tree import Shape, StaticTree, TreeShape
+from moa_data.moa.drafters.base import Drafter, DraftLevel
+from moa_data.moa.drafters.registry import DRAFTERS
+from moa_data.moa.drafters.rounds import Draws
+from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
+from moa_data.moa.errors import DrafterError, TargetMismatch
+from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
+from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.moa.nn import masks
+from moa_data.moa.target.live import Target
+from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
+
+SHAPES: tuple[Shape, ...] = (
+    TreeShape(1), TreeShape(4), TreeShape(6, stop_below=0.2), TreeShape(3, 3, 8),
+    StaticTree((-1, -1, 0, 0, 2), (0, 1, 0, 1, 0)),
+)  # fmt: skip
+ROUNDS = {
+    "bounded": Draws(torch.tensor([5, 4]), torch.zeros(2, dtype=torch.bool), torch.tensor([2, 1])),
+    # Longer than the windows of the families that have one.
+    "long": Draws(torch.tensor([13, 14]), torch.zeros(2, dtype=torch.bool), torch.tensor([0, 3])),
+}
+UNBOUNDED = Draws(None, torch.zeros(2, dtype=torch.bool))
+PROMPTS = random_prompts(7, 7)
+VOCABULARY = SIZES["vocab_size"]
+CLOSE = 2e-5
+"""Largest absolute difference of features in float32."""
+
+
+class Rows:
+    """Drafts along a given text, row by row or several rows of different lengths at once."""
+
+    def __init__(self, drafter: Drafter, target: Target, n_rows: int = 1) -> None:
+        self.drafter, self.target, self.frozen = drafter, target, frozen_for(drafter, target.model)
+        self.cache = target.new_cache(n_rows)
+        self.proposer = DrafterProposer(target, drafter, self.frozen)
+        self.proposer.begin(self.cache)
+
+    @torch.inference_mode()
+    def commit(self, texts: Sequence[list[int]]) -> None:
+        """Let the target verify what each row has more than before, in one call."""
+        new = [text[n:] for text, n in zip(texts, self.cache.lengths, strict=True)]
+        width = max(map(len, new))
+        if width:
+            padded = torch.tensor([text + [0] * (width - len(text)) for text in new])
+            hidden = self.target.forward(padded, self.cache)
+            kept = [range(len(text)) for text in new]
+            self.cache.commit(kept)
+            self.proposer.observe(hidden, kept)
+
+    @torch.inference_mode()
+    def root(self, texts: Sequence[list[int]]) -> Tensor:
+        """Commit all but the last token of each row and draft from that: features [B, 1, E]."""
+        self.commit([text[:-1] for text in texts])
+        return self.drafter.draft_root(self.proposer.state, self.frozen, texts, self.cache)
+
+    @torch.inference_mode()
+    def level(self, tokens: Tensor, parents: Tensor, seen: Tensor, depth: int) -> Tensor:
+        level = DraftLevel(tokens, parents, seen, depth)
+        return self.drafter.draft_level(self.proposer.state, self.frozen, level, self.cache)
+
+    def chain(self, text: list[int], root: int, n_levels: int, is_last: bool = False) -> Tensor:
+        """One round of one row whose drafts are the text: features of the root and each level, [1 + levels, E].
+
+        A draft that is not the text comes last, which the next round has to forget.
+        """
+        features = [self.root([text[: root + 1]])]
+        most = self.drafter.config.max_depth
+        for depth in range(1, n_levels + 2):
+            if depth > n_levels and most is not None and depth >= most:
+                break
+            token = text[root + depth] if depth <= n_levels else 4 + text[root] % 7
+            seen = torch.ones(1, 1, depth + 1, dtype=torch.bool)
+            features.append(self.level(torch.tensor([[token]]), features[-1], seen, depth))
+        return torch.cat(features, dim=1)[0, : n_levels + 1]
+
+
+def batch_of(drafter: Drafter, model: Any, n_tokens: int = 30) -> TrainingInputs:
+    """Two rows of different lengths; the first has two responses."""
+    torch.manual_seed(5)
+    tokens, at = torch.randint(4, VOCABULARY, (2, n_tokens)), torch.arange(n_tokens)
+    response = torch.stack((((at >= 1) & (at < 4)) | (at >= 12), (at >= 3) & (at < n_tokens - 5)))
+    return stored(drafter, model, tokens, response)
+
+
+def one_row(inputs: TrainingInputs, row: int, n_tokens: int) -> TrainingInputs:
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cut(part) for part in value)
+        return None if value is None else value[row : row + 1, :n_tokens]
+
+    return TrainingInputs(**{item.name: cut(getattr(inputs, item.name)) for item in fields(inputs)})
+
+
+class DrafterContract:
+    """Inherit this for a drafter; override what is particular to it."""
+
+    kind: ClassVar[str]
+    sizes: ClassVar[dict[str, Any]] = {}
+    """Drafter sizes by field name, other than the defaults."""
+    export_sizes: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Layout of another program -> sizes with which a drafter fits it."""
+    draws_weights: ClassVar[bool] = True
+    """The starting weights depend on the seed."""
+    close: ClassVar[float] = CLOSE
+    """Largest absolute difference of features, more for drafters that feed themselves: they add it up."""
+    learns_in: ClassVar[int] = 80
+    """Steps after which it is often right about 168 tokens, in the tests' tiny target."""
+
+    @classmethod
+    def build(cls, model: Any, seed: int = 1, **sizes: Any) -> Any:
+        return build(cls.kind, model, seed, **(cls.sizes | sizes))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def taught(cls) -> tuple[Target, Any]:
+        """A target that never ends an answer, and a drafter that is often right."""
+        target = Target(build_model(num_hidden_layers=3))
+        target.eos_token_ids = frozenset()
+        return target, teach(cls.build(target.model), target, PROMPTS, cls.learns_in)
+
+    # Training and decoding compute the same
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("rounds", ROUNDS)
+    def test_draft_steps_equal_what_is_validated(self, family: str, rounds: str) -> None:
+        """What the forward computes for whole batches is what decoding computes, with rejected drafts between."""
+        target, draws = Target(build_model(family)), ROUNDS[rounds]
+        drafter = self.build(target.model)
+        inputs = batch_of(drafter, target.model)
+        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+        if rounds == "long" and (most := drafter.config.max_depth) is not None:
+            with pytest.raises(DrafterError, match=f"drafts {most} levels"):
+                drafter.drafted_features(frozen_for(drafter, target.model), inputs, draws)
+            return
+        with torch.no_grad():
+            found = drafter.drafted_features(frozen_for(drafter, target.model), inputs, draws)
+        context, n_compared = masks.last_context(drafted), 0
+        for row in range(2):
+            queries = found.queries[row][found.valid[row]].tolist()
+            assert sorted(queries) == drafted[row].nonzero()[:, 0].tolist(), "every drafted position, once"
+            features = dict(zip(queries, found.features[row][found.valid[row]], strict=True))
+            rows, text = Rows(drafter, target), inputs.tokens[row].tolist()
+            by_root: dict[int, list[int]] = {}
+            for position in sorted(queries):
+                by_root.setdefault(int(context[row, position]) + 1, []).append(position)
+            for root, positions in by_root.items():
+                stepped = rows.chain(text, root, positions[-1] - root)
+                for position in positions:
+                    got = stepped[position - root]
+                    torch.testing.assert_close(got, features[position].detach(), rtol=1e-5, atol=self.close)
+                    n_compared += 1
+        assert n_compared == int(drafted.sum()) > 20
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_nodes_of_a_tree_equal_their_paths(self, family: str) -> None:
+        """In rows of different lengths at once; a node sees its ancestors alone."""
+        target = Target(build_model(family))
+        drafter = self.build(target.model)
+        texts = [list(range(5, 19)), [30, 41, 52]]
+        rows = Rows(drafter, target, 2)
+        rows.root([text[:2] for text in texts])  # a round before, so that the rows do not begin alike
+        root = rows.root(texts)
+        first = torch.tensor([[20, 21], [22, 23]])
+        seen = torch.tensor([[1, 1, 0], [1, 0, 1]]).bool().expand(2, -1, -1)
+        level_1 = rows.level(first, root.expand(-1, 2, -1), seen, 1)
+        second = torch.tensor([[24, 25, 26], [27, 28, 29]])
+        parents = [0, 0, 1]
+        seen = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1]]).bool().expand(2, -1, -1)
+        level_2 = rows.level(second, level_1[:, parents], seen, 2)
+        for row, text in enumerate(texts):
+            for node, parent in enumerate(parents):
+                path = [*text, int(first[row, parent]), int(second[row, node])]
+                alone = Rows(drafter, target).chain(path, len(text) - 1, 2)
+                got = torch.stack((root[row, 0], level_1[row, parent], level_2[row, node]))
+                torch.testing.assert_close(got, alone, rtol=1e-5, atol=self.close)
+
+    # Decoding
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_a_taught_drafter_changes_speed_alone(self, taught: tuple[Target, Any], shape: Shape) -> None:
+        target, drafter = taught
+        committed: list[int] = []
+        for prompt in PROMPTS:
+            plain = plain_generate(target, prompt, max_new_tokens=18)
+            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=18, tree=shape)
+            assert fast.tokens == plain.tokens
+            committed += fast.stats.committed_per_call
+        assert sum(committed) / len(committed) > 1.2, "it has learned something"
+        assert max(committed) > 1
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
+    def test_rows_of_a_batch_are_each_alone(self, family: str, shape: Shape) -> None:
+        """Answers end at different times; drafts of a random drafter are mostly rejected."""
+        target = Target(build_model(family, num_hidden_layers=2))
+        target.eos_token_ids = frozenset({3, 24, 28, 40})
+        drafter, prompts = self.build(target.model), random_prompts(5, 11)
+        proposer = DrafterProposer(target, drafter)
+        together = generate_batch(target, prompts, max_new_tokens=10, proposer=proposer, tree=shape)
+        for prompt, got in zip(prompts, together, strict=True):
+            assert got.tokens == plain_generate(target, prompt, max_new_tokens=10).tokens
+            alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=10, tree=shape)
+            assert got.tokens == alone.tokens
+            assert got.stats.committed_per_call == alone.stats.committed_per_call
+
+    @pytest.mark.parametrize("shape", SHAPES[1:4:2], ids=str)
+    def test_each_round_begins_as_a_fresh_one(
+        self, taught: tuple[Target, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape
+    ) -> None:
+        """Rejected drafts are forgotten and accepted ones are as if the target had read them; rows leave the batch."""
+        target, drafter = taught
+        real_root, frozen, n_rows = drafter.draft_root, frozen_for(drafter, target.model), []
+
+        def draft_root(state: Any, _: Any, committed: Sequence[list[int]], cache: Any) -> Tensor:
+            features = real_root(state, frozen, committed, cache)
+            n_rows.append(len(committed))
+            for row, tokens in enumerate(committed):
+                fresh = Rows(drafter, target)
+                fresh.commit([tokens[:-1]])
+                expected = real_root(fresh.proposer.state, frozen, [tokens], fresh.cache)
+                torch.testing.assert_close(features[row], expected[0], rtol=1e-4, atol=self.close)
+            return features  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(drafter, "draft_root", draft_root)
+        monkeypatch.setattr(target, "eos_token_ids", frozenset({24, 28, 40}))
+        proposer = DrafterProposer(target, drafter)
+        runs = generate_batch(target, PROMPTS, max_new_tokens=14, proposer=proposer, tree=shape)
+        assert sum(n_rows) > 10
+        assert len(set(n_rows)) > 1, "rows leave"
+        assert max(count for run in runs for count in run.stats.committed_per_call) > 1, "drafts are accepted"
+
+    @pytest.mark.parametrize("shape", SHAPES[1:4:2], ids=str)
+    def test_samples_have_the_targets_distribution(self, taught: tuple[Target, Any], shape: Shape) -> None:
+        """Total variation to the exact distribution of the first two tokens."""
+        target, drafter = taught
+        config, prompt, n_runs = SamplingConfig(temperature=0.9, top_k=12), [5, 9, 11], 600
+        proposer = DrafterProposer(target, drafter, None, config)
+        runs = generate_batch(
+            target, [prompt] * n_runs, max_new_tokens=2, proposer=proposer, tree=shape, sampling=config, seed=1
+        )
+
+        def next_token(path: list[int]) -> Tensor:
+            logits = target.logits(target.forward(torch.tensor([path]), target.new_cache()))[0, -1]
+            return distribution(logits, path, config)
+
+        first = next_token(prompt)
+        second = sum(first[token] * next_token([*prompt, token]) for token in first.nonzero()[:, 0].tolist())
+        for place, expected in enumerate((first, second)):
+            found = torch.bincount(torch.tensor([run.tokens[place] for run in runs]), minlength=VOCABULARY) / n_runs
+            assert 0.5 * (found - expected).abs().sum() < 0.12, place
+
+    def test_seeds_and_penalties_are_shared(self, taught: tuple[Target, Any]) -> None:
+        target, drafter = taught
+        config, penalty = SamplingConfig(0.8, top_p=0.9), SamplingConfig(repetition_penalty=1.5)
+        for shape in (SHAPES[1], SHAPES[3]):
+            proposer = DrafterProposer(target, drafter, None, config)
+            together = generate_batch(
+                target, PROMPTS[:3], max_new_tokens=8, proposer=proposer, tree=shape, sampling=config, seed=3
+            )
+            for row, prompt in enumerate(PROMPTS[:3]):
+                alone = speculative_generate(
+                    target, drafter, None, prompt, max_new_tokens=8, tree=shape, sampling=config, seed=3 + row
+                )
+                assert alone.tokens == together[row].tokens
+            plain = plain_generate(target, PROMPTS[0], max_new_tokens=10, sampling=penalty)
+            fast = speculative_generate(
+                target, drafter, None, PROMPTS[0], max_new_tokens=10, tree=shape, sampling=penalty
+            )
+            assert fast.tokens == plain.tokens
+
+    def test_it_drafts_no_deeper_than_it_says(self, taught: tuple[Target, Any]) -> None:
+        target, drafter = taught
+        most = drafter.config.max_depth
+        if most is None:
+            return
+        for shape in (TreeShape(most + 1), TreeShape(most + 2, 2, most + 3)):
+            message = f"drafts {most} levels, drafts of {shape.depth} levels were asked for; give"
+            with pytest.raises(DrafterError, match=message):
+                speculative_generate(target, drafter, None, [5, 6], max_new_tokens=20, tree=shape)
+        speculative_generate(target, drafter, None, [5, 6], max_new_tokens=9, tree=TreeShape(most))
+
+    # Training
+
+    def test_loss_and_gradients_are_finite(self) -> None:
+        model = build_model()
+        drafter = self.build(model)
+        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
+        terms = drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"]))
+        positions = drafter.loss_positions(inputs.response_mask, ROUNDS["bounded"])
+        assert terms.n_positions == int((positions > 0).sum()) > 20
+        assert terms.total > 0
+        assert terms.forward_kl > 0
+        terms.total.backward()
+        for name, weight in drafter.named_parameters():
+            assert weight.grad is not None, name
+            assert weight.grad.isfinite().all(), name
+            assert weight.grad.any(), f"{name} learns nothing"
+        nothing = drafter.objective(frozen, TrainingStep(inputs, UNBOUNDED, LossWeights(0.0, 0.0)))
+        assert nothing.total.item() == 0.0
+        twice = drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"], LossWeights(0.2, 2.0)))
+        torch.testing.assert_close(twice.total, 2 * terms.total)
+
+    def test_rows_and_padding_do_not_mix(self) -> None:
+        """The loss of a batch is the sum of its rows', each without what lies behind it."""
+        model, draws = build_model(), ROUNDS["bounded"]
+        drafter = self.build(model)
+        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
+        both = drafter.objective(frozen, TrainingStep(inputs, draws, denominator=1.0))
+        alone = []
+        for row, n_tokens in ((0, 30), (1, 25)):
+            own = Draws(
+                draws.step_bound[row : row + 1], draws.staircase_rows[:1], draws.offset[row : row + 1]  # type: ignore[index]
+            )  # fmt: skip
+            step = TrainingStep(one_row(inputs, row, n_tokens), own, denominator=1.0)
+            alone.append(drafter.objective(frozen, step).total)
+        torch.testing.assert_close(both.total, sum(alone), rtol=1e-5, atol=1e-4)
+        halved = drafter.objective(frozen, TrainingStep(inputs, draws, denominator=2.0))
+        torch.testing.assert_close(both.total, 2 * halved.total)
+
+    @pytest.mark.parametrize("response", [[], [0]], ids=str)
+    def test_a_batch_without_a_loss_position_adds_nothing(self, response: list[int]) -> None:
+        model = build_model()
+        drafter = self.build(model)
+        tokens = torch.randint(4, VOCABULARY, (1, 12))
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        mask[0, response] = True
+        draws = Draws(torch.tensor([5]), torch.zeros(1, dtype=torch.bool), torch.tensor([0]))
+        if drafter.loss_positions(mask, draws).any():
+            assert response, "a drafter that reads tokens alone drafts from the first one"
+            return
+        inputs, frozen = stored(drafter, model, tokens, mask), frozen_for(drafter, model)
+        terms = drafter.objective(frozen, TrainingStep(inputs, draws))
+        terms.total.backward()
+        assert terms.n_positions == terms.total.item() == terms.forward_kl.item() == 0
+        assert all(weight.grad is None or not weight.grad.any() for weight in drafter.parameters())
+        assert not drafter.drafted_features(frozen, inputs, draws).valid.any()
+
+    def test_it_reads_what_it_says(self) -> None:
+        """All of it has a say in the loss; what it does not ask for is not there."""
+        model = build_model()
+        drafter = self.build(model)
+        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
+
+        def loss(**changes: Any) -> float:
+            step = TrainingStep(replace(inputs, **changes), UNBOUNDED)
+            return float(drafter.objective(frozen, step).total.detach())
+
+        usual = loss()
+        for name in type(drafter).needs(4, drafter.config.target_layer_inference):
+            value = getattr(inputs, name)
+            if name != "kv":
+                assert loss(**{name: value + torch.randn_like(value)}) != usual, name
+                continue
+            for layer in range(value.shape[2]):
+                other = value.clone()
+                other[:, :, layer] += torch.randn_like(other[:, :, layer])
+                assert loss(kv=other) != usual, f"layer {layer} of {value.shape[2]}"
+        assert len(inputs.layer_outputs) == len(drafter.observed_layers)
+        for index, states in enumerate(inputs.layer_outputs):
+            others = list(inputs.layer_outputs)
+            others[index] = states + torch.randn_like(states)
+            assert loss(layer_outputs=tuple(others)) != usual, index
+
+    def test_the_seed_decides_the_starting_weights(self) -> None:
+        model = build_model()
+        states = []
+        for seed in (1, 1, 2):
+            drafter = self.build(model)
+            drafter.initialize(torch.Generator().manual_seed(seed))
+            states.append(torch.cat([weight.detach().flatten() for weight in drafter.parameters()]))
+            norms = [weight for name, weight in drafter.named_parameters() if name.endswith("norm.weight")]
+            assert all(torch.equal(weight, torch.ones_like(weight)) for weight in norms)
+        assert torch.equal(states[0], states[1])
+        assert torch.equal(states[0], states[2]) != self.draws_weights
+
+    def test_bfloat16(self) -> None:
+        """Training and a decoding round run; the proposer refuses pieces of another dtype."""
+        model = build_model(num_hidden_layers=3)
+        drafter = self.build(model)
+        with pytest.raises(DrafterError, match="load both in one dtype"):
+            DrafterSession(drafter.bfloat16(), frozen_for(drafter, model), Target(model).new_cache())
+        target = Target(model.bfloat16())
+        inputs = batch_of(drafter, target.model)
+        terms = drafter.objective(frozen_for(drafter, target.model), TrainingStep(inputs, UNBOUNDED))
+        terms.total.backward()
+        assert all(weight.grad.isfinite().all() for weight in drafter.parameters())
+        rows = Rows(drafter, target, 2)
+        root = rows.root([[5, 6, 7], [8, 9]])
+        assert root.dtype == torch.bfloat16
+        level = rows.level(torch.tensor([[10], [11]]), root, torch.ones(2, 1, 2, dtype=torch.bool), 1)
+        assert level.dtype == torch.bfloat16
+        with torch.inference_mode():
+            assert drafter.draft_logits(rows.frozen, level).shape == (2, 1, VOCABULARY)
+
+    # Checkpoints
+
+    def test_checkpoint(self, tmp_path: Path) -> None:
+        model = build_model()
+        drafter = self.build(model, target={"weights_sha256": "ab" * 32})
+        save_drafter(drafter, tmp_path)
+        again = load_drafter(tmp_path)
+        assert type(again) is DRAFTERS[self.kind]
+        assert again.config == drafter.config
+        assert again.state_dict().keys() == drafter.state_dict().keys()
+        assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in drafter.state_dict().items())
+        check_drafter_matches(again, Target(model))
+        with pytest.raises(TargetMismatch, match="vocab_size 67, this target has 80"):
+            check_drafter_matches(again, Target(build_model(vocab_size=80)))
+        file = tmp_path / "drafter.json"
+        file.write_text(file.read_text().replace(f'"{self.kind}"', '"condor"'))
+        with pytest.raises(DrafterError, match="there is no drafter 'condor'; expected one of moa, eagle"):
+            load_drafter(tmp_path)
+
+    def test_other_programs_get_the_same_drafter(self, tmp_path: Path) -> None:
+        """Each layout of this kind of drafter is written and read; one that it does not fit names a reason."""
+        model = build_model()
+        for name, layout in LAYOUTS.items():
+            if layout.kind != self.kind:
+                continue
+            drafter = self.build(model, **self.export_sizes.get(name, {}))
+            if refusals := layout.refusals(drafter.config):
+                assert name not in self.export_sizes, refusals
+                continue
+            write_layout(
+                drafter, layout, tmp_path / name, target_config=model.config,
+                embeddings=model.model.embed_tokens.weight.detach(),
+            )  # fmt: skip
+            again, inputs = load_drafter(tmp_path / name), batch_of(drafter, model)
+            frozen = frozen_for(drafter, model)
+            with torch.no_grad():
+                found = [one.drafted_features(frozen, inputs, ROUNDS["bounded"]).features for one in (drafter, again)]
+            assert torch.equal(*found), name
