@@ -71,8 +71,6 @@ class Drafter(nn.Module, ABC):
     kind: ClassVar[str]
     """The drafter's name in ``drafter.json`` and on the command line."""
     config_class: ClassVar[type[DrafterSizes]]
-    training_options: ClassVar[frozenset[str]] = frozenset()
-    """Settings of a training run that mean something for some drafters alone; sizes need not be named."""
     kv_layers: ClassVar[tuple[int, ...] | None] = None
     """Layers of the target's KV that training reads, negative ones counted from the last; None for all. Where it
     depends on the run, see :meth:`layers_read`."""

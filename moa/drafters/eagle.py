@@ -65,7 +65,6 @@ class EagleDrafter(FeatureDrafter):
 
     kind: ClassVar[str] = EagleSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = EagleSizes
-    training_options: ClassVar[frozenset[str]] = frozenset({"feature_noise", "feature_weight"})
     config: EagleSizes
 
     def __init__(self, config: EagleSizes) -> None:

@@ -129,12 +129,6 @@ class MoADrafter(Drafter):
 
     kind: ClassVar[str] = MoASizes.kind
     config_class: ClassVar[type[DrafterSizes]] = MoASizes
-    training_options: ClassVar[frozenset[str]] = frozenset(
-        {
-            "step_bound", "step_bound_min", "step_bound_max", "on_policy", "teacher_forced_weight", "staircase",
-            "feature_weight",
-        }
-    )  # fmt: skip
     config: MoASizes
 
     def __init__(self, config: MoASizes) -> None:

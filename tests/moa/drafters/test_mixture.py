@@ -228,8 +228,11 @@ def test_what_a_batch_lacks_is_named() -> None:
     ("sizes", "message"),
     [
         ({"layer_attention": False}, "no layer self-attention"),
-        ({"cross_attention_drafts": True}, "train with --no-cross-attention-drafts"),
-        ({"unrotated_keys": True, "layer_groups": 2}, r"train with --layer-groups 1.*train with --no-unrotated-keys"),
+        ({"cross_attention_drafts": True}, "train with --set drafter.cross_attention_drafts=false"),
+        (
+            {"unrotated_keys": True, "layer_groups": 2},
+            r"drafter.layer_groups=1.*train with --set drafter.unrotated_keys=false",
+        ),
     ],
 )
 def test_layouts_of_the_authors_hold_the_papers_form_alone(tmp_path: Path, sizes: dict[str, Any], message: str) -> None:
