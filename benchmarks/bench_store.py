@@ -1,13 +1,12 @@
 """Measures the store on this machine: writing, reading whole sequences and reading one layer.
 
 Keys and values come from a smooth random process, so that they compress about as well as a model's; the figures in
-docs/results.md come from real activations. Appends one JSON file to benchmarks/results.
+docs/results.md come from real activations. Writes one JSON file to runs/benchmarks.
 
     python benchmarks/bench_store.py [--tokens 16384] [--layers 16] [--kv-heads 8] [--head-dim 64] [--out FOLDER]
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -16,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from records import add_out_option, settings_of, write_record
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
@@ -88,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the store on this machine.")
     for name, default in (("tokens", 16_384), ("layers", 16), ("kv-heads", 8), ("head-dim", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_out_option(parser)
     options = parser.parse_args()
     manifest, plan = make_inputs(options.tokens, options.layers, options.kv_heads, options.head_dim)
     kv = smooth_values((512, options.layers, options.kv_heads, 2, options.head_dim))
@@ -115,12 +114,7 @@ def main() -> None:
         figures[f"{name}_spread"] = (max(taken) - min(taken)) / statistics.median(taken)
     for name, value in figures.items():
         print(f"{name:24} {value:10.3f}")
-    provenance = collect_provenance()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"store-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
-    settings = {key: value for key, value in vars(options).items() if key != "out"}
-    file.write_text(json.dumps({"figures": figures, "settings": settings, "provenance": provenance}, indent=1) + "\n")
-    print(file)
+    print(write_record(options.out, "store", {"figures": figures, "settings": settings_of(options)}))
 
 
 if __name__ == "__main__":

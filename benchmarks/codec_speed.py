@@ -5,22 +5,22 @@ codes and back to float32, in NumPy and in torch). Everything that is compared r
 are medians. A transform codec learns from the store first.
 
     python benchmarks/codec_speed.py STORE [--codecs int8 transform:1,tokens] [--sequences 12] [--repeats 5]
-        [--device cuda] [--out FILE.json]
+        [--device cuda] [--out FOLDER]
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numcodecs.blosc
 import numpy as np
 import torch
+from records import add_out_option, settings_of, write_record
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.pipeline.recode import codec_for
 from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
 from moa_data.storage.chunks.field import TOKENS, FieldCodec
@@ -33,6 +33,8 @@ from moa_data.storage.read.store import ActivationStore
 FIELDS = ("kv", "hidden/last")
 CODECS = (*SCHEMES, "transform:3", "transform:1", "transform:1,tokens")
 CHUNK_BYTES = 256 << 10
+
+Rows = list[dict[str, Any]]
 
 
 def order0_bits(plane: np.ndarray) -> float:
@@ -70,19 +72,29 @@ def blosc_chunk(values: np.ndarray) -> bytes:
     return bytes(numcodecs.blosc.compress(values, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=2))
 
 
+def encode_each(encode: Callable[[np.ndarray], bytes], chunks: list[np.ndarray]) -> list[bytes]:
+    """Encode chunk by chunk."""
+    return [encode(chunk) for chunk in chunks]
+
+
 def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float]]:
     """The byte chain at about 256 KiB per chunk."""
-    rows = max(1, CHUNK_BYTES // values[0].nbytes)
+    rows = min(len(values), max(1, CHUNK_BYTES // values[0].nbytes))
     chunks = [np.ascontiguousarray(values[at : at + rows]) for at in range(0, len(values) - rows + 1, rows)]
     encoders = {"blosc": blosc_chunk, "hand-made": encode_chunk}
     encoded = {name: [encode(chunk) for chunk in chunks] for name, encode in encoders.items()}
     buffers = {name: [np.frombuffer(chunk, np.uint8) for chunk in encoded[name]] for name in encoders}
     out = np.empty_like(chunks[0])
-    works: dict[str, Callable[[], object]] = {}
-    for name, encode in encoders.items():
-        works[f"{name} encode"] = lambda encode=encode: [encode(chunk) for chunk in chunks]
+
+    def decode_all_chunks() -> None:
+        for chunk in buffers["hand-made"]:
+            decode_chunk(chunk, out)
+
+    works: dict[str, Callable[[], object]] = {
+        f"{name} encode": partial(encode_each, encode, chunks) for name, encode in encoders.items()
+    }
     works["blosc decode"] = lambda: [numcodecs.blosc.decompress(chunk, out) for chunk in buffers["blosc"]]
-    works["hand-made decode"] = lambda: [decode_chunk(chunk, out) for chunk in buffers["hand-made"]]
+    works["hand-made decode"] = decode_all_chunks
     # Blosc's side has no checksum to look at.
     frames = [chunk[:-CRC_BYTES] for chunk in buffers["hand-made"]]
     works["frame decode"] = lambda: [numcodecs.blosc.decompress(frame, out) for frame in frames]
@@ -110,18 +122,23 @@ def stored_bytes(codec: StoreCodec, field: str, sequences: list[dict[str, np.nda
     return total
 
 
-def encode_all(codec: FieldCodec, values: list, tokens: list) -> list:
+def encode_all(codec: FieldCodec, values: list[Any], tokens: list[Any]) -> list[Any]:
     """Encode sequences."""
     return [codec.encode(array, ids) for array, ids in zip(values, tokens, strict=True)]
 
 
-def decode_all(codec: FieldCodec, codes: list[dict], lengths: list[int]) -> list:
+def decode_all(codec: FieldCodec, codes: list[dict[str, Any]], lengths: list[int]) -> list[Any]:
     """Decode whole sequences."""
     return [codec.decode(item, 0, length) for item, length in zip(codes, lengths, strict=True)]
 
 
 def time_codec(
-    codec: FieldCodec, values: list[np.ndarray], tokens: list, inputs: list[dict], repeats: int, device: str
+    codec: FieldCodec,
+    values: list[np.ndarray],
+    tokens: list[Any],
+    inputs: list[dict[str, Any]],
+    repeats: int,
+    device: str,
 ) -> dict[str, float]:
     """Median seconds of coding sequences in torch, and in NumPy where the device is a CPU."""
     lengths = [len(array) for array in values]
@@ -144,7 +161,7 @@ def time_codec(
     return in_turn(works, repeats, device)
 
 
-def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats: int, device: str) -> list[dict]:
+def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats: int, device: str) -> Rows:
     """Bits, error and speed of one codec, a row for each field."""
     codec = codec_for(store, name)
     rows = []
@@ -181,10 +198,10 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="where whole codecs encode and decode")
-    parser.add_argument("--out", type=Path)
+    add_out_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    report: dict = {"settings": {key: str(value) for key, value in vars(options).items()}, "bytes": {}, "codecs": []}
+    report: dict[str, Any] = {"settings": settings_of(options), "bytes": {}, "codecs": []}
     with ActivationStore(options.store) as store:
         chosen = np.linspace(0, len(store) - 1, options.sequences).astype(int).tolist()
         for field in FIELDS:
@@ -211,10 +228,7 @@ def main() -> None:
                 print(
                     "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else value for key, value in row.items())
                 )
-    report["provenance"] = collect_provenance()
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(write_record(options.out, "codec-speed", report))
 
 
 if __name__ == "__main__":

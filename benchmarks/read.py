@@ -10,7 +10,6 @@ of all threads of the process, which a busy machine stretches less than the wall
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,8 +18,7 @@ from pathlib import Path
 import numpy as np
 import read_data
 from read_formats import FORMATS, Format, Out, Read
-
-from moa_data.commands.provenance import collect_provenance
+from records import add_out_option, settings_of, write_record
 
 CEILING = FORMATS[0].name
 CASES = ("random all", "random layer", "random hidden", "epoch all", "cold all")
@@ -72,8 +70,8 @@ def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None
 def raw_bytes(data: read_data.Data, what: str, rows: list[np.ndarray]) -> int:
     """Bytes of the wanted values, without padding."""
     n_tokens = int(sum(data.lengths[part].sum() for part in rows))
-    kv, hidden = data.kv[0].nbytes, data.hidden[0].nbytes
-    return n_tokens * {"all": kv + hidden, "layer": kv // data.kv.shape[1], "hidden": hidden}[what]
+    kv, hidden, n_layers = data.kv[0].nbytes, data.hidden[0].nbytes, int(data.kv.shape[1])
+    return n_tokens * {"all": kv + hidden, "layer": kv // n_layers, "hidden": hidden}[what]
 
 
 def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], out: Out) -> tuple[float, float]:
@@ -140,27 +138,6 @@ def table(figures: dict[str, dict[str, dict[str, float]]], stored: dict[str, flo
     return "\n".join(lines) + "\n"
 
 
-def plot(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
-    """Bars of the ratio to memmap with its range, one panel for each case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(figures), figsize=(3.2 * len(figures), 4.5), sharey=True, squeeze=False)
-    for axis, (case, formats) in zip(axes[0], figures.items(), strict=True):
-        names = list(formats)[::-1]
-        middle = [formats[name]["to_memmap"] for name in names]
-        low = [value - formats[name]["to_memmap_low"] for name, value in zip(names, middle, strict=True)]
-        high = [formats[name]["to_memmap_high"] - value for name, value in zip(names, middle, strict=True)]
-        colors = ["tab:blue" if name.startswith("read_batch") else "lightgray" for name in names]
-        axis.barh(names, middle, xerr=[low, high], color=colors, error_kw={"lw": 0.8})
-        axis.set_title(case)
-        axis.set_xlabel("speed / memmap of raw values")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Runs the benchmark, prints the table and writes it."""
     parser = argparse.ArgumentParser(description="Measure reading batches.")
@@ -173,7 +150,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--formats", nargs="+", help="only formats whose names contain one of these")
     parser.add_argument("--folder", type=Path, help="for the files of all formats: about five times --mb")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_out_option(parser)
     options = parser.parse_args()
     n_bytes = options.mb * 10**6
     data = read_data.load(options.source, n_bytes) if options.source else read_data.draw(options.shape, n_bytes)
@@ -198,17 +175,10 @@ def main() -> None:
         found = measure(formats, folder, data, options)
     figures = summarize(found)
     print(table(figures, stored))
-    provenance = collect_provenance()
-    options.out.mkdir(parents=True, exist_ok=True)
-    label = "store" if options.source else options.shape
-    stem = f"read-{label}-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}"
-    settings = {key: value for key, value in vars(options).items() if key not in ("source", "folder", "out")}
+    settings = settings_of(options, "source", "folder")
     settings |= {"n_sequences": len(data.lengths), "n_tokens": int(data.lengths.sum()), "kv_shape": data.kv.shape[1:]}
-    document = {"figures": figures, "turns": found, "stored": stored, "settings": settings, "provenance": provenance}
-    (options.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / f"{stem}.md").write_text(table(figures, stored))
-    plot(figures, options.out / f"{stem}.png")
-    print(options.out / f"{stem}.json")
+    document = {"figures": figures, "turns": found, "stored": stored, "settings": settings}
+    print(write_record(options.out, f"read-{'store' if options.source else options.shape}", document))
 
 
 if __name__ == "__main__":

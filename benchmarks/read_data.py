@@ -38,7 +38,8 @@ class Data:
     @property
     def starts(self) -> np.ndarray:
         """First token of each sequence."""
-        return np.cumsum(self.lengths) - self.lengths
+        first: np.ndarray = np.cumsum(self.lengths) - self.lengths
+        return first
 
     @property
     def fields(self) -> tuple[FieldSpec, FieldSpec]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -149,7 +149,7 @@ def write_pt_gz(data: Data, folder: Path) -> None:
     """One gzipped .pt per sequence, as SpecForge writes them."""
     for row, tensors in enumerate(sequences(data)):
         with gzip.open(folder / f"{row}.pt.gz", "wb", compresslevel=6) as file:
-            torch.save({name: tensor.clone() for name, tensor in tensors.items()}, file)
+            torch.save({name: tensor.clone() for name, tensor in tensors.items()}, cast(IO[bytes], file))
 
 
 def open_pt_gz(folder: Path, data: Data) -> Read:

@@ -8,22 +8,22 @@ along the first half's axes: the bits that Gaussian components of these variance
     python benchmarks/transform_rate.py STORE [--sequences 240] [--scopes all layer] [--bits 0.3 0.6 1.0] [--out FOLDER]
 
 With --predict-from-tokens, what the target's embedding of a token says of its keys and values is predicted; the bound
-stays the one without. STORE is a lossless store. Writes a JSON file and a Markdown table.
+stays the one without. STORE is a lossless store.
 """
 
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import add_out_option, settings_of, write_record
 from safetensors import safe_open
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.moa.nn.layers import Rotary
-from moa_data.moa.target.bundle import FROZEN_FILE, rope_parameters
-from moa_data.moa.target.live import load_target_config
+from moa_data.moa.target.bundle import FROZEN_FILE, load_target_config, rope_parameters
 from moa_data.storage.chunks.chunk import encode_chunk
 from moa_data.storage.codecs.transform.calibration import logit_metric
 from moa_data.storage.codecs.transform.codec import TransformCodec
@@ -38,6 +38,7 @@ BITS = {"all": (0.24, 0.53, 0.9, 1.85), "layer": (0.73, 1.4, 2.0, 3.35)}
 """Bits per value near relative errors of 15, 8, 5 and 2 % on the demo's kind of target."""
 
 Sequences = list[np.ndarray]
+Rows = list[dict[str, Any]]
 
 
 def read_halves(store: ActivationStore, field: str, n_sequences: int) -> tuple[Sequences, Sequences]:
@@ -54,13 +55,14 @@ def target_rope(store: ActivationStore) -> Rope:
     config = load_target_config(store.target_path)
     sizes = store.manifest.target
     rotary = Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
-    return Rope(rotary.inv_freq.numpy(), np.float32(rotary.scaling))
+    return Rope(rotary.inv_freq.numpy(), np.asarray(rotary.scaling, np.float32))
 
 
 def target_weight(store: ActivationStore, name: str) -> np.ndarray:
     """A matrix of the target, e.g. ``lm_head.weight``: float32 [vocab_size, width]."""
     with safe_open(store.target_path / FROZEN_FILE, "pt") as file:
-        return file.get_tensor(name).float().numpy()
+        weight: np.ndarray = file.get_tensor(name).float().numpy()
+    return weight
 
 
 def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], alignment_tokens: int) -> float:
@@ -83,7 +85,7 @@ def relative_errors(truth: Sequences, decoded: Sequences, axis: int | None) -> l
     other = None if axis is None else tuple(i for i in range(truth[0].ndim) if i != axis)
     error = sum(np.square(a - b, dtype=np.float64).sum(axis=other) for a, b in zip(truth, decoded, strict=True))
     total = sum(np.square(a, dtype=np.float64).sum(axis=other) for a in truth)
-    return np.sqrt(np.atleast_1d(error / total)).tolist()
+    return [float(value) for value in np.sqrt(np.atleast_1d(error / total))]
 
 
 class Bound:
@@ -119,11 +121,12 @@ def _bound(variances: np.ndarray, error: float) -> float:
 
 def measure_kv(
     store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None, from_tokens: bool
-) -> list[dict]:
+) -> Rows:
     """Rates and errors of keys and values."""
     calibration, test = read_halves(store, "kv", n_sequences)
     rope = target_rope(store)
-    embeddings, calibration_tokens, test_tokens = None, None, [None] * len(test)
+    embeddings, calibration_tokens = None, None
+    test_tokens: Sequence[np.ndarray | None] = [None] * len(test)
     if from_tokens:
         embeddings = target_weight(store, "embed_tokens.weight")
         calibration_tokens, test_tokens = read_halves(store, "tokens", n_sequences)
@@ -141,7 +144,7 @@ def measure_kv(
                 for codes, values, ids in zip(encoded, test, test_tokens, strict=True)
             ]
             errors = relative_errors(test, decoded, 3)
-            row = {
+            row: dict[str, Any] = {
                 "scope": scope,
                 "asked_bits": target_bits,
                 "stored_bits": stored_bits(codec, encoded, store.manifest.alignment_tokens),
@@ -158,7 +161,7 @@ def measure_kv(
     return rows
 
 
-def measure_hidden(store: ActivationStore, n_sequences: int, bits: list[float]) -> list[dict]:
+def measure_hidden(store: ActivationStore, n_sequences: int, bits: list[float]) -> Rows:
     """Rates of ``hidden/last`` and what its errors do to the next-token distribution, plain and in its metric."""
     calibration, test = read_halves(store, "hidden/last", n_sequences)
     head = target_weight(store, "lm_head.weight")
@@ -197,7 +200,7 @@ def teacher_change(truth: np.ndarray, decoded: np.ndarray, head: np.ndarray) -> 
     return float((p * (logs[0] - logs[1])).sum(1).mean()), float(np.minimum(p, np.exp(logs[1])).sum(1).mean())
 
 
-def markdown(kv: list[dict], hidden: list[dict]) -> str:
+def markdown(kv: Rows, hidden: Rows) -> str:
     """The two tables."""
     lines = ["| basis | stored bits | x bf16 | K error | V error | bound, bits | above it | arrays | basis MB |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
@@ -225,20 +228,14 @@ def main() -> None:
     parser.add_argument("--bits", nargs="+", type=float, default=None, help="bits per value of keys and values")
     parser.add_argument("--hidden-bits", nargs="*", type=float, default=[0.8, 1.2, 1.6, 2.0, 3.0])
     parser.add_argument("--predict-from-tokens", action="store_true", help="of keys and values, what tokens say")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_out_option(parser)
     options = parser.parse_args()
     with ActivationStore(options.store) as store:
         kv = measure_kv(store, options.sequences, options.scopes, options.bits, options.predict_from_tokens)
         hidden = measure_hidden(store, options.sequences, options.hidden_bits)
-    table = markdown(kv, hidden)
-    print(table)
-    provenance = collect_provenance()
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = f"transform-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}"
-    settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "store")}
-    document = {"kv": kv, "hidden": hidden, "settings": settings, "provenance": provenance}
-    (options.out / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / f"{stem}.md").write_text(table)
+    print(markdown(kv, hidden))
+    document = {"kv": kv, "hidden": hidden, "settings": settings_of(options, "store")}
+    print(write_record(options.out, "transform", document))
 
 
 if __name__ == "__main__":

@@ -402,7 +402,7 @@ class DrafterContract:
         model = build_model(num_hidden_layers=3)
         drafter = self.build(model)
         with pytest.raises(DrafterError, match="load both in one dtype"):
-            DrafterSession(drafter.bfloat16(), frozen_for(drafter, model), Target(model).new_cache())
+            DrafterProposer(Target(model), drafter.bfloat16(), frozen_for(drafter, model))
         target = Target(model.bfloat16())
         inputs = batch_of(drafter, target.model)
         terms = drafter.objective(frozen_for(drafter, target.model), TrainingStep(inputs, UNBOUNDED))
