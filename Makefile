@@ -62,6 +62,7 @@ docs: $(STAMP) ## Build the site into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 figures: $(STAMP) ## Draw the pictures and write the tables of docs/ from benchmarks/results
+	$(BIN)/python docs/generate.py
 	$(BIN)/python benchmarks/tables.py
 	$(BIN)/python benchmarks/figures.py
 

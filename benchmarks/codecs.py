@@ -10,8 +10,8 @@ when it goes on from decoded KV, and the acceptance length of drafters trained f
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
         [--layer-groups 1] [--no-unrotated-keys]
 
-Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md and OUT/codecs.png
-show all results that are there.
+Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md shows all
+results that are there.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from codec_speed import order0_bits
 from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config
 
 from moa_data.commands.provenance import collect_provenance
@@ -58,20 +59,13 @@ COLUMNS = {
 }
 
 
-def entropy_bits(symbols: np.ndarray) -> float:
-    """Order-0 entropy of bytes."""
-    counts = np.bincount(symbols.reshape(-1), minlength=256).astype(float)
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log2(share)).sum())
-
-
 def floor_bytes_per_token(store: ActivationStore, sample: np.ndarray) -> float:
     """Bytes per token that coding each byte plane of each field at its order-0 entropy would take."""
     total = 0.0
     for name, spec in store.fields.items():
         values = np.concatenate([np.asarray(store.read(int(i), name)).reshape(-1) for i in sample])
         planes = values.view(np.uint8).reshape(len(values), -1)
-        bits_per_value = sum(entropy_bits(planes[:, k]) for k in range(planes.shape[1]))
+        bits_per_value = sum(order0_bits(planes[:, k]) for k in range(planes.shape[1]))
         total += bits_per_value / 8 * spec.token_bytes / spec.storage_dtype.itemsize
     return total
 
@@ -161,7 +155,7 @@ def acceptance_length(options: argparse.Namespace, target: Target, run: Path) ->
     return float(np.nanmean(lengths))
 
 
-def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: Target) -> dict[str, float]:
+def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: Target) -> dict[str, float | None]:
     """Train from the store and decode the test prompts."""
     run = options.out / f"run-{slug(codec)}-{seed}"
     shutil.rmtree(run, ignore_errors=True)
@@ -183,14 +177,16 @@ def slug(codec: str) -> str:
 
 def store_folder(options: argparse.Namespace, codec: str) -> Path:
     """Where a codec's store lies."""
-    return options.out / f"store-{slug(codec)}"
+    out: Path = options.out
+    return out / f"store-{slug(codec)}"
 
 
 def kept(file: Path, make: Any) -> dict[str, Any]:
     """The result in a file, made first if it is not there."""
     if not file.exists():
         file.write_text(json.dumps(make() | {"provenance": collect_provenance()}, indent=1) + "\n")
-    return json.loads(file.read_text())
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -203,46 +199,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [form.format(row[key]) if row.get(key) is not None else "" for key, (_, form) in COLUMNS.items()]
         lines.append(f"| {row['codec']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Rate against distortion, and rate against acceptance length."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    for name, color in (("key_error", "tab:blue"), ("value_error", "tab:orange"), ("hidden_error", "tab:green")):
-        for family, style in (("transform", "o-"), ("quantised", "s--")):
-            points = sorted(
-                (row["bytes_per_token"], 100 * row[name])
-                for row in rows
-                if row[name] > 0 and row["codec"].startswith("transform") == (family == "transform")
-            )
-            if points:
-                label = f"{COLUMNS[name][0]}, {family}"
-                axes[0].plot(*zip(*points, strict=True), style, color=color, label=label)
-    axes[0].set(xscale="log", yscale="log", ylabel="relative L2 error (%)")
-    axes[0].legend(fontsize=8)
-    trained = [row for row in rows if row.get("acceptance_length") is not None]
-    for row in trained:
-        spread = row["acceptance_lengths"]
-        axes[1].plot([row["bytes_per_token"]] * len(spread), spread, ".", color="tab:gray", markersize=5)
-        axes[1].plot(row["bytes_per_token"], row["acceptance_length"], "o", color="tab:blue")
-        place = (row["bytes_per_token"], row["acceptance_length"])
-        axes[1].annotate(row["codec"].split(",")[0], place, (6, -10), textcoords="offset points", fontsize=8)
-    if trained and trained[0]["codec"] == "lossless":
-        axes[1].axhline(0.99 * trained[0]["acceptance_length"], color="gray", linewidth=0.8, linestyle=":")
-    axes[1].set(xscale="log", ylabel="acceptance length of drafters")
-    axes[1].set_title("grey: seeds, dotted: 99 % of lossless", fontsize=9)
-    axes[1].margins(x=0.15, y=0.2)
-    for ax in axes:
-        ax.set_xlabel("bytes per token, all fields")
-        ax.set_xticks([150, 300, 600, 1200, 2400], ["150", "300", "600", "1,200", "2,400"])
-        ax.minorticks_off()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -297,7 +253,6 @@ def main() -> None:
                 row["of_lossless"] = float(np.mean([ours / reference for ours, reference in pairs]))
             print(table([row]).splitlines()[-1], flush=True)
     (options.out / "codecs.md").write_text(table(rows))
-    plot(rows, options.out / "codecs.png")
     print(table(rows))
 
 

@@ -1,6 +1,6 @@
 """How often drafters agree with the target by how far a draft is from the last verified position.
 
-    python benchmarks/draft_distance.py STORE RUN RUN ... --out distance.json
+    python benchmarks/draft_distance.py STORE RUN RUN ...
 
 On held-out sequences of a store, where every draft is told the text's own tokens before it: share of positions whose
 most likely token is the target's. Decoding sees only drafts whose predecessors were accepted; this sees them all.
@@ -8,7 +8,6 @@ most likely token is the target's. Decoding sees only drafts whose predecessors 
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from records import add_out_option, write_record
 from tqdm import tqdm
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.target.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
@@ -70,7 +69,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=150, help="most held-out sequences (default 150)")
     parser.add_argument("--phases", type=int, default=4, help="places where the first round begins (default 4)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("draft_distance.json"))
+    add_out_option(parser)
     options = parser.parse_args()
     if min(options.draft_length, options.sequences, options.phases) < 1:
         parser.error("--draft-length, --sequences and --phases must be at least 1.")
@@ -79,7 +78,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['run']:20s} " + " ".join(f"{value:.3f}" for value in row["agreement"]))
     report = {"store": options.store, "phases": options.phases, "rows": rows}
-    options.out.write_text(json.dumps(report | {"provenance": collect_provenance()}, indent=1) + "\n")
+    print(write_record(options.out, "draft-distance", report))
 
 
 if __name__ == "__main__":

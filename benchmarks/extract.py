@@ -1,22 +1,20 @@
 """Measures what extraction adds to the bare forward: wall time of both over the very same batches, in alternation.
 
 The bare forward fills a key/value cache and throws it away; extraction gathers, compresses, checksums and writes all of
-it. Appends one JSON file to benchmarks/results.
+it. Writes one JSON file to runs/benchmarks.
 
     python benchmarks/extract.py --model MODEL --dataset CHATS [--max-sequences 400] [--repeats 3] [--codec int8]
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import pyarrow.compute as pc
 import torch
+from records import add_out_option, settings_of, write_record
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.moa.nn.kv import new_cache
 from moa_data.moa.target.live import Target
 from moa_data.pipeline.config import ExtractConfig
@@ -58,7 +56,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None, help="torch threads; default: torch's own choice")
     parser.add_argument("--work", default=None, help="folder on the disk to measure; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_out_option(parser)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -104,12 +102,7 @@ def main() -> None:
     for name, value in figures.items():
         shown = ", ".join(f"{item:,.3f}" for item in (value if isinstance(value, list) else [value]))
         print(f"{name:28} {shown}")
-    provenance = collect_provenance()
-    settings = {key: str(value) for key, value in vars(options).items() if key != "out"}
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"extract-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
-    file.write_text(json.dumps({"figures": figures, "settings": settings, "provenance": provenance}, indent=1) + "\n")
-    print(file)
+    print(write_record(options.out, "extract", {"figures": figures, "settings": settings_of(options)}))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import argparse
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config, write_result
+from records import add_out_option, write_record
+from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config
 
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.target.live import Target
@@ -36,13 +36,14 @@ class DrafterStep:
     def __init__(self, module: DrafterModule) -> None:
         self._module = module
         # Outside a fit Lightning has nowhere to log to.
-        module.log_dict = module.log = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
+        vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
         self._optimizer = module.build_optimizer("32-true")
 
     def __call__(self, batch: Batch) -> float:
         """Take one step; returns its seconds."""
         start = time.perf_counter()
-        self._module.training_step(batch, 0).backward()
+        loss = self._module.training_step(batch, 0)
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._module.drafter.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     add_size_options(parser)
     add_training_options(parser)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_out_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_memory()
@@ -100,7 +101,7 @@ def main() -> None:
     for name, (low, median, high) in figures.items():
         print(f"{name:28} {median:12,.3f}   quartiles {low:,.3f} to {high:,.3f}")
     settings = {key: value for key, value in config.named().items() if key != "out"}
-    print(write_result(options.out, "online", {"figures": figures, "settings": settings, "n_pairs": options.pairs}))
+    print(write_record(options.out, "online", {"figures": figures, "settings": settings, "n_pairs": options.pairs}))
 
 
 def _pair(stream: Any, step: DrafterStep, target: Target, online_first: bool) -> tuple[float, ...]:

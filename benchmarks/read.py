@@ -69,8 +69,8 @@ def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None
 
 def raw_bytes(data: read_data.Data, what: str, rows: list[np.ndarray]) -> int:
     """Bytes of the wanted values, without padding."""
-    n_tokens = int(sum(data.lengths[part].sum() for part in rows))
-    kv, hidden, n_layers = data.kv[0].nbytes, data.hidden[0].nbytes, int(data.kv.shape[1])
+    n_tokens = sum(int(data.lengths[part].sum()) for part in rows)
+    kv, hidden, n_layers = int(data.kv[0].nbytes), int(data.hidden[0].nbytes), int(data.kv.shape[1])
     return n_tokens * {"all": kv + hidden, "layer": kv // n_layers, "hidden": hidden}[what]
 
 

@@ -1,6 +1,6 @@
 """Measures training from a store: tokens per second, and the share of time that a step waits for data.
 
-A short run that isn't counted comes first. Validation is off. Appends one JSON file to benchmarks/results.
+A short run that isn't counted comes first. Validation is off. Writes one JSON file to runs/benchmarks.
 
     python benchmarks/train_step.py STORE [--steps 40] [--batch-size 8] [--threads 1] [--reader-threads 1]
         [drafter sizes] [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
@@ -8,14 +8,12 @@ A short run that isn't counted comes first. Validation is off. Appends one JSON 
 """
 
 import argparse
-import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
+from records import add_out_option, write_record
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.run import train
 
@@ -43,7 +41,7 @@ def main() -> None:
     parser.add_argument("--precision", default="auto")
     add_size_options(parser)
     add_training_options(parser)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_out_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     chosen = chosen_sizes(options) | chosen_training(options)
@@ -70,7 +68,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:20} {value:14,.3f}")
     settings = {key: value for key, value in config.named().items() if key != "out"} | {"max_steps": options.steps}
-    print(write_result(options.out, "train", {"figures": figures, "settings": settings}))
+    print(write_record(options.out, "train", {"figures": figures, "settings": settings}))
 
 
 def small_config(store: str, out: str, **named: Any) -> TrainConfig:
@@ -84,7 +82,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=None)
 
 
-def chosen_sizes(options: argparse.Namespace) -> dict[str, int]:
+def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """The sizes that were given."""
     return {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
 
@@ -101,15 +99,6 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 def chosen_training(options: argparse.Namespace) -> dict[str, Any]:
     """The training options that were given."""
     return {name: getattr(options, name) for name in TRAINING if getattr(options, name) is not None}
-
-
-def write_result(folder: Path, name: str, result: dict[str, Any]) -> Path:
-    """Write figures and settings with their provenance; returns the file."""
-    provenance = collect_provenance()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
-    file.write_text(json.dumps(result | {"provenance": provenance}, indent=1) + "\n")
-    return file
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+import moa_data
 from moa_data.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,3 +73,25 @@ def test_python_examples_name_what_is_public(path: Path) -> None:
                 assert not node.module.startswith("moa_data."), f"{node.module} is not public"
                 module = import_module(node.module)
                 assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_the_settings_of_the_readme_can_be_used() -> None:
+    made = 0
+    for node in ast.walk(ast.parse("\n".join(code_blocks(ROOT / "README.md", "python")))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Config"):
+            kind = getattr(moa_data, ast.unparse(node.func))
+            kind(**{str(word.arg): ast.literal_eval(word.value) for word in node.keywords})
+            made += 1
+    assert made == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["training.md", "drafters.md", "results.md", "decisions/0004-two-passes-over-a-batch.md"]
+)
+def test_settings_of_training_that_are_named_exist(name: str) -> None:
+    known = {setting.key for setting in moa_data.TrainConfig.settings()}
+    groups = {key.split(".")[0] for key in known if "." in key}
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    named = set(re.findall(rf"(?:--set |`)((?:{'|'.join(sorted(groups))})\.\w+)(?==|`)", text))
+    assert named
+    assert named <= known
