@@ -8,7 +8,7 @@ LOCK_KEEP ?= torch==2.13.0
 # Where the demo writes; running it again reuses what is finished.
 DEMO_OUT ?= demo-output
 # One process per core, each with one thread; PYTEST_ARGS= runs them one after the other.
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist worksteal
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
