@@ -16,6 +16,8 @@ import pytest
 import zarr
 
 from moa_data.storage import schema
+from moa_data.storage.write.addition import StoreAddition, extended_codec
+from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit import stores as kit
 
 ROOT = Path(__file__).parents[1]
@@ -96,12 +98,10 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp
 
 
 def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(tmp_path: Path):
-    from moa_data.storage.write.addition import StoreAddition, extended_codec
-
     recipe = kit.make_recipe(lengths=(70, 3, 200), part_tokens=300)
     store = recipe.write(tmp_path / "store")
     more = recipe.with_manifest(fields=(*recipe.manifest.fields, schema.hidden_field("layer_2", 16)))
-    with kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
         addition = StoreAddition(writer, more.manifest, extended_codec(writer.codec, more.manifest.fields))
         for part in addition.pending_parts():
             with addition.part(part) as out:

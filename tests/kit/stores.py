@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +26,7 @@ class Recipe:
     manifest: StoreManifest
     plan: pa.Table
 
-    def values(self, field: FieldSpec, row: dict) -> np.ndarray:
+    def values(self, field: FieldSpec, row: dict[str, Any]) -> np.ndarray:
         """Content of a field for one row of the plan: [n_tokens, *token_shape], storage dtype."""
         seed = [row["source_row"], [spec.name for spec in self.manifest.fields].index(field.name)]
         rng = np.random.default_rng(seed)
@@ -51,7 +52,7 @@ class Recipe:
                 self.write_part(writer, part)
         return path
 
-    def with_manifest(self, **changes: object) -> Recipe:
+    def with_manifest(self, **changes: Any) -> Recipe:
         """Return a recipe with another manifest."""
         return replace(self, manifest=replace(self.manifest, **changes))
 
