@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from transformers import AutoConfig
@@ -28,7 +28,7 @@ from moa_data.storage.parts.commit import target_commit_json
 from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.command import copied
-from moa_data.tests.kit.hostile import LONG, QUICK, changed, only_own_errors, replaced
+from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, only_own_errors, replaced, try_examples
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule
 from moa_data.trainer.run import build_module
@@ -117,38 +117,12 @@ def check_bundle(folders: Path, data: Any) -> None:
         use_bundle(folders)
 
 
-@QUICK
-@given(data=st.data())
-def test_bundle(folders: Path, data: Any) -> None:
-    check_bundle(folders, data)
-
-
-@pytest.mark.slow
-@LONG
-@given(data=st.data())
-def test_many_bundles(folders: Path, data: Any) -> None:
-    check_bundle(folders, data)
-
-
 def check_drafter(folders: Path, data: Any) -> None:
     names = ("drafter/drafter.json", "drafter/drafter.safetensors", "foreign/config.json", "foreign/model.safetensors")
     path = folders / data.draw(st.sampled_from(names))
     good = path.read_bytes()
     with replaced(path, data.draw(changed_tensors(good, path) if path.suffix == ".safetensors" else changed(good))):
         only_own_errors(lambda: load_drafter(path.parent))
-
-
-@QUICK
-@given(data=st.data())
-def test_drafter(folders: Path, data: Any) -> None:
-    check_drafter(folders, data)
-
-
-@pytest.mark.slow
-@LONG
-@given(data=st.data())
-def test_many_drafters(folders: Path, data: Any) -> None:
-    check_drafter(folders, data)
 
 
 def check_model(folders: Path, data: Any) -> None:
@@ -164,14 +138,7 @@ def check_model(folders: Path, data: Any) -> None:
         only_own_errors(encode)
 
 
-@QUICK
-@given(data=st.data())
-def test_model(folders: Path, data: Any) -> None:
-    check_model(folders, data)
-
-
-@pytest.mark.slow
-@LONG
-@given(data=st.data())
-def test_many_models(folders: Path, data: Any) -> None:
-    check_model(folders, data)
+@QUICK_AND_LONG
+@pytest.mark.parametrize("check", [check_bundle, check_drafter, check_model])
+def test_changed_files_give_own_errors(folders: Path, check: Callable[[Path, Any], None], how: settings) -> None:
+    try_examples(how, lambda data: check(folders, data))

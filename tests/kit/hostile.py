@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moa_data.errors import MoaDataError
@@ -24,12 +25,19 @@ HEADROOM_BYTES = 3 << 29
 _UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 QUICK = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=_UNCHECKED)
 LONG = settings(max_examples=1000, deadline=None, suppress_health_check=_UNCHECKED)
+QUICK_AND_LONG = pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["", "many"])
+"""A test for a few examples, and a slow one for many; it gives its ``how`` to ``try_examples``."""
 HOSTILE = st.sampled_from(
     [None, True, -1, 0, 1, 2, 3, 7, 64, 2**31, 2**40, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "", "x", "load", "/etc",
      "../..", "a\0b", "\ud800", "n" * 5000, [], {}, [0], [-1], [2**40], [[1]], [None], {"a": 1}, ["x"],
      ["token", "token"], "{{ 1 / 0 }}", "{% for %}"]
 )  # fmt: skip
 PIECES = [b"[" * 100_000, b"\xff" * 8, b"1" * 5000, b"NaN", b"{{ 1 / 0 }}"]
+
+
+def try_examples(how: settings, check: Callable[[Any], None]) -> None:
+    """Call a check with hypothesis' data once for each example."""
+    how(given(data=st.data())(lambda data: check(data)))()
 
 
 @contextmanager
