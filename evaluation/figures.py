@@ -55,16 +55,16 @@ def disconnection_figure(report: DisconnectionReport, path: Path) -> None:
     axes = figure.subplots()
     for index, summary in enumerate(one for one in report.writers if one.writer != TARGET):
         # A few tokens behind the longest answers say nothing.
-        shown = [
-            (place, one)
+        means = {
+            place: one.mean
             for place, one in enumerate(summary.agreement_by_offset, start=1)
             if one.mean is not None and one.n > 1
-        ]
-        axes.plot([place for place, _ in shown], [one.mean for _, one in shown], "o-", color=f"C{index}", markersize=3,
-                  label=summary.writer)  # fmt: skip
-        bounded = [(place, *one.interval) for place, one in shown if one.interval is not None]
-        if bounded:
-            axes.fill_between(*zip(*bounded, strict=True), color=f"C{index}", alpha=0.15, linewidth=0)
+        }
+        axes.plot(list(means), list(means.values()), "o-", color=f"C{index}", markersize=3, label=summary.writer)
+        intervals = {place: summary.agreement_by_offset[place - 1].interval for place in means}
+        bounded = {place: interval for place, interval in intervals.items() if interval is not None}
+        low, high = [pair[0] for pair in bounded.values()], [pair[1] for pair in bounded.values()]
+        axes.fill_between(list(bounded), low, high, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set_ylim(0, 1)
     axes.set_xlabel("tokens since the target was last reached")
     axes.set_ylabel("agreement with the target")
