@@ -17,13 +17,15 @@ from .rounds import Rounds
 
 
 def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
-    """As in decoding: the target's KV up to s(i), the drafter's own after it.
+    """Run drafted features of many rounds through the layers, as in decoding.
+
+    Query i sees the target's own KV up to s(i), and behind it what the features of its round make as keys and values.
 
     Args:
         frozen: target pieces.
         x: [B, Q, E], drafted features.
-        kv: [B, T, L, D], packed target KV of all layers.
-        rounds: of the queries.
+        kv: [B, T, >= N, D], packed target KV, the last N layers last.
+        rounds: which rounds the queries belong to.
 
     Returns:
         [B, Q, E], before the final norm.
@@ -53,13 +55,13 @@ def drafted_target_layers(
     n_fed: int,
     by_window: Mapping[int | None, Tensor | None],
 ) -> Tensor:
-    """One draft step while decoding.
+    """Run the features of one draft step through the layers.
 
     Args:
         frozen: target pieces.
         x: [B, b, E], features of the newest b tokens.
         positions: [B, b] int64.
-        views: of each layer, keys and values [B, H_kv, S, d] of the target's cache.
+        views: for each layer, keys and values [B, H_kv, S, d] of the target's cache.
         before: verified tokens of each row.
         n_fed: tokens of this round that were fed, the newest included; they stand behind the verified ones.
         by_window: a layer's window -> mask [B, b, S] bool, True where a query may attend; None for no mask.
@@ -74,7 +76,7 @@ def drafted_target_layers(
 
 
 def _within(window: int | None, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Mask [B, Q, K] less the keys at positions [B, K] that a layer's window does not reach from those of queries."""
+    """Take from a mask [B, Q, K] the keys at positions [B, K] that lie outside a layer's window."""
     return mask if window is None else mask & (queries[..., None] - keys[:, None, :] < window)
 
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from ..drafters.eagle import EagleSizes
 from ..errors import CheckpointError, DrafterError, TargetError
@@ -55,6 +56,7 @@ class EagleAuthorsLayout(DrafterLayout):
     needs_embeddings: ClassVar[bool] = True
     optional: ClassVar[frozenset[str]] = frozenset({_EMBEDDINGS})
 
+    @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
         """The code knows the plain rotation (its linear one ignores rope_theta) and head dims of width / heads."""
         found = split_heads(sizes, self.reader)
@@ -63,6 +65,7 @@ class EagleAuthorsLayout(DrafterLayout):
             found.append(f"the target's rope type is {kind!r}, and {self.reader} has the default one alone")
         return found
 
+    @override
     def tensors(self, sizes: EagleSizes) -> TensorList:
         """The joining layer and the decoder layers, the first of which has no input norm."""
         n_before = _n_before(sizes)
@@ -80,6 +83,7 @@ class EagleAuthorsLayout(DrafterLayout):
         """Whether the file has a bias of the joining layer."""
         return sizes.eagle_fc_bias
 
+    @override
     def pack(self, weights: Weights, sizes: EagleSizes) -> Weights:
         """Layers behind a first one without a norm, see above."""
         n_before = _n_before(sizes)
@@ -93,6 +97,7 @@ class EagleAuthorsLayout(DrafterLayout):
             packed["fc.bias"] = torch.zeros(sizes.hidden_size, dtype=weights["fc.weight"].dtype)
         return packed
 
+    @override
     def unpack(self, weights: Weights, sizes: EagleSizes) -> Weights:
         """Without the target's weights and the layer that only hands on."""
         own = {name: value for name, value in weights.items() if name != _EMBEDDINGS}
@@ -103,6 +108,7 @@ class EagleAuthorsLayout(DrafterLayout):
             own = {name: value for name, value in own.items() if not name.startswith("layers.0.")}
         return {_renumbered(name, -n_before): value for name, value in own.items()}
 
+    @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
         """The drafter's own; ``bias`` is that of fc."""
         return self.base_config(sizes) | {"bias": sizes.eagle_fc_bias, "pad_token_id": 0}
@@ -128,13 +134,14 @@ class EagleAuthorsLayout(DrafterLayout):
             "qkv_bias": sizes.qkv_bias,
         } | rope_keys(sizes)
 
+    @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
         """A joining layer in front of numbered layers, which are not vLLM's name of EAGLE-3's."""
         is_eagle3 = "layers.0.hidden_norm.weight" in names
         return "fc.weight" in names and any(name.startswith("layers.0.") for name in names) and not is_eagle3
 
+    @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> EagleSizes:
-        """From the drafter's config.json and the shapes."""
         facts = drafter_facts(config)
         if tuple(weights["fc.weight"].shape) != (facts["hidden_size"], 2 * facts["hidden_size"]):
             raise CheckpointError(
@@ -143,11 +150,13 @@ class EagleAuthorsLayout(DrafterLayout):
             )
         return replace(_sizes(weights, facts), eagle_input_norm=False)
 
+    @override
     def canonical(self, weights: Weights) -> Weights:
         """Without the prefix that transformers' causal LMs have, and without a copy of the target's LM head."""
         own = {name.removeprefix("model."): value for name, value in super().canonical(weights).items()}
         return {name: value for name, value in own.items() if name != "lm_head.weight"}
 
+    @override
     def notes(self, sizes: EagleSizes) -> list[str]:
         """The price of the layer that hands on."""
         if not _n_before(sizes):
@@ -165,14 +174,17 @@ class VllmEagleLayout(EagleAuthorsLayout):
     reader: ClassVar[str] = "vLLM"
     needs_embeddings: ClassVar[bool] = False
 
+    @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
         """The joining layer has no bias there."""
         return ["fc has a bias, and that of vLLM has none"] if sizes.eagle_fc_bias else []
 
+    @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
         """``bias`` would give the attention biases."""
         return self.base_config(sizes) | {"bias": False}
 
+    @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
         """Never: without our key it is read as ``eagle``."""
         return False
@@ -185,20 +197,23 @@ class SglangEagleLayout(EagleAuthorsLayout):
     reader: ClassVar[str] = "SGLang"
     needs_embeddings: ClassVar[bool] = False
 
+    @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
-        """All sizes have a place."""
         return []
 
+    @override
     def has_fc_bias(self, sizes: EagleSizes) -> bool:
         """Always: SGLang's has one, which stays random where the file has none."""
         return True
 
+    @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
         """``bias`` would give the attention biases; biases of q, k and v come with Qwen2's layer."""
         family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
         own = {"architectures": [f"{family}ForCausalLMEagle"], "model_type": model_type, "bias": False}
         return self.base_config(sizes) | own
 
+    @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
         """Never: without our key it is read as ``eagle``."""
         return False
@@ -212,11 +227,13 @@ class MoaEagleLayout(DrafterLayout):
     reader: ClassVar[str] = "the MoA authors' code"
     needs_target_config: ClassVar[bool] = True
 
+    @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
         """Every layer is a full Llama layer, and fc has no bias."""
         found = [] if sizes.eagle_input_norm else [f"the first layer has no input norm, and {self.reader} has one"]
         return found + ([f"fc has a bias, and {self.reader} has none"] if sizes.eagle_fc_bias else [])
 
+    @override
     def tensors(self, sizes: EagleSizes) -> TensorList:
         """The joining layer, and a numbered list of layers."""
         tensors = {"spec_model_fc.weight": TensorSpec((sizes.hidden_size, 2 * sizes.hidden_size))}
@@ -224,31 +241,34 @@ class MoaEagleLayout(DrafterLayout):
             tensors |= eagle_layer(f"spec_model.{index}.", sizes, input_norm=True)
         return tensors
 
+    @override
     def pack(self, weights: Weights, sizes: EagleSizes) -> Weights:
-        """Other names."""
         return {
             _replaced(name, ("fc.", "spec_model_fc."), ("layers.", "spec_model.")): w for name, w in weights.items()
         }
 
+    @override
     def unpack(self, weights: Weights, sizes: EagleSizes) -> Weights:
-        """Other names."""
         pairs = ("spec_model_fc.", "fc."), ("spec_model.", "layers.")
         return {_replaced(name, *pairs): value for name, value in weights.items()}
 
+    @override
     def canonical(self, weights: Weights) -> Weights:
         """With a number also where there is one layer, of the target's own sizes."""
         return {_numbered(name): value for name, value in super().canonical(weights).items()}
 
+    @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
         """The target's; the code gets the drafter's sizes from its own settings."""
         return target_config.to_dict() | rope_keys(sizes)
 
+    @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
         """Its own name of the joining layer."""
         return "spec_model_fc.weight" in names
 
+    @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> EagleSizes:
-        """From the target's config and the shapes."""
         try:
             target_config = parse_target_config(config, "config.json")
         except TargetError as error:
@@ -257,6 +277,7 @@ class MoaEagleLayout(DrafterLayout):
         own = self.unpack(weights, EagleSizes.from_dict(facts))
         return _sizes(own, facts)
 
+    @override
     def notes(self, sizes: EagleSizes) -> list[str]:
         """The sizes that stand nowhere in the folder but for our own key."""
         return [

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..drafters.eagle3 import Eagle3Sizes
 from ..errors import CheckpointError, DrafterError
@@ -121,6 +122,7 @@ class Eagle3Layout(DrafterLayout):
     kind: ClassVar[str] = Eagle3Sizes.kind
     reader: ClassVar[str] = "vLLM and SGLang"
 
+    @override
     def refusals(self, sizes: Eagle3Sizes) -> list[str]:
         """Biases of q, k and v have no place, and the joining layer takes three states."""
         found = ["q, k and v have biases, and the engines have none"] if sizes.qkv_bias else []
@@ -128,8 +130,8 @@ class Eagle3Layout(DrafterLayout):
             found.append(f"it joins {n} layers of the target, and the engines join 3 (train with three fused_layers)")
         return found
 
+    @override
     def tensors(self, sizes: Eagle3Sizes) -> TensorList:
-        """See :func:`eagle3_tensors`."""
         return eagle3_tensors(
             sizes.hidden_size,
             sizes.n_heads,
@@ -141,16 +143,17 @@ class Eagle3Layout(DrafterLayout):
             n_features=len(sizes.fused_layers),
         )
 
+    @override
     def pack(self, weights: Weights, sizes: Eagle3Sizes) -> Weights:
-        """The names are the same."""
         check_vocabulary_map(weights)
         return dict(weights)
 
+    @override
     def unpack(self, weights: Weights, sizes: Eagle3Sizes) -> Weights:
-        """The names are the same."""
         check_vocabulary_map(weights)
         return weights
 
+    @override
     def config(self, sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         """A Llama of one layer, the draft vocabulary and the fused layers; ``test_time_steps`` is training's."""
         base = {
@@ -168,16 +171,19 @@ class Eagle3Layout(DrafterLayout):
         } | rope_keys(sizes)
         return eagle3_config(base, sizes.draft_vocabulary, sizes.fused_layers)
 
+    @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
         """A joining layer in front of the one layer that has this name."""
         return {"fc.weight", "midlayer.hidden_norm.weight"} <= names
 
+    @override
     def canonical(self, weights: Weights) -> Weights:
         """Without the prefix of causal LMs and a copy of the embeddings; vLLM's name of the layer becomes the other."""
         own = {name.removeprefix("model."): value for name, value in super().canonical(weights).items()}
         own = {name.replace("layers.0.", "midlayer."): value for name, value in own.items()}
         return {name: value for name, value in own.items() if name != "embed_tokens.weight"}
 
+    @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> Eagle3Sizes:
         """From the drafter's config.json and the shapes; the fused layers are those of config.json."""
         facts = drafter_facts(config)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from ..drafters.mixture_sizes import MoASizes
 from ..errors import CheckpointError, DrafterError, TargetError
@@ -97,6 +98,7 @@ class MoaLayout(DrafterLayout):
     reader: ClassVar[str] = "the MoA authors' code"
     needs_target_config: ClassVar[bool] = True
 
+    @override
     def refusals(self, sizes: MoASizes) -> list[str]:
         """Sizes that the official code does not read from anywhere, or takes to be others."""
         found = split_heads(sizes, self.reader) + _unlike_the_paper(sizes, self.reader)
@@ -114,6 +116,7 @@ class MoaLayout(DrafterLayout):
             )
         return found
 
+    @override
     def tensors(self, sizes: MoASizes) -> TensorList:
         """Three decoder layers and Ekv2E; biases of q, k, v only with Qwen2, and never in cross-attention."""
         width, queries, keys = sizes.hidden_size, sizes.n_heads * sizes.head_dim, sizes.head_dim
@@ -138,30 +141,33 @@ class MoaLayout(DrafterLayout):
             }
         )  # fmt: skip
 
+    @override
     def pack(self, weights: Weights, sizes: MoASizes) -> Weights:
-        """One name differs."""
         return to_official_keys(weights)
 
+    @override
     def unpack(self, weights: Weights, sizes: MoASizes) -> Weights:
-        """One name differs."""
         return from_official_keys(weights)
 
+    @override
     def config(self, sizes: MoASizes, target_config: Any) -> dict[str, Any]:
         """The target's; the official code gets the drafter's sizes from its own settings."""
         return target_config.to_dict() | rope_keys(sizes)
 
+    @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
         """The layer self-attention beside the config of a target."""
         return _is_moa(names) and config.get("model_type") != MoaVllmLayout.model_type
 
+    @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> MoASizes:
-        """From the target's config and the shapes."""
         try:
             target_config = parse_target_config(config, "config.json")
         except TargetError as error:
             raise CheckpointError(f"config.json is not the target's config: {error}") from error
         return sizes_from_official(weights, target_config)
 
+    @override
     def notes(self, sizes: MoASizes) -> list[str]:
         """The sizes that stand nowhere in the folder but for our own key."""
         told = (
@@ -182,6 +188,7 @@ class MoaVllmLayout(MoaLayout):
     needs_target_config: ClassVar[bool] = False
     model_type: ClassVar[str] = "moa_spec"
 
+    @override
     def refusals(self, sizes: MoASizes) -> list[str]:
         """What the fork asserts, or has no place for."""
         found = split_heads(sizes, self.reader) + _unlike_the_paper(sizes, self.reader)
@@ -201,6 +208,7 @@ class MoaVllmLayout(MoaLayout):
             found.append("it drafts through the target's last layers, which the fork does not")
         return found
 
+    @override
     def config(self, sizes: MoASizes, target_config: Any) -> dict[str, Any]:
         """Keys of ``MOASpecConfig``."""
         values: dict[str, Any] = {
@@ -221,17 +229,19 @@ class MoaVllmLayout(MoaLayout):
             values[f"{block}_intermediate_size"] = getattr(sizes, f"{own}_mlp_width")
         return values | rope_keys(sizes)
 
+    @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
         """The layer self-attention beside ``moa_spec``."""
         return _is_moa(names) and config.get("model_type") == self.model_type
 
+    @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> MoASizes:
         """From its own keys and the shapes; the number of the target's layers stands nowhere."""
         facts = drafter_facts(config)
         return _sizes(weights, facts | {"kv_width": rows(weights, "layer_self_attention.input_layernorm.weight")})
 
+    @override
     def notes(self, sizes: MoASizes) -> list[str]:
-        """Nothing: all sizes are in the folder."""
         return []
 
 

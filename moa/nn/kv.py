@@ -64,7 +64,7 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
 
 
 def new_cache() -> DynamicCache:
-    """An empty target cache that keeps every position, also for sliding-window layers.
+    """Make an empty target cache that keeps every position, also for sliding-window layers.
 
     A cache built from the model's config drops keys outside the window, and a drafter needs all of them.
     """
@@ -72,13 +72,13 @@ def new_cache() -> DynamicCache:
 
 
 def cache_layers(cache: DynamicCache) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of every layer, each [B, H_kv, T, d], keys after RoPE. No copy."""
+    """List keys and values of every layer, each [B, H_kv, T, d], keys after RoPE, without a copy."""
     layers: list[Any] = list(cache.layers)
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
 def cache_kv(cache: DynamicCache, start: int, stop: int) -> Tensor:
-    """Packed KV [B, stop - start, L, D] of the positions start..stop-1."""
+    """Pack the KV of the positions start..stop-1: [B, stop - start, L, D]."""
     keys, values = cache_layers(cache)
     return pack_kv([k[:, :, start:stop] for k in keys], [v[:, :, start:stop] for v in values])
 
@@ -128,7 +128,7 @@ class KVBuffer:
         return self.view()
 
     def view(self) -> tuple[Tensor, Tensor]:
-        """All keys and values, each [B, H_kv, max(lengths), d]."""
+        """View all keys and values, each [B, H_kv, max(lengths), d]."""
         if self._buffer is None:
             raise DrafterError("the drafter's cache is empty: extend it before attending to it.")
         n_slots = max(self.lengths)
@@ -158,6 +158,6 @@ class KVBuffer:
 
 
 def positions_behind(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
-    """Positions of n tokens behind each row's start: [B, n], or [1, n] where all rows start alike."""
+    """Count the positions of n tokens from each row's start: [B, n], or [1, n] where all rows start alike."""
     starts = starts[:1] if len(set(starts)) == 1 else starts
     return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)

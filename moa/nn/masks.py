@@ -20,12 +20,12 @@ from torch import Tensor
 
 
 def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None) -> Tensor:
-    """Which positions the drafter reaches without their target KV (official ``train/moa_spec.py``, lines 123-131).
+    """Find the positions that the drafter reaches without target KV (official ``train/moa_spec.py``, lines 123-131).
 
     Args:
         response_mask: [B, T], non-zero on response tokens.
         step_bound: [B] integer e; positions with (i - offset) % e == 0 are context. None: no bound.
-        offset: [B] integer; zeros where None, as in the official code.
+        offset: [B] integer; zeros where None.
 
     Returns:
         [B, T] bool.
@@ -40,7 +40,7 @@ def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: 
 
 
 def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds as standard training has them: each position as if all before it had just been verified.
+    """Lay out the rounds of standard training: each position as if all before it had just been verified.
 
     Args:
         response_mask: [B, T], non-zero on response tokens.
@@ -56,14 +56,7 @@ def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_context(drafted: Tensor) -> Tensor:
-    """s(i): the last context position at or before i, 0 where there is none (official lines 157-162).
-
-    Args:
-        drafted: [B, T] bool.
-
-    Returns:
-        [B, T] int64.
-    """
+    """Find s(i) [B, T] int64, the last context position at or before i, 0 where there is none (lines 157-162)."""
     index = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
     return torch.where(drafted, 0, index).cummax(dim=1).values
 
@@ -102,7 +95,7 @@ def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircas
 
 
 def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None = None) -> Tensor:
-    """Which drafted queries of one row share a block, for the target layers over drafted features.
+    """Say which drafted queries of one row share a block, for layers over drafted features.
 
     Args:
         queries: [B, Q] int64.
@@ -123,7 +116,7 @@ def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor, pass_inde
 
 
 def round_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None, n_keys: int) -> Tensor:
-    """What drafted queries see of verified positions and, behind these, of each other.
+    """Say what drafted queries see of verified positions and, behind these, of each other.
 
     Args:
         queries: [B, Q] int64.
@@ -141,19 +134,15 @@ def round_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tenso
 
 
 def staircase_drop_probability(progress: float) -> float:
-    """Probability that a row is NOT a staircase row (official lines 137-140).
+    """Give the probability that a row is NOT a staircase row (official lines 137-140).
 
-    Args:
-        progress: fraction of training done, 0..1.
-
-    Returns:
-        Linear from 0 at the start to 1 at half of training, then 1.
+    It is linear from 0 at the start to 1 at half of training (``progress`` 0.5), then 1.
     """
     return min(1.0, 2.0 * progress)
 
 
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
-    """What the pending tokens of a decoding call see: every committed slot, and their ancestors among the pending.
+    """Say what the pending tokens of a decoding call see: all committed slots, and their ancestors among the pending.
 
     Slot i of a row holds the committed token at position i; the pending tokens stand behind the row's committed part.
 
@@ -182,7 +171,7 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
 
 
 def causal_mask(positions: Tensor, n_slots: int, window: int | None = None) -> Tensor:
-    """What a run of tokens sees in a cache whose slot i holds the token at position i.
+    """Say what a run of tokens sees in a cache whose slot i holds the token at position i.
 
     Args:
         positions: [B, Q] int64, of the run's tokens.

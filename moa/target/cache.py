@@ -1,12 +1,22 @@
 """The target's KV while decoding: one preallocated tensor, rows of different lengths, drafts beyond the committed part.
 
-Shapes: B rows, L target layers, H_kv key/value heads, d head dim, n tokens of one call, S slots.
+Shapes: B rows, L target layers, H_kv key/value heads, d head dim, n tokens of one call, S slots, K watched layers.
 
 Slot i of a row holds the token at position i once it is committed. A call writes its tokens behind the committed part
-of each row (``pending``); :meth:`TargetCache.commit` moves the accepted ones next to it and forgets the rest, which
-costs nothing proportional to the context. Nothing is ever dropped, also in models with a sliding window.
+of each row (they are *pending*); :meth:`TargetCache.commit` moves the accepted ones next to it and forgets the rest,
+which costs nothing proportional to the context. Two rows of 5 and 3 committed tokens verify a root r and three drafts
+x, y, z, of which the first row accepts x and z, the second one none::
 
-In a static call (``static_calls``) a layer sees all slots of the buffer, and only tensors say where its tokens stand.
+    slot                        0 1 2 3 4 5 6 7 8
+    row 0 before the call       a b c d e . . . .     lengths [5, 3], n_pending 0
+    row 1                       f g h . . . . . .
+    row 0 after the call        a b c d e r x y z     lengths [5, 3], n_pending 4: slots 5..8 of row 0, 3..6 of row 1
+    row 1                       f g h r x y z . .
+    row 0 after the commit      a b c d e r x z z     lengths [8, 4], n_pending 0: commit([[0, 1, 3], [0]])
+    row 1                       f g h r x y z . .     what lies behind a length is written over by the next call
+
+Nothing committed is ever dropped, also in models with a sliding window. In a static call (``static_calls``) a layer
+sees all slots of the buffer, and only tensors say where its tokens stand.
 """
 
 from collections.abc import Sequence
@@ -27,7 +37,7 @@ class TargetCache(Cache):
     Args:
         n_layers: L.
         n_rows: B.
-        n_slots: to allocate at first; the buffer grows by doubling.
+        n_slots: slots that are allocated at first; the buffer grows by doubling.
 
     Attributes:
         lengths: committed tokens of each row.
@@ -49,12 +59,12 @@ class TargetCache(Cache):
 
     @property
     def n_slots(self) -> int:
-        """Slots that a query may see: committed and pending ones of the longest row."""
+        """The slots that a query may see: committed and pending ones of the longest row."""
         return max(self.lengths) + self.n_pending
 
     @property
     def n_seen(self) -> int:
-        """Tokens of the longest row before the present call, or the present piece of it."""
+        """The tokens of the longest row before the present call, or the present piece of it."""
         return max(self.lengths) + self._n_before
 
     def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
@@ -62,7 +72,7 @@ class TargetCache(Cache):
 
         Args:
             n_tokens: n.
-            device: of the tokens.
+            device: where the tokens are.
             goes_on: they stand behind those that are pending, which are seen as if committed; else what was pending is
                 forgotten.
         """
@@ -76,12 +86,7 @@ class TargetCache(Cache):
             self._slots = starts[:, None] + torch.arange(n_tokens, device=device)  # [B, n]
 
     def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
-        """As :meth:`begin_call`, behind a prompt, for a graph that is run again wherever the rows have got to.
-
-        Args:
-            n_tokens: n.
-            device: of the tokens.
-        """
+        """Reserve slots as :meth:`begin_call`, behind a prompt, for a graph that runs again wherever the rows are."""
         assert self._buffer is not None
         self._n_before, self.n_pending, self._is_static = 0, n_tokens, True
         self._layer_outputs = []
@@ -90,7 +95,7 @@ class TargetCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Slots that are allocated."""
+        """The number of slots that are allocated."""
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
@@ -98,7 +103,7 @@ class TargetCache(Cache):
         self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
 
     def take_layer_outputs(self) -> Tensor:
-        """Outputs of the :attr:`watched_layers` for all tokens of the last call, [B, n, K * E]; they are let go here.
+        """Hand over what the :attr:`watched_layers` gave for all tokens of the last call, [B, n, K * E].
 
         Raises:
             DrafterError: the last call kept none.
@@ -127,12 +132,12 @@ class TargetCache(Cache):
 
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """KV of n positions of each row in the drafter's layout (``kv_layout.pack_kv``).
+        """Pack the KV of n positions of each row for the drafter (``kv.pack_kv``).
 
         Args:
             starts: first position of each row.
             n_tokens: n; positions beyond a row's length hold anything.
-            first_layer: layers from this one on.
+            first_layer: the first of the layers, which go on to the last.
 
         Returns:
             [B, n, L, D].
@@ -150,7 +155,7 @@ class TargetCache(Cache):
         return picked.permute(0, 1, 3, 4, 2, 5).flatten(3)
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H_kv, n_slots, d] of a layer: views that may be written to beyond the committed part."""
+        """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to behind the committed part."""
         assert self._buffer is not None
         self._reserve(n_slots, self._buffer[0, 0])
         return self._buffer[0, layer, :, :, :n_slots], self._buffer[1, layer, :, :, :n_slots]
@@ -208,7 +213,7 @@ class TargetCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers sees of one layer."""
+    """One layer of the cache as transformers sees it."""
 
     is_sliding = False
 
