@@ -38,7 +38,8 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import needed_fields
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.errors import TrainingError
-from moa_data.trainer.run import REPORT_FILE, RUN_FILE, train
+from moa_data.trainer.files import REPORT_FILE, RUN_FILE
+from moa_data.trainer.run import train
 
 FULL = "full"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,7 +24,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import StoreDataModule, ValidationBatches
-from moa_data.trainer.run import RUN_FILE
+from moa_data.trainer.files import RUN_FILE
 from moa_data.trainer.validation import agreement_by_distance, compare_batch
 
 

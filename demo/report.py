@@ -10,6 +10,7 @@ from typing import Any
 
 from ..storage.care.summary import StoreSummary, summarize_store
 from ..text import printable
+from ..trainer.files import CURVES_FILE
 from . import figures
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, read_jsonl
@@ -39,7 +40,7 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
     figures.target_curves(target, pictures / "target.png")
     figures.bytes_per_token(summary, pictures / "bytes_per_token.png")
     for source, name in (
-        (folder / "drafter" / "curves.png", "drafter.png"),
+        (folder / "drafter" / CURVES_FILE, "drafter.png"),
         (folder / "eval" / "report.png", "speed.png"),
     ):
         shutil.copyfile(source, pictures / name)

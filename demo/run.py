@@ -14,6 +14,7 @@ from ..pipeline.config import DataSettings, ExtractConfig, ForwardSettings
 from ..storage.names import COMMITS_NAME
 from ..text import Progress
 from ..trainer.config import PRESETS, TrainConfig
+from ..trainer.files import LAST
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, TRAIN_FILE, corpus_stats, generate_corpus, read_jsonl, write_jsonl
 from .state import PHASES, REPORT_FILE, DemoState
@@ -120,7 +121,7 @@ class _Run:
         """Train the drafter from the store; an interrupted run goes on from its last checkpoint."""
         from ..trainer.run import train
 
-        can_resume = (self.drafter / "checkpoints" / "last.ckpt").is_file()
+        can_resume = (self.drafter / LAST).is_file()
         if self.drafter.exists() and not can_resume:
             shutil.rmtree(self.drafter)  # stopped before its first checkpoint: nothing to keep
         report = train(self.train_config(can_resume), self.provenance, progress_bar=self.progress is not None)
@@ -191,7 +192,7 @@ class _Run:
         n_parts = len(list((self.store / COMMITS_NAME).glob("part-*.json")))
         if "extract" not in finished and n_parts:
             text += f", and the {n_parts} committed parts of the store"
-        if "train" not in finished and (self.drafter / "checkpoints" / "last.ckpt").is_file():
+        if "train" not in finished and (self.drafter / LAST).is_file():
             text += ", and the drafter's last checkpoint"
         return text
 

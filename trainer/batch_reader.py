@@ -83,8 +83,15 @@ class BatchReader:
             (config.data.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
         )
 
-    def read(self, sequences: np.ndarray, lengths: np.ndarray) -> tuple[TrainingInputs, dict[str, EncodedField]]:
+    def read(
+        self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
+    ) -> tuple[TrainingInputs, dict[str, EncodedField]]:
         """Read sequences with the given token counts; padding is zero.
+
+        Args:
+            sequences: indices into the store.
+            lengths: tokens of each of them.
+            response: bool [B, at least T], their response masks where they were read before.
 
         Returns:
             The inputs, and what is still encoded, by attribute of the inputs (see ``Batch.encoded``).
@@ -96,10 +103,11 @@ class BatchReader:
             for array in own_arrays(codec, layers)
         }
         out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
-        text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in _TEXT_FIELDS}
+        names = _TEXT_FIELDS if response is None else ("tokens",)
+        text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in names}
         self.store.read_batch(
             sequences,
-            [*_TEXT_FIELDS, *self._fields.values()],
+            [*names, *self._fields.values()],
             out=out | text,
             layers=_layers_read(self.config),
             n_threads=self.config.data.reader_threads,
@@ -113,10 +121,12 @@ class BatchReader:
                 dtype = _TORCH_DTYPES[codec.spec.dtype]
                 encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
                 buffers[name] = torch.empty(0)
+        if response is None:
+            response = torch.from_numpy(text["response_mask"]).bool()
         read = {attribute: buffers[name] for attribute, name in self._fields.items()}
         inputs = TrainingInputs(
             tokens=torch.from_numpy(text["tokens"]).long(),
-            response_mask=torch.from_numpy(text["response_mask"]).bool(),
+            response_mask=response[:, :n_tokens].contiguous(),
             kv=read["kv"].flatten(3) if "kv" in read and "kv" not in encoded else read.get("kv"),
             hidden=read["hidden"],
             entering_hidden=read.get("entering_hidden"),

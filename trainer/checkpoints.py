@@ -21,8 +21,8 @@ from ..moa.files.tensor_file import write_tensors
 from ..moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
 from .errors import CheckpointInvalid
+from .files import CHECKPOINTS
 
-LAST, BEST = "last.ckpt", "best.ckpt"
 FULL_DISK_ADVICE = (
     "A checkpoint that was there before is whole. Free some space and run the same command again, with --resume if "
     "there is one."
@@ -135,7 +135,7 @@ def export_drafter(drafter: Drafter, folder: Path) -> None:
 
 def remove_leftovers(out: Path) -> None:
     """Delete what a kill left half-written in a run's folder."""
-    for file in (*out.glob("*" + PARTIAL_SUFFIX), *(out / "checkpoints").glob("*" + PARTIAL_SUFFIX)):
+    for file in (*out.glob("*" + PARTIAL_SUFFIX), *(out / CHECKPOINTS).glob("*" + PARTIAL_SUFFIX)):
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file)
         else:

@@ -11,8 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from ..storage.durable import write_atomic
-
-METRICS_FILE = "metrics.csv"
+from .files import METRICS_FILE
 
 
 def keep_earlier_metrics(run: Path) -> None:

@@ -74,13 +74,15 @@ class _Step:
         rows: positions of all its sequences, those of other devices included.
         draws: one row for each of them.
         parts: for each micro-batch of this device, indices into ``rows``.
-        denominator: of each micro-batch; None until the response masks are read.
+        response: bool [B, T], response masks of all rows; None until the first micro-batch is read.
+        denominator: of each micro-batch, from those masks.
     """
 
     rows: np.ndarray
     draws: "DrawnRows"
     parts: list[np.ndarray]
-    denominator: float | None = None
+    response: Tensor | None = None
+    denominator: float = 1.0
 
 
 class TrainingStream:
@@ -143,13 +145,13 @@ class TrainingStream:
     def _read(self, plan: _Step, part: np.ndarray) -> Batch:
         """Read one micro-batch; the one thread that reads ahead calls this."""
         began, n_bytes_before = time.perf_counter(), self._reader.store.n_bytes_read
-        if plan.denominator is None:
+        if plan.response is None:
+            plan.response = self._reader.response_masks(self._sequences[plan.rows])
+            total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
             # Lightning averages over micro-batches, and over devices.
-            response = self._reader.response_masks(self._sequences[plan.rows])
-            total = sum_loss_weights(response, plan.draws, self._reader.config)
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         rows = plan.rows[part]
-        inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows])
+        inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows], plan.response[part])
         own = _rows_of(plan.draws, torch.from_numpy(part))
         n_tokens = int(self._lengths[rows].sum())
         batch = Batch(inputs, own, plan.denominator, n_tokens, encoded=encoded)

@@ -26,6 +26,7 @@ from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard
 from ..storage.read.store import read_manifest
 from .config import DrafterExportConfig
 from .errors import TargetUnknown
+from .files import RUN_FILE
 
 _EMBEDDINGS = "model.embed_tokens.weight"
 _BUNDLE_EMBEDDINGS = "embed_tokens.weight"
@@ -152,8 +153,8 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool) -> Targ
 def _store_of(drafter: Path) -> str:
     """The store of a run; ``drafter`` may be its subfolder."""
     for folder in (drafter, drafter.parent):
-        if (folder / "run.yaml").is_file():
-            settings = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+        if (folder / RUN_FILE).is_file():
+            settings = yaml.safe_load((folder / RUN_FILE).read_text(encoding="utf-8"))
             store = str(settings.get("store", "")) if isinstance(settings, dict) else ""
             if (Path(store).expanduser() / "target" / FROZEN_FILE).is_file():
                 return store

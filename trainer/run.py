@@ -33,27 +33,15 @@ from . import callbacks
 from .allocator import keep_freed_memory
 from .batch_reader import BatchReader
 from .checkpoint_check import check_for
-from .checkpoints import (
-    BEST,
-    FULL_DISK_ADVICE,
-    LAST,
-    CheckpointFiles,
-    export_drafter,
-    read_checkpoint,
-    remove_leftovers,
-)
+from .checkpoints import FULL_DISK_ADVICE, CheckpointFiles, export_drafter, read_checkpoint, remove_leftovers
 from .config import MachineSettings, TrainConfig
 from .curves import keep_earlier_metrics, plot_curves
 from .data import StoreDataModule
 from .errors import CheckpointInvalid, RunExists, TrainingError
+from .files import BEST, CURVES_FILE, DRAFTER, LAST, LOCK_FILE, PROVENANCE_FILE, REPORT_FILE, RUN_FILE, STORE_FILE
 from .interruption import SignalsLeftAlone, StopGuard, StoppedAtOnce, stopped_at
 from .module import DrafterModule
 
-RUN_FILE = "run.yaml"
-REPORT_FILE = "report.json"
-CHECKPOINTS = "checkpoints"
-STORE_FILE = "store.json"
-LOCK_FILE = "run.lock"
 _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
      "checkpoint_every", "devices", "accelerator"}
@@ -121,7 +109,7 @@ def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progres
 def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
     """The line for a run that was stopped at once: what it left decides."""
     try:
-        step = read_checkpoint(out / CHECKPOINTS / LAST)["global_step"]
+        step = read_checkpoint(out / LAST)["global_step"]
     except (CheckpointInvalid, OSError):
         return "stopped before the first checkpoint; run the same command again."
     if isinstance(interrupt, StoppedAtOnce):
@@ -158,9 +146,9 @@ def _fit(
 ) -> TrainReport:
     """Run the steps and write what they gave; the process of the first device writes for all."""
     out = Path(config.out)
-    last = out / CHECKPOINTS / LAST
+    last = out / LAST
     guard, throughput = StopGuard(last), callbacks.Throughput()
-    best = callbacks.ExportBest(out / "drafter", out / CHECKPOINTS / BEST)
+    best = callbacks.ExportBest(out / DRAFTER, out / BEST)
     validations = callbacks.Validations(data.max_steps)
     files = CheckpointFiles()
     _hush_lightning()
@@ -208,8 +196,8 @@ def _fit(
     )
     if is_first:
         if report.best_expected_acceptance_length is None:
-            export_drafter(module.drafter, out / "drafter")
-        plot_curves(out, out / "curves.png")
+            export_drafter(module.drafter, out / DRAFTER)
+        plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
     return report
 
@@ -310,7 +298,7 @@ def _precision(machine: MachineSettings) -> Any:
 
 def _check_folder(config: TrainConfig, out: Path) -> None:
     """Refuse what would mix two runs."""
-    record, last = out / RUN_FILE, out / CHECKPOINTS / LAST
+    record, last = out / RUN_FILE, out / LAST
     if config.resume:
         if not last.exists():
             raise TrainingError(f"nothing to resume: {last} does not exist; run without --resume.")
@@ -388,4 +376,4 @@ def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenan
     write_atomic(out / RUN_FILE, config.to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
-    write_atomic(out / "provenance.json", (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode())
+    write_atomic(out / PROVENANCE_FILE, (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode())

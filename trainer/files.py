@@ -1,0 +1,24 @@
+"""Names in the folder of a run.
+
+::
+
+    OUT/run.yaml           the settings, as --config reads them
+        store.json         what the store was, for --resume
+        provenance.json    command, versions, machine
+        report.json        figures of the finished run
+        metrics.csv        training and validation, beside tensorboard/ and curves.png
+        run.lock           held while a process trains here
+        drafter/           the drafter of the best validation
+        checkpoints/       last.ckpt to go on from, best.ckpt
+"""
+
+RUN_FILE = "run.yaml"
+STORE_FILE = "store.json"
+PROVENANCE_FILE = "provenance.json"
+REPORT_FILE = "report.json"
+METRICS_FILE = "metrics.csv"
+CURVES_FILE = "curves.png"
+LOCK_FILE = "run.lock"
+DRAFTER = "drafter"
+CHECKPOINTS = "checkpoints"
+LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
