@@ -121,7 +121,8 @@ def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) ->
     own = {name: value for name, value in VARIANTS[variant][1].items() if name in ("layer_attention", "layer_groups")}
     if not own:
         return given
-    full = MoASizes.from_target(frozen.config, **given)
+    paper = {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
+    full = MoASizes.from_target(frozen.config, **paper | given)
     missing = n_weights(full) - n_weights(dataclasses.replace(full, **own))
     wider = round(missing / (2 * 3 * full.hidden_size))  # two MLPs of three matrices
     names = ("self_attention_mlp_width", "cross_attention_mlp_width")

@@ -1,5 +1,6 @@
 """Defaults < preset < file < --set < flags; what cannot be used is named with its place, and all of it at once."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ from pydantic import Field
 
 from moa_data.config import Config, Count, Positive, resolve
 from moa_data.errors import OptionInvalid
+from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.trainer.config import PRESETS, TrainConfig
 
@@ -161,6 +163,15 @@ def test_names_are_unique(config_class: type[Config]) -> None:
     for setting in config_class.settings():
         assert keys.setdefault(setting.name, setting.key) == setting.key
         assert setting.field.description, setting.key
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_defaults_of_drafters_are_those_of_their_sizes(kind: str) -> None:
+    """What ``drafter.json`` may leave out is what a run trains by default."""
+    settings = TrainConfig.of(store="s", out="o", drafter=kind).named()
+    for item in dataclasses.fields(DRAFTERS[kind].config_class):
+        if item.name in settings and item.default is not dataclasses.MISSING:
+            assert settings[item.name] == item.default, item.name
 
 
 @pytest.mark.parametrize("name", PRESETS)

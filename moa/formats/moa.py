@@ -83,6 +83,7 @@ def _sizes(weights: Mapping[str, Tensor], facts: dict[str, Any]) -> MoASizes:
         own = block.replace("layer_self", "layer")
         values[f"{own}_kv_heads"] = rows(weights, f"{block}.self_attn.k_proj.weight") // dim
         values[f"{own}_mlp_width"] = rows(weights, f"{block}.mlp.gate_proj.weight")
+    values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}  # the paper's form
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     try:
         return MoASizes.from_dict(values)

@@ -15,6 +15,7 @@ from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.target.live import Target
 
 from .chats import write_jsonl
+from .drafters import PAPER
 
 TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
 
@@ -52,7 +53,7 @@ def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
     build_target(config, tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     target = Target.load(str(folder / "model"), device="cpu")
-    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), folder / "drafter")
+    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity, **PAPER)), folder / "drafter")
     arguments = ("--model", folder / "model", "--dataset", folder / "chats.jsonl", "--out", folder / "store")
     done = run("extract", *arguments, "--part-tokens", "256", "--device", "cpu")
     assert done.exit_code == 0, done.output

@@ -22,6 +22,8 @@ from .models import SIZES
 
 NO_DRAWS = Draws(None, torch.zeros(8, dtype=torch.bool))
 """No step bound, no staircase, for up to eight rows."""
+PAPER = {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
+"""Sizes of the paper's Mixture of Attentions, where the defaults are others."""
 
 
 def token_counts(seed: int = 0) -> Tensor:
@@ -50,8 +52,8 @@ build_medusa, build_independent = partial(build, "medusa"), partial(build, "inde
 
 
 def build_drafter(model: Any, n_target_layers: int = 0, seed: int = 1, std: float = 0.15, **sizes: Any) -> MoADrafter:
-    """A MoA drafter for a model, with random weights."""
-    drafter: MoADrafter = build("moa", model, seed, std, target_layer_inference=n_target_layers, **sizes)
+    """A MoA drafter of the paper's form for a model, with random weights."""
+    drafter: MoADrafter = build("moa", model, seed, std, target_layer_inference=n_target_layers, **PAPER | sizes)
     return drafter
 
 

@@ -22,6 +22,7 @@ from moa_data.moa.errors import CheckpointError, TargetError, TargetMismatch
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS
 from moa_data.moa.target.bundle import FrozenTarget, hash_target
+from moa_data.tests.kit.drafters import PAPER
 from moa_data.trainer import export as drafter_export
 from moa_data.trainer.config import DrafterExportConfig
 from moa_data.trainer.errors import TargetUnknown
@@ -35,7 +36,7 @@ def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str
     config, identity = AutoConfig.from_pretrained(target), hash_target(target) | identity
     drafter: Drafter
     if kind == "moa":
-        drafter = MoADrafter(MoASizes.from_target(config, identity))
+        drafter = MoADrafter(MoASizes.from_target(config, identity, **PAPER))
     elif kind == "eagle3":
         drafter = Eagle3Drafter(Eagle3Sizes.from_target(config, identity, fused_layers=(0, 1, 2)))
     else:

@@ -18,7 +18,7 @@ from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
 from moa_data.moa.target.live import Target
-from moa_data.tests.kit.drafters import build_drafter, frozen_for, stored
+from moa_data.tests.kit.drafters import PAPER, build_drafter, frozen_for, stored
 from moa_data.tests.kit.models import build_model
 
 from .contract import CLOSE, DrafterContract, Rows
@@ -28,28 +28,28 @@ OURS = {"cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": Tru
 
 class TestPaper(DrafterContract):
     kind = "moa"
+    sizes = PAPER
     export_sizes = {"moa": {}, "moa-vllm": {}}
 
 
 class TestOurs(DrafterContract):
     kind = "moa"
-    sizes = OURS
 
 
 class TestPaperThroughTargetLayers(DrafterContract):
     kind = "moa"
-    sizes = {"target_layer_inference": 2}
+    sizes = PAPER | {"target_layer_inference": 2}
     export_sizes = {"moa": {}}
 
 
 class TestOursThroughTargetLayers(DrafterContract):
     kind = "moa"
-    sizes = OURS | {"target_layer_inference": 1}
+    sizes = {"target_layer_inference": 1}
 
 
 class TestLastLayerAlone(DrafterContract):
     kind = "moa"
-    sizes = OURS | {"layer_attention": False, "target_layer_inference": 2}
+    sizes = {"layer_attention": False, "target_layer_inference": 2}
 
 
 N_TOKENS, PROMPT = 22, 9
