@@ -378,7 +378,7 @@ def test_bfloat16_target_and_drafter_decode(family: str, n_target_layers: int) -
     drafter = build_drafter(target.model, n_target_layers).to(torch.bfloat16)
     fast = speculative_generate(target, drafter, None, [5, 6, 7], max_new_tokens=12)
     assert len(fast.tokens) == 12
-    with pytest.raises(DrafterError, match=r"drafter is torch\.float32, its target pieces are torch\.bfloat16"):
+    with pytest.raises(DrafterError, match=r"drafter is torch\.float32, its target weights are torch\.bfloat16"):
         speculative_generate(target, drafter.float(), None, [5], max_new_tokens=4)
 
 

@@ -98,12 +98,11 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
             seen.append((list(committed[0]), real(self, committed, shape)))
             return seen[-1][1]
 
-    def opened(cache, generators):
-        return Watched(drafter, frozen, cache, None, generators)
-
     frozen = FrozenTarget.from_model(model, 0)
     plain = plain_generate(target, [5, 6, 7], max_new_tokens=16)
-    found = generate_batch(target, [[5, 6, 7]], max_new_tokens=16, proposer=opened, tree=shape)
+    found = generate_batch(
+        target, [[5, 6, 7]], max_new_tokens=16, proposer=Watched(target, drafter, frozen), tree=shape
+    )
     assert found[0].tokens == plain.tokens
     committed, tree = seen[0]
     tokens = tree.tokens[0].tolist()
@@ -115,7 +114,8 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
         cache = target.new_cache()
         hidden = target.forward(torch.tensor([committed[:-1]]), cache)
         cache.commit([range(len(committed) - 1)])
-        session = DrafterProposer(drafter, frozen, cache)
+        session = DrafterProposer(target, drafter, frozen)
+        session.begin(cache)
         with torch.inference_mode():
             session.observe(hidden, [range(len(committed) - 1)])
             features = drafter.draft_root(session.state, frozen, [committed], cache)
