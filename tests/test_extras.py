@@ -51,3 +51,12 @@ def test_a_command_says_in_one_line_what_to_install(command: str) -> None:
     done = run(f"from moa_data.cli import main\nmain({command})")
     assert done.returncode == 2
     assert re.fullmatch(r"Error: .*pip install 'moa-data\[all\]'.*\n", done.stderr), done.stderr
+
+
+def test_every_package_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py")}
+    ours = {
+        path for path in folders if not any(part.startswith(".") or part in ("tests", "build") for part in path.parts)
+    }
+    assert {".".join(("moa_data", *path.parts)) for path in ours} == set(project["tool"]["setuptools"]["packages"])
