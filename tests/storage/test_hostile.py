@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from moa_data.pipeline.errors import PipelineError
@@ -37,14 +37,14 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.hostile import (
-    LONG,
-    QUICK,
+    QUICK_AND_LONG,
     bounded_memory,
     changed,
     changed_bytes,
     endless,
     only_own_errors,
     replaced,
+    try_examples,
 )
 from moa_data.tests.kit.stores import make_recipe
 
@@ -104,17 +104,9 @@ def check_documents(store: Path, data: Any) -> None:
             use(store)
 
 
-@QUICK
-@given(data=st.data())
-def test_documents(unsealed: Path, data: Any) -> None:
-    check_documents(unsealed, data)
-
-
-@pytest.mark.slow
-@LONG
-@given(data=st.data())
-def test_many_documents(unsealed: Path, data: Any) -> None:
-    check_documents(unsealed, data)
+@QUICK_AND_LONG
+def test_documents(unsealed: Path, how: settings) -> None:
+    try_examples(how, lambda data: check_documents(unsealed, data))
 
 
 def check_plan_bytes(store: Path, data: Any) -> None:
@@ -123,24 +115,14 @@ def check_plan_bytes(store: Path, data: Any) -> None:
         use(store)
 
 
-@QUICK
-@given(data=st.data())
-def test_plan_bytes(unsealed: Path, data: Any) -> None:
-    check_plan_bytes(unsealed, data)
+@QUICK_AND_LONG
+def test_plan_bytes(unsealed: Path, how: settings) -> None:
+    try_examples(how, lambda data: check_plan_bytes(unsealed, data))
 
 
-@pytest.mark.slow
-@LONG
-@given(data=st.data())
-def test_many_plan_bytes(unsealed: Path, data: Any) -> None:
-    check_plan_bytes(unsealed, data)
-
-
-@QUICK
-@given(data=st.data())
-def test_plan_values(unsealed: Path, data: Any) -> None:
+def check_plan_values(store: Path, data: Any) -> None:
     """A plan whose file is whole and whose numbers are not."""
-    path = unsealed / "plan.parquet"
+    path = store / "plan.parquet"
     plan = read_plan(path)
     name = data.draw(st.sampled_from(["source_row", "n_tokens", "n_response_tokens", "part", "first_token"]))
     values = plan[name].to_pylist()
@@ -152,7 +134,12 @@ def test_plan_values(unsealed: Path, data: Any) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(changed, sink)
     with replaced(path, sink.getvalue().to_pybytes()):
-        use(unsealed)
+        use(store)
+
+
+@QUICK_AND_LONG
+def test_plan_values(unsealed: Path, how: settings) -> None:
+    try_examples(how, lambda data: check_plan_values(unsealed, data))
 
 
 def test_a_plan_that_unpacks_to_gigabytes_is_not_read(tmp_path: Path) -> None:
@@ -168,21 +155,19 @@ def test_a_plan_that_unpacks_to_gigabytes_is_not_read(tmp_path: Path) -> None:
         read_plan(tmp_path / "plan.parquet")
 
 
-@QUICK
-@given(data=st.data())
-def test_shard_indexes_and_chunks(unsealed: Path, data: Any) -> None:
+def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
     """Index entries and chunk headers that lie, under checksums that hold."""
-    path = unsealed / "parts/part-00000.zarr/kv/c/0/0/0/0/0"
+    path = store / "parts/part-00000.zarr/kv/c/0/0/0/0/0"
     content = bytearray(path.read_bytes())
     offset = data.draw(st.integers(1, 30)) * 8 + 4
     number = data.draw(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]) | st.integers(0, len(content)))
     if data.draw(st.booleans()):
         content[-offset : len(content) - offset + 8] = number.to_bytes(8, "little")
-        with ActivationStore(unsealed) as reader:
+        with ActivationStore(store) as reader:
             n_index_bytes = 16 * reader._arrays.shard(0, reader.codec.fields["kv"].arrays[0], 0).index[..., 0].size
         content[-4:] = crc32c(bytes(content[-4 - n_index_bytes : -4])).to_bytes(4, "little")
     else:
-        with ActivationStore(unsealed) as reader:
+        with ActivationStore(store) as reader:
             index = reader._arrays.shard(0, reader.codec.fields["kv"].arrays[0], 0).index
         start, n_bytes = (int(value) for value in index[0, 0])
         at = start + data.draw(st.integers(0, min(40, n_bytes - 12)))
@@ -190,9 +175,14 @@ def test_shard_indexes_and_chunks(unsealed: Path, data: Any) -> None:
         stop = start + n_bytes
         content[stop - 4 : stop] = crc32c(bytes(content[start : stop - 4])).to_bytes(4, "little")
     with replaced(path, bytes(content)):
-        use(unsealed)
+        use(store)
         with bounded_memory(), suppress(ShardCorrupt):
-            read_everything(unsealed)
+            read_everything(store)
+
+
+@QUICK_AND_LONG
+def test_shard_indexes_and_chunks(unsealed: Path, how: settings) -> None:
+    try_examples(how, lambda data: check_shard_indexes_and_chunks(unsealed, data))
 
 
 def expect_refusal(store: Path) -> None:
@@ -335,17 +325,9 @@ def check_basis(store: Path, data: Any) -> None:
         use_believing(store, data.draw(changed_basis(good) | changed_bytes(good)))
 
 
-@QUICK
-@given(data=st.data())
-def test_basis(learned: Path, data: Any) -> None:
-    check_basis(learned, data)
-
-
-@pytest.mark.slow
-@LONG
-@given(data=st.data())
-def test_many_bases(learned: Path, data: Any) -> None:
-    check_basis(learned, data)
+@QUICK_AND_LONG
+def test_basis(learned: Path, how: settings) -> None:
+    try_examples(how, lambda data: check_basis(learned, data))
 
 
 def check_seal_and_runs(store: Path, data: Any) -> None:
@@ -357,14 +339,6 @@ def check_seal_and_runs(store: Path, data: Any) -> None:
             recorded_config(store)
 
 
-@QUICK
-@given(data=st.data())
-def test_seal_and_runs(sealed: Path, data: Any) -> None:
-    check_seal_and_runs(sealed, data)
-
-
-@pytest.mark.slow
-@LONG
-@given(data=st.data())
-def test_many_seals_and_runs(sealed: Path, data: Any) -> None:
-    check_seal_and_runs(sealed, data)
+@QUICK_AND_LONG
+def test_seal_and_runs(sealed: Path, how: settings) -> None:
+    try_examples(how, lambda data: check_seal_and_runs(sealed, data))
