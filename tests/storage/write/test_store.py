@@ -365,7 +365,7 @@ for n in range(1, 10_000, int(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_then_rerun_gives_equal_bytes(tmp_path: Path, recipe: Recipe, every: int) -> None:
     whole = read_tree(recipe.write(tmp_path / "whole"))
     killed = tmp_path / "killed"
