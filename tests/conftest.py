@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(3600))
 
 
-def blank_picture(figure: object, file: Any, **options: Any) -> None:
+def blank_picture(figure: Any, file: Any, **options: Any) -> None:
     """Write the beginning of a PNG instead of drawing, which is most of the time that a tiny training takes."""
     if hasattr(file, "write"):
         file.write(b"\x89PNG")

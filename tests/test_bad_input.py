@@ -197,7 +197,7 @@ def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
 def test_latin_1_on_the_real_standard_input(locale: str) -> None:
     """Depending on the locale Python refuses such bytes or hands them on as halves of surrogate pairs."""
     command = [sys.executable, "-m", "moa_data", "generate", "--model", "m", "--drafter", "d", "--prompt", "-"]
-    environment = {**os.environ, "LC_ALL": locale, "PYTHONCOERCECLOCALE": "0"}
+    environment: dict[str, Any] = {**os.environ, "LC_ALL": locale, "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(command, input="Un café".encode("latin-1"), capture_output=True, env=environment)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(b"Error: the prompt is no UTF-8 text")

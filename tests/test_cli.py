@@ -27,7 +27,7 @@ COMMANDS = (
     "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval",
     "disconnect", "export", "import", "export-drafter", "demo",
 )  # fmt: skip
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def run(*arguments: str) -> Any:

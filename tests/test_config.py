@@ -140,7 +140,7 @@ def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(OptionInvalid, match="--set 'resume': expected KEY=VALUE"):
         resolve(Stage, {}, None, ["resume"])
     with pytest.raises(OptionInvalid, match=r"^steps.n_steps is 0, expected at least 1; missing: --store"):
-        Stage(steps={"n_steps": 0})  # type: ignore[arg-type]
+        Stage(steps={"n_steps": 0})  # type: ignore[call-arg]
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -30,13 +31,13 @@ def block(language: str) -> str:
     return found.group(1)
 
 
-def test_the_tree_is_the_one_of_the_schema():
+def test_the_tree_is_the_one_of_the_schema() -> None:
     assert schema.__doc__ is not None
     tree = schema.__doc__.split("::\n\n")[1].split("\n\n")[0]
     assert block("text").rstrip() == textwrap.dedent(tree).rstrip()
 
 
-def test_every_manifest_key_and_plan_column_is_explained():
+def test_every_manifest_key_and_plan_column_is_explained() -> None:
     from dataclasses import fields
 
     from moa_data.storage.parts.plan import PLAN_SCHEMA
@@ -45,11 +46,11 @@ def test_every_manifest_key_and_plan_column_is_explained():
         assert f"`{name}`" in DOCUMENT
 
 
-def test_the_example_reads_a_store_with_tensorstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_example_reads_a_store_with_tensorstore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = kit.make_recipe()
     recipe.write(tmp_path / "STORE")
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec(compile(block("python"), "docs/format.md", "exec"), names)
     row = recipe.plan.slice(0, 1).to_pylist()[0]
     expected = recipe.values(recipe.manifest.fields[2], row)
@@ -58,7 +59,7 @@ def test_the_example_reads_a_store_with_tensorstore(tmp_path: Path, monkeypatch:
     np.testing.assert_array_equal(names["values"].shape, (row["n_tokens"], 4, 2, 8))
 
 
-def test_zarr_python_reads_by_the_steps_of_the_document(tmp_path: Path):
+def test_zarr_python_reads_by_the_steps_of_the_document(tmp_path: Path) -> None:
     recipe = kit.make_recipe()
     store = recipe.write(tmp_path / "store")
     for row in pq.read_table(store / "plan.parquet").to_pylist():
@@ -70,7 +71,7 @@ def test_zarr_python_reads_by_the_steps_of_the_document(tmp_path: Path):
             np.testing.assert_array_equal(got, recipe.values(spec, row))
 
 
-def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp_path: Path):
+def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp_path: Path) -> None:
     fields = (*kit.FIELDS, schema.hidden_field("layer_2", 16))
     recipe = kit.make_recipe(lengths=(70, 3, 200, 64, 1), fields=fields, part_tokens=300)
     recipe.write(tmp_path / "STORE")
@@ -97,7 +98,7 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp
                 np.testing.assert_array_equal(out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row))
 
 
-def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(tmp_path: Path):
+def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(tmp_path: Path) -> None:
     recipe = kit.make_recipe(lengths=(70, 3, 200), part_tokens=300)
     store = recipe.write(tmp_path / "store")
     more = recipe.with_manifest(fields=(*recipe.manifest.fields, schema.hidden_field("layer_2", 16)))
@@ -114,7 +115,7 @@ def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(tmp_path: Pa
     manifest = json.loads((store / "store.json").read_text())
     assert (manifest["schema_version"], manifest["fields"][-1]["name"]) == (1, "hidden/layer_2")
     for row in pq.read_table(store / "plan.parquet").to_pylist():
-        part = f"part-{row['part']:05d}"
+        part = f"part-{row['part']:05d}"  # type: ignore[assignment]
         commit = json.loads((store / "commits" / f"{part}.json").read_text())
         for name, record in commit["files"].items():
             content = (store / "parts" / f"{part}.zarr" / name).read_bytes()
@@ -125,7 +126,7 @@ def test_zarr_python_reads_fields_that_were_added_by_the_same_steps(tmp_path: Pa
             np.testing.assert_array_equal(got, more.values(spec, row))
 
 
-def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path):
+def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path) -> None:
     store = kit.make_recipe().write(tmp_path / "store")
     part = store / "parts" / "part-00000.zarr"
     for name, chunk_tokens in re.findall(r"^\| `(tokens|response_mask)` \|.*\| (\d+) \|$", DOCUMENT, re.MULTILINE):

@@ -6,20 +6,21 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moa_data.storage.care.verify import verify_store
 
 MOA_DATA = f"exec {sys.executable} -m moa_data"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
 DEMO = (
     "--n-chats 80 --n-store-chats 60 --n-held-out 11 --vocab-size 300 --hidden-size 16 --n-layers 2 --n-heads 2 "
     "--n-kv-heads 1 --target-steps 4 --target-batch-tokens 512 --drafter-steps 8 --drafter-batch-size 4 "
     "--n-eval-prompts 2 --max-new-tokens 6 --draft-length 2"
 )
 # Every command, in a folder with model/, chats.jsonl, store/ and a trained run/.
-COMMANDS = {
+COMMANDS: dict[str, Any] = {
     "plan": "plan --model model --dataset chats.jsonl --out OUT --device cpu",
     "extract": "extract --model model --dataset chats.jsonl --out OUT --device cpu",
     "inspect": "inspect store",

@@ -28,7 +28,7 @@ from moa_data.tests.kit.hostile import bounded_memory, endless
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
-AUTO_MAP = {
+AUTO_MAP: dict[str, Any] = {
     "AutoConfig": "evil.Evil",
     "AutoModel": "evil.Evil",
     "AutoModelForCausalLM": "evil.Evil",
@@ -43,7 +43,7 @@ def change_json(file: Path, **values: Any) -> None:
 
 def commit_target(store: Path) -> None:
     """Make commits/target.json agree with the files, as who can write to the folder does."""
-    files = {}
+    files: dict[str, Any] = {}
     for path in sorted((store / "target").rglob("*")):
         if path.is_file():
             content = path.read_bytes()

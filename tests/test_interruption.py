@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_each_phase_of_the_demo(tmp_path: Path, number: signal.Signals) -> None:
     assert not list(out.rglob("*.partial"))
 
 
-COMMANDS = {
+COMMANDS: dict[str, Any] = {
     "extract": "extract --model model --dataset chats.jsonl --out OUT --part-tokens 256 --device cpu",
     "recode": "recode store --codec int8 --out OUT",
     "add": "add OUT --model model --activations hidden:layer:0 --device cpu",
@@ -187,7 +188,7 @@ def data_files(out: Path) -> dict[str, bytes]:
 
 def run_until(arguments: list[str], cwd: Path, moment_s: float | None, number: int) -> tuple[int, str, float]:
     """Run the command line and send it a signal at a moment; return exit code, what it said, and its seconds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "moa_data", *arguments]
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as run:

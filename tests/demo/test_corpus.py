@@ -4,6 +4,7 @@ import ast
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,17 +13,17 @@ from moa_data.demo.errors import DemoError
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows() -> Any:
     return generate_corpus(1500, 110, seed=3)
 
 
-def test_equal_seeds_give_equal_rows_and_others_do_not(rows):
+def test_equal_seeds_give_equal_rows_and_others_do_not(rows: Any) -> None:
     again = generate_corpus(1500, 110, seed=3)
     assert again == rows
     assert generate_corpus(1500, 110, seed=4).train != rows.train
 
 
-def test_text_is_neither_constant_nor_noise(rows):
+def test_text_is_neither_constant_nor_noise(rows: Any) -> None:
     stats = corpus_stats(rows.train)
     assert 3.0 < stats.zlib_ratio < 12.0
     assert 6.5 < stats.word_entropy_bits < 10.0
@@ -31,14 +32,14 @@ def test_text_is_neither_constant_nor_noise(rows):
     assert len(FAMILIES) >= 6
 
 
-def test_held_out_prompts_do_not_occur_in_training(rows):
+def test_held_out_prompts_do_not_occur_in_training(rows: Any) -> None:
     train = {opening(row["messages"]) for row in rows.train}
     assert all(opening(row["messages"]) not in train for row in rows.held_out)
     assert {row["category"] for row in rows.held_out} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_chat_alternates_and_ends_with_an_answer(name):
+def test_every_chat_alternates_and_ends_with_an_answer(name: Any) -> None:
     rng = random.Random(1)
     for _ in range(100):
         messages = FAMILIES[name](rng)
@@ -47,7 +48,7 @@ def test_every_chat_alternates_and_ends_with_an_answer(name):
         assert "None" not in messages[-1]["content"]
 
 
-def test_arithmetic_steps_are_right():
+def test_arithmetic_steps_are_right() -> None:
     rng = random.Random(0)
     for _ in range(200):
         answer = FAMILIES["arithmetic"](rng)[-1]["content"]
@@ -57,7 +58,7 @@ def test_arithmetic_steps_are_right():
             assert int(right) == (int(first) + int(second) if sign == "+" else int(first) - int(second)) >= 0
 
 
-def test_code_runs_and_lists_are_sorted_and_json_parses():
+def test_code_runs_and_lists_are_sorted_and_json_parses() -> None:
     rng = random.Random(0)
     for _ in range(100):
         code = FAMILIES["code"](rng)[-1]["content"].split("```")[1].removeprefix("python\n")
@@ -69,12 +70,12 @@ def test_code_runs_and_lists_are_sorted_and_json_parses():
             assert json.loads(answer)
 
 
-def test_too_many_chats_and_bad_counts_are_refused():
+def test_too_many_chats_and_bad_counts_are_refused() -> None:
     with pytest.raises(DemoError, match="at least one training and one held-out chat, got 0 and 5"):
         generate_corpus(0, 5, seed=0)
 
 
-def test_jsonl_round_trip(tmp_path: Path, rows):
+def test_jsonl_round_trip(tmp_path: Path, rows: Any) -> None:
     write_jsonl(rows.held_out, tmp_path / "a.jsonl")
     assert read_jsonl(tmp_path / "a.jsonl") == rows.held_out
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]

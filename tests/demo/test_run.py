@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,11 @@ TINY = DemoConfig.of(
 
 
 @pytest.mark.draws
-def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TINY.replaced(out=str(tmp_path / "demo"))
     real_eval = run._Run.run_eval
 
-    def interrupted(self):
+    def interrupted(self: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run._Run, "run_eval", interrupted)
@@ -53,14 +54,14 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
         run_demo(config.replaced(seed=7))
 
 
-def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path):
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DemoError, match="not empty and holds no demo"):
         run_demo(TINY.replaced(out=str(tmp_path)))
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_start_that_was_killed_begins_again(tmp_path: Path):
+def test_a_start_that_was_killed_begins_again(tmp_path: Path) -> None:
     config = TINY.replaced(out=str(tmp_path / "demo"))
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "demo.json.partial").write_text("{")
@@ -68,7 +69,7 @@ def test_a_start_that_was_killed_begins_again(tmp_path: Path):
     assert [path.name for path in (tmp_path / "demo").iterdir()] == ["demo.json"]
 
 
-def test_a_damaged_state_is_named(tmp_path: Path):
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     config = TINY.replaced(out=str(tmp_path / "demo"))
     state = DemoState.open(config)
     state.finish("corpus", 1.0, {})
@@ -78,6 +79,6 @@ def test_a_damaged_state_is_named(tmp_path: Path):
         DemoState.open(config)
 
 
-def test_all_unusable_settings_are_named_together():
+def test_all_unusable_settings_are_named_together() -> None:
     with pytest.raises(OptionInvalid, match=r"seed is -1, .*n_store_chats is 100, expected at most.*target_steps is 0"):
         TINY.replaced(target_steps=0, n_store_chats=100, seed=-1)

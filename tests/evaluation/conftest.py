@@ -1,6 +1,7 @@
 """A tiny random target with a byte-level tokenizer, and a random drafter for it, as folders."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,11 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     tokenizer = build_byte_tokenizer()
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS, "initializer_range": 0.3}
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": 0.3,
+    }
     build_text_model(**sizes, **tokens).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

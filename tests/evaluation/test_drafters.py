@@ -14,8 +14,8 @@ from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.formats.checkpoint import load_drafter
 
-STORE = {"n_sequences": 60, "codec": "lossless", "dataset.sha256": "ab" * 32}
-SETTINGS = {"store": "/somewhere", "batch_size": 8, "optimizer": "muon", "seed": 0}
+STORE: dict[str, Any] = {"n_sequences": 60, "codec": "lossless", "dataset.sha256": "ab" * 32}
+SETTINGS: dict[str, Any] = {"store": "/somewhere", "batch_size": 8, "optimizer": "muon", "seed": 0}
 
 
 def as_run(drafter: Path, folder: Path, store: dict[str, Any] = STORE, **report: Any) -> Path:
@@ -113,7 +113,7 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     assert (bare.n_steps, bare.n_tokens, bare.settings, bare.store) == (None, None, {}, {})
     run = as_run(drafter_folder, tmp_path / "run")
     assert drafter_facts(run / "drafter", drafter).n_steps == 340
-    old = {"n_steps": 3, "n_tokens": 100, "best_expected_acceptance_length": float("-inf")}
+    old: dict[str, Any] = {"n_steps": 3, "n_tokens": 100, "best_expected_acceptance_length": float("-inf")}
     (run / "report.json").write_text(json.dumps(old))
     facts = drafter_facts(run, drafter)
     assert (facts.n_tokens, facts.n_bytes_read, facts.expected_acceptance_length) == (100, None, None)

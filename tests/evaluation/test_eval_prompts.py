@@ -1,6 +1,7 @@
 """Prompts end before the last assistant message; a line that is no prompt is named, not passed over."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_the_first_chats_are_chosen(chats_file: Path) -> None:
 
 
 def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
-    def ids(rows: list, n_prompts: int | None = None) -> list[str]:
+    def ids(rows: list[Any], n_prompts: int | None = None) -> list[str]:
         return [prompt.prompt_id for prompt in load_prompts(write_jsonl(tmp_path / "p.jsonl", rows), n_prompts).prompts]
 
     chats = [chat("q", "a", **given) for given in ({"prompt_id": None, "id": "x"}, {"id": None}, {"prompt_id": 0}, {})]
@@ -82,7 +83,7 @@ def test_line_separators_inside_text_do_not_split_a_line(tmp_path: Path) -> None
         ([chat("q", "a"), {"turns": ["q"]}], "put them into two files"),
     ],
 )
-def test_bad_files_are_refused(tmp_path: Path, rows: list, message: str) -> None:
+def test_bad_files_are_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(PromptsError, match=message):
         load_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path
     )
 
 
-def changed(config: EvalConfig, **values: object) -> EvalConfig:
+def changed(config: EvalConfig, **values: Any) -> EvalConfig:
     return config.replaced(**values)
 
 
@@ -135,7 +136,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
         ({"seed": 99999999999999999999}, "seed is 9{20}, expected below"),
     ],
 )
-def test_bad_settings_are_refused_together(config: EvalConfig, values: dict, message: str) -> None:
+def test_bad_settings_are_refused_together(config: EvalConfig, values: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionInvalid, match=message):
         changed(config, **values)
 

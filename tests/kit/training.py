@@ -43,7 +43,7 @@ def build_store(
 ) -> Path:
     """Sequences of 12..40 tokens that follow a simple pattern, so that a drafter can learn something."""
     model, random = tiny_model(), np.random.default_rng(0)
-    sequences = {}
+    sequences: dict[str, Any] = {}
     for _ in range(n_sequences):
         start, stride, length = random.integers(VOCABULARY), random.integers(1, 4), random.integers(12, 41)
         tokens = ((start + stride * np.arange(length)) % VOCABULARY).astype(np.int32)

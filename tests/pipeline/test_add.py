@@ -80,7 +80,12 @@ def fresh(config: ExtractConfig, **changes: Any) -> dict[str, bytes]:
 
 
 def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
-    new = {"store": config.out, "model": config.model, "activations": ("hidden:layer:0",), "target_layers": 1}
+    new: dict[str, Any] = {
+        "store": config.out,
+        "model": config.model,
+        "activations": ("hidden:layer:0",),
+        "target_layers": 1,
+    }
     return AddConfig.of(**new | changes)
 
 
@@ -170,7 +175,7 @@ def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(config: ExtractCon
     begun(config)
     n_calls = 0
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: Any) -> None:
         nonlocal n_calls
         n_calls += 1
         if n_calls == at_call:
@@ -346,7 +351,7 @@ def test_another_target_and_another_device_are_refused(
     ):
         with pytest.raises(OptionInvalid, match=message):
             add(addition(config, **changes))
-    for changes, key in (
+    for changes, key in (  # type: ignore[assignment]
         ({"dtype": "float32"}, r"extraction\.dtype"),
         ({"codec": "int8"}, r"codec\.name"),
         ({"max_length": 64}, r"extraction\.max_length"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +24,12 @@ ORIGIN = CardOrigin("owner/tiny", "owner/chats")
 
 
 @pytest.fixture
-def recipe_of() -> Callable:
+def recipe_of() -> Callable[..., Any]:
     return make_recipe
 
 
 @pytest.fixture
-def recipe(recipe_of: Callable):
+def recipe(recipe_of: Callable[..., Any]) -> Recipe:
     return recipe_of()
 
 
@@ -37,7 +38,7 @@ def store(recipe: Recipe, tmp_path: Path) -> Path:
     return recipe.write(tmp_path / "store")
 
 
-def front_matter(text: str) -> dict:
+def front_matter(text: str) -> dict[str, Any]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
@@ -83,7 +84,9 @@ def test_the_card_says_what_is_there(store: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_snippet_runs(recipe_of: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_every_snippet_runs(
+    recipe_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     recipe = recipe_of(lengths=(70, 3, 33), fields=(tokens_field(), response_mask_field(), hidden_field("last", 16)))
     recipe = recipe.with_manifest(fields=(*recipe.manifest.fields[:2], hidden_field("last", 16, dtype)))
     if dtype == "float32":
@@ -94,19 +97,19 @@ def test_every_snippet_runs(recipe_of: Callable, tmp_path: Path, monkeypatch: py
     reader = ActivationStore(store)
     expected = to_float32(reader.read(0, "hidden/last"), dtype)
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec(compile(snippets[0], "README.md", "exec"), names)
     np.testing.assert_array_equal(names["tokens"], reader.read(0, "tokens"))
     assert names["batch"]["hidden/last"].shape == (2, int(reader.lengths[:2].max()), 16)
-    plain: dict = {}
+    plain: dict[str, Any] = {}
     for library in snippets[1:]:
         plain.pop("values", None)
         exec(compile(library, "README.md", "exec"), plain)
         np.testing.assert_array_equal(plain["values"], expected)
 
 
-def float32_values(original: Callable) -> Callable:
-    def values(self, field, row) -> np.ndarray:
+def float32_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    def values(self: Any, field: Any, row: Any) -> np.ndarray:
         if field.dtype != "float32":
             return original(self, field, row)
         return np.random.default_rng(row["source_row"]).normal(size=(row["n_tokens"], 16)).astype(np.float32)

@@ -19,7 +19,7 @@ from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 
 
-def config(target_folder: Path, chats_file: Path, out: Path, **changes: object) -> ExtractConfig:
+def config(target_folder: Path, chats_file: Path, out: Path, **changes: Any) -> ExtractConfig:
     base = ExtractConfig.of(
         model=str(target_folder), dataset=str(chats_file), out=str(out), device="cpu", part_tokens=512, target_layers=1,
         batch_tokens=512,
@@ -130,7 +130,7 @@ def test_keys_and_values_are_predicted_from_tokens(
     assert data(tmp_path / "recoded") == data(tmp_path / "again")
     extract(config(target_folder, chats_file, tmp_path / "extracted", codec=codec))
     assert audit(tmp_path / "extracted", str(target_folder), samples=1, device="cpu").ok
-    values = {}
+    values: dict[str, Any] = {}
     for name in ("lossless", "recoded", "extracted"):
         with ActivationStore(tmp_path / name) as store:
             values[name] = np.concatenate([to_float32(store.read(i, "kv"), "bfloat16") for i in range(len(store))])

@@ -90,7 +90,7 @@ def test_a_name_that_covers_two_splits_is_refused(tmp_path: Path) -> None:
         ChatSource(dataset, "cooking")
 
 
-def saved(path: Path, *names: str) -> "datasets.Dataset":
+def saved(path: Path, *names: str) -> "datasets.Dataset":  # type: ignore[name-defined]
     dataset = datasets.Dataset.from_list([{"at": name} for name in names])
     dataset.save_to_disk(path)
     return datasets.load_from_disk(path)

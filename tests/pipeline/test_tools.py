@@ -25,7 +25,7 @@ from moa_data.tests.kit.templates import (
 )
 
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -33,7 +33,11 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "São Paulo"}}}
+CALL: dict[str, Any] = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "São Paulo"}},
+}
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "How warm is it?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -143,7 +147,10 @@ def test_every_way_of_writing_the_same_call_gives_the_same_tokens(name: str, req
     ]
     # Arrow gives each struct the keys of all of them, null where it has none.
     f_call = {"function": {"name": "f", "arguments": {"unit": "x", "n": 3}}}
-    f_schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"unit": {"enum": ["x"]}}}}}
+    f_schema: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"unit": {"enum": ["x"]}}}},
+    }
     other = {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [f_call]}, CHAT[3]], "tools": [f_schema]}
     pq.write_table(pa.Table.from_pylist([plain, other]), tmp_path / "t.parquet")
     rows.append(next(row for _, row in ChatSource(str(tmp_path / "t.parquet"), None).rows()))

@@ -31,7 +31,7 @@ SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
 
 
 @pytest.fixture
-def recipe():
+def recipe() -> Recipe:
     return make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
@@ -43,7 +43,7 @@ def store(tmp_path: Path, recipe: Recipe) -> Path:
     return path
 
 
-def refusal(name: str, path: object) -> Exception:
+def refusal(name: str, path: Any) -> Exception:
     code = getattr(errno, name, 0)
     return MemoryError() if name == "MemoryError" else OSError(code, os.strerror(code), str(path))
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def test_kill_at_two_hundred_random_instants(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def recipe():
+def recipe() -> Recipe:
     return make_recipe((70, 3, 130, 64, 1, 33), part_tokens=256)
 
 
@@ -233,7 +234,7 @@ def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe: Recipe, m
     for name in ("rename", "replace", "fsync"):
         real = getattr(os, name)
 
-        def step(*arguments: object, real=real) -> None:
+        def step(*arguments: Any, real: Any = real) -> None:
             real(*arguments)
             look()
 
@@ -261,7 +262,7 @@ def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.M
     store = recipe.write(tmp_path / "store")
     real = os.open
 
-    def refuse(path: object, flags: int, *rest: object, **options: object) -> int:
+    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return real(path, flags, *rest, **options)

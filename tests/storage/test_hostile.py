@@ -96,7 +96,7 @@ def check_documents(store: Path, data: Any) -> None:
         if path.name == "zarr.json":  # or the commit's size would give it away
             commit_path = store / "commits/part-00000.json"
             commit = read_part_commit(commit_path)
-            files = {**commit.files, "kv/zarr.json": FileRecord(len(content), zlib.crc32(content))}
+            files: dict[str, Any] = {**commit.files, "kv/zarr.json": FileRecord(len(content), zlib.crc32(content))}
             counts = (commit.part, commit.n_sequences, commit.n_tokens, commit.allocated_tokens)
             with replaced(commit_path, PartCommit(*counts, files).to_json()):
                 use(store)

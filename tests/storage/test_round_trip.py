@@ -3,6 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_any_bits_survive(lengths: list[int], fill: int, seed: int) -> None:
     fields = (tokens_field(), response_mask_field(), kv_field(2, 1, 4), hidden_field("layer_1", 6))
     recipe = make_recipe(tuple(lengths), fields, 200)
     rng = np.random.default_rng(seed)
-    written = {}
+    written: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         with StoreWriter.create_or_resume(folder, recipe.manifest, recipe.plan) as writer:
             for part in writer.pending_parts():
@@ -112,7 +113,7 @@ def test_our_reader_reads_a_shard_that_zarr_wrote(store: Path, recipe: Recipe) -
     folder = store / "parts" / "part-00000.zarr"
     values = zarr.open_group(folder, mode="r")["kv"][...]
     (folder / "kv/c/0/0/0/0/0").unlink()
-    zarr.open_group(folder, mode="r+")["kv"][...] = values
+    zarr.open_group(folder, mode="r+")["kv"][...] = values  # type: ignore[assignment]
     size = (folder / "kv/c/0/0/0/0/0").stat().st_size
     commit = store / "commits" / "part-00000.json"
     document = json.loads(commit.read_text())

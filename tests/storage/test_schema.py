@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ def test_round_trip(recipe: Recipe) -> None:
     assert StoreManifest.from_json(text).to_json() == text
 
 
-def edited(recipe: Recipe, **changes: object) -> str:
+def edited(recipe: Recipe, **changes: Any) -> str:
     return json.dumps(json.loads(recipe.manifest.to_json()) | changes)
 
 

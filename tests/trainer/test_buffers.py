@@ -5,7 +5,7 @@ import torch
 from moa_data.trainer.buffers import BufferPool
 
 
-def test_memory_is_used_again_only_when_nothing_shares_it():
+def test_memory_is_used_again_only_when_nothing_shares_it() -> None:
     pool = BufferPool(1 << 20)
     first = pool.take((10, 20), torch.bfloat16)
     address = first.data_ptr()
@@ -20,7 +20,7 @@ def test_memory_is_used_again_only_when_nothing_shares_it():
     assert pool.n_allocations == 2
 
 
-def test_shapes_and_dtypes():
+def test_shapes_and_dtypes() -> None:
     pool = BufferPool(1 << 20)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         tensor = pool.take((2, 3, 4), dtype)
@@ -30,7 +30,7 @@ def test_shapes_and_dtypes():
     assert pool.take((0, 3), torch.float32).numel() == 0
 
 
-def test_what_is_kept_is_bounded():
+def test_what_is_kept_is_bounded() -> None:
     pool = BufferPool(10_000)
     for n in (1000, 3000, 7000, 9000, 100, 9000):
         del_me = pool.take((n,), torch.uint8)

@@ -1,7 +1,10 @@
 """Figures of a run: what counts as training and what as waiting for data, and how they are written."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -18,12 +21,14 @@ from moa_data.trainer.module import DrafterModule
 from .test_run import run
 
 
-def test_writing_checkpoints_is_no_waiting_for_data(store_path, tmp_path, monkeypatch):
+def test_writing_checkpoints_is_no_waiting_for_data(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a clock on which a micro-batch takes a second, a checkpoint or a drafter a hundred, and reading no time."""
     clock = [0.0]
 
-    def taking(seconds, real):
-        def timed(*args, **kwargs):
+    def taking(seconds: Any, real: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             clock[0] += seconds
             return real(*args, **kwargs)
 
@@ -43,14 +48,14 @@ def test_writing_checkpoints_is_no_waiting_for_data(store_path, tmp_path, monkey
     assert sum(2 * value for _, value in logged["train/tokens_per_s"]) == pytest.approx(report.n_tokens)
 
 
-def test_waiting_is_the_time_until_a_batch_comes(store_path, monkeypatch):
+def test_waiting_is_the_time_until_a_batch_comes(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, settings = [0.0], TrainConfig.of(store="", out="", batch_size=4)
     monkeypatch.setattr(data, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     store = ActivationStore(store_path)
     reader = BatchReader(store, settings, torch.device("cpu"))
     stream = data.TrainingStream(reader, np.arange(len(store)), store.lengths.astype(np.int64), 9, 0, 1)
 
-    def slowly(batches):
+    def slowly(batches: Any) -> Iterator[Any]:
         for batch in batches:
             clock[0] += 3
             yield batch
@@ -64,8 +69,8 @@ def test_waiting_is_the_time_until_a_batch_comes(store_path, monkeypatch):
     assert (stream.wait_s, stream.asked_s) == (6, 13)
 
 
-def test_a_report_without_validation_is_valid_json(store_path, tmp_path):
-    def refuse(constant):
+def test_a_report_without_validation_is_valid_json(store_path: Path, tmp_path: Path) -> None:
+    def refuse(constant: Any) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     report = run(store_path, tmp_path / "run", max_steps=2, validation_fraction=0.0)
@@ -79,19 +84,19 @@ def test_a_report_without_validation_is_valid_json(store_path, tmp_path):
     assert (tmp_path / "run" / "drafter").is_dir()
 
 
-def test_a_torn_line_of_figures_is_left_out(tmp_path):
+def test_a_torn_line_of_figures_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics-000.csv").write_bytes(b"step,train/loss\r\n0,2.5\r\n1,1.5\r\n,1")
     (tmp_path / "metrics.csv").write_bytes(b"step,train/loss\r\n2,1.25\r\n")
     assert read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (1, 1.5), (2, 1.25)]}
 
 
-def test_what_is_no_figure_is_left_out(tmp_path):
+def test_what_is_no_figure_is_left_out(tmp_path: Path) -> None:
     lines = [b"step,train/loss", b"0,2.5", b"1,\xff\xfe", b"x,1.5", b"\0\0\0", b"2,1,9", b"inf,3", b""]
     (tmp_path / "metrics.csv").write_bytes(b"\r\n".join(lines))
     assert read_metrics(tmp_path) == {"train/loss": [(0, 2.5), (2, 1.0)]}
 
 
-def test_earlier_figures_are_never_replaced(tmp_path):
+def test_earlier_figures_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "metrics-001.csv").write_text("earlier")  # the first one was taken away
     (tmp_path / "metrics.csv").write_text("now")
     keep_earlier_metrics(tmp_path)

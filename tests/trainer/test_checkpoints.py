@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ from moa_data.trainer.errors import CheckpointInvalid, TrainingError
 
 from .test_run import run
 
-SETTINGS = {"max_steps": 4, "optimizer": "muon", "checkpoint_every": 2}
+SETTINGS: dict[str, Any] = {"max_steps": 4, "optimizer": "muon", "checkpoint_every": 2}
 
 
 @pytest.fixture(scope="module")
-def trained(store_path, tmp_path_factory):
+def trained(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that stopped half way."""
     out = tmp_path_factory.mktemp("checkpoints") / "run"
     run(store_path, out, **SETTINGS, stop_after_steps=2)
@@ -35,21 +36,23 @@ def trained(store_path, tmp_path_factory):
 
 
 @pytest.fixture
-def copied(trained, tmp_path):
+def copied(trained: Path, tmp_path: Path) -> Any:
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def last_of(out):
+def last_of(out: Any) -> Any:
     return out / "checkpoints" / "last.ckpt"
 
 
-def test_nothing_goes_through_the_temporary_folder(store_path, tmp_path, monkeypatch):
+def test_nothing_goes_through_the_temporary_folder(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     run(store_path, tmp_path / "run", max_steps=2, checkpoint_every=1, validate_every=1)
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.ckpt", "last.ckpt"]
 
 
-def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
+def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
     state = {
         "numbers": [1, -2.5, float("inf"), True, None, 10**30, 1e-45],
         "pair": (0.9, "ä"),
@@ -69,7 +72,7 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
         assert torch.equal(value, found["others"][name])
 
 
-def _umask():
+def _umask() -> Any:
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -143,7 +146,7 @@ for was_there in (1, 0):
 
 
 @pytest.mark.slow
-def test_kill_at_each_change_of_a_save(trained, tmp_path):
+def test_kill_at_each_change_of_a_save(trained: Path, tmp_path: Path) -> None:
     """On another file system than that of temporary files, over older files and over none."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as disk:
         command = [sys.executable, "-c", KILLED_SAVES, disk, str(trained)]
@@ -157,18 +160,20 @@ def test_kill_at_each_change_of_a_save(trained, tmp_path):
 
 
 @pytest.mark.parametrize("was_there", [True, False])
-def test_before_each_change_of_a_save_all_is_old_or_new(trained, tmp_path, monkeypatch, was_there):
+def test_before_each_change_of_a_save_all_is_old_or_new(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
+) -> None:
     """What a reader finds at these moments is what a kill would leave; the same for a copy that is cleaned up."""
-    out, drafter, seen = tmp_path / "out", load_drafter(trained), []
+    out, drafter, seen = tmp_path / "out", load_drafter(trained), []  # type: ignore[var-annotated]
     out.mkdir()
 
-    def save(value):
+    def save(value: Any) -> None:
         for weight in drafter.parameters():
             weight.data.fill_(value)
         CheckpointFiles().save_checkpoint({"weights": torch.full((4, 5), value)}, last_of(out))
         checkpoints.export_drafter(drafter, out / "drafter")
 
-    def look():
+    def look() -> None:
         seen.append(_after_a_kill(shutil.copytree(out, tmp_path / str(len(seen)))))
 
     if was_there:
@@ -176,7 +181,7 @@ def test_before_each_change_of_a_save_all_is_old_or_new(trained, tmp_path, monke
     with monkeypatch.context() as patch:
         for name in ("fsync", "rename", "replace"):
             real = getattr(os, name)
-            patch.setattr(os, name, lambda *arguments, real=real: (look(), real(*arguments))[1])
+            patch.setattr(os, name, lambda *arguments, real=real: (look(), real(*arguments))[1])  # type: ignore[func-returns-value]
         save(2.0)
     look()
     old = 1.0 if was_there else None
@@ -184,7 +189,7 @@ def test_before_each_change_of_a_save_all_is_old_or_new(trained, tmp_path, monke
     assert len(seen) > 8
 
 
-def _after_a_kill(out):
+def _after_a_kill(out: Any) -> Any:
     """The values in a checkpoint and in a drafter, each of which holds one value alone; None for none."""
     remove_leftovers(out)
     assert {path.name for path in out.rglob("*")} <= {
@@ -203,10 +208,12 @@ def _after_a_kill(out):
     return tuple(values[0] for values in found)
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(copied, store_path, monkeypatch):
+def test_a_full_disk_keeps_the_checkpoint_before(
+    copied: Any, store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = last_of(copied).read_bytes()
 
-    def full(path, *rest):
+    def full(path: Path, *rest: Any) -> None:
         Path(path).write_bytes(b"begun")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -220,7 +227,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(copied, store_path, monkeypatch
     assert not list(copied.rglob("*.partial"))
 
 
-def test_leftovers_of_a_kill_are_removed(copied, store_path):
+def test_leftovers_of_a_kill_are_removed(copied: Any, store_path: Path) -> None:
     (copied / "checkpoints" / "last.ckpt.partial").write_bytes(b"torn")
     (copied / "drafter.partial").mkdir()
     (copied / "drafter.partial" / "drafter.json").write_text("{")
@@ -232,20 +239,20 @@ def test_leftovers_of_a_kill_are_removed(copied, store_path):
 class Payload:
     """Runs a shell command where a pickle of it is loaded."""
 
-    def __init__(self, marker):
+    def __init__(self, marker: Any) -> None:
         self.marker = marker
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return os.system, (f"touch {self.marker}",)
 
 
-def pickled(thing):
+def pickled(thing: Any) -> Any:
     file = io.BytesIO()
     torch.save(thing, file)
     return file.getvalue()
 
 
-def bomb():
+def bomb() -> Any:
     """A gigabyte of zeros in a megabyte."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a/data.pkl", "w") as entry:
@@ -254,11 +261,11 @@ def bomb():
     return file.getvalue()
 
 
-def header(text, length=None):
+def header(text: Any, length: Any = None) -> Any:
     return (len(text) if length is None else length).to_bytes(8, "little") + text
 
 
-HOSTILE = {
+HOSTILE: dict[str, Any] = {
     "nothing": b"",
     "noise": bytes(range(256)) * 50,
     "pickle": pickle.dumps(Payload("/dev/null")),
@@ -276,13 +283,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_no_checkpoint_is_refused(copied, store_path, content):
+def test_what_is_no_checkpoint_is_refused(copied: Any, store_path: Path, content: Any) -> None:
     last_of(copied).write_bytes(content)
     with pytest.raises(CheckpointInvalid, match=r"last\.ckpt is damaged or not .* Nothing of it was used; copy best"):
         run(store_path, copied, **SETTINGS, resume=True)
 
 
-def test_what_is_no_file_is_refused(copied, store_path):
+def test_what_is_no_file_is_refused(copied: Any, store_path: Path) -> None:
     last = last_of(copied)
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
         last.unlink()
@@ -293,7 +300,7 @@ def test_what_is_no_file_is_refused(copied, store_path):
         last.touch()
 
 
-def test_no_code_in_a_checkpoint_runs(copied, store_path, tmp_path):
+def test_no_code_in_a_checkpoint_runs(copied: Any, store_path: Path, tmp_path: Path) -> None:
     """A shell command that was pickled has not run."""
     marker = tmp_path / "marker"
     for content in (pickled({"state_dict": {}, "callbacks": Payload(marker)}), pickle.dumps(Payload(marker))):
@@ -303,8 +310,8 @@ def test_no_code_in_a_checkpoint_runs(copied, store_path, tmp_path):
         assert not marker.exists()
 
 
-def set_at(*path, to):
-    def change(state):
+def set_at(*path: Any, to: Any) -> Any:
+    def change(state: Any) -> None:
         *above, name = path
         for key in above:
             state = state[key]
@@ -313,8 +320,8 @@ def set_at(*path, to):
     return change
 
 
-def remove(*path):
-    def change(state):
+def remove(*path: Any) -> Any:
+    def change(state: Any) -> None:
         *above, name = path
         for key in above:
             state = state[key]
@@ -348,7 +355,7 @@ STRANGE = {
 }
 
 
-def test_another_runs_checkpoint_is_refused(copied, store_path):
+def test_another_runs_checkpoint_is_refused(copied: Any, store_path: Path) -> None:
     """Each is well-formed; what differs is named."""
     for message, change in STRANGE.items():
         state = CheckpointFiles().load_checkpoint(copied / "checkpoints" / "last.ckpt")
@@ -360,13 +367,13 @@ def test_another_runs_checkpoint_is_refused(copied, store_path):
         shutil.rmtree(other)
 
 
-def test_best_can_take_the_place_of_last(copied, store_path):
+def test_best_can_take_the_place_of_last(copied: Any, store_path: Path) -> None:
     run(store_path, copied, **SETTINGS, resume=True)
     shutil.copy(copied / "checkpoints" / "best.ckpt", last_of(copied))
     assert run(store_path, copied, **SETTINGS, resume=True).n_steps == 4
 
 
-def test_the_library_reads_what_is_written(tmp_path):
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.randn(2, 2), "c": torch.tensor(1.5)}

@@ -1,6 +1,8 @@
 """Training from encoded activations: codes travel, and are decoded on the training device to what the store reads."""
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,11 @@ from moa_data.trainer.run import train
 
 
 @pytest.fixture(scope="module")
-def int8_path(tmp_path_factory):
+def int8_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build_store(tmp_path_factory.mktemp("int8") / "store", n_sequences=30, dtype="bfloat16", codec="int8")
 
 
-def read_batch(path, rows, **changes) -> tuple[ActivationStore, Batch]:
+def read_batch(path: Path, rows: Any, **changes: Any) -> tuple[ActivationStore, Batch]:
     store = ActivationStore(path)
     config = TrainConfig.of(
         store="", out="", batch_size=len(rows), target_layer_inference=1, reader_threads=1, **changes
@@ -30,7 +32,7 @@ def read_batch(path, rows, **changes) -> tuple[ActivationStore, Batch]:
     return store, Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded)
 
 
-def test_codes_decode_to_what_the_store_reads(int8_path):
+def test_codes_decode_to_what_the_store_reads(int8_path: Any) -> None:
     rows = np.array([4, 0, 11])
     store, batch = read_batch(int8_path, rows)
     assert batch.inputs.kv.numel() == 0
@@ -51,7 +53,7 @@ def test_codes_decode_to_what_the_store_reads(int8_path):
             assert not values[row, n:].any()
 
 
-def test_values_predicted_from_tokens_decode_on_the_training_device(store_path, tmp_path):
+def test_values_predicted_from_tokens_decode_on_the_training_device(store_path: Path, tmp_path: Path) -> None:
     recode(store_path, "transform:2,tokens@all", tmp_path / "store")
     rows = np.array([4, 0, 11])
     store, batch = read_batch(tmp_path / "store", rows)
@@ -64,14 +66,14 @@ def test_values_predicted_from_tokens_decode_on_the_training_device(store_path, 
         assert not kv[row, n:].any()
 
 
-def test_codes_are_smaller_than_values(int8_path):
+def test_codes_are_smaller_than_values(int8_path: Any) -> None:
     _, batch = read_batch(int8_path, np.arange(4))
     n_codes = sum(rows.nbytes for item in batch.encoded.values() for rows in item.rows.values())
     inputs = batch.decode().inputs
     assert n_codes < 0.75 * (inputs.kv.nbytes + inputs.hidden.nbytes + inputs.entering_hidden.nbytes)
 
 
-def test_a_drafter_trains_from_codes(tmp_path):
+def test_a_drafter_trains_from_codes(tmp_path: Path) -> None:
     store = build_store(tmp_path / "store", n_sequences=40, codec="int6")
     config = TrainConfig.of(
         store=str(store), out=str(tmp_path / "run"), batch_size=8, max_steps=3, validate_every=3, warmup_steps=1,
@@ -84,7 +86,7 @@ def test_a_drafter_trains_from_codes(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_who_decodes(int8_path, device):
+def test_who_decodes(int8_path: Any, device: str) -> None:
     """On a CPU the thread that reads; elsewhere the training device, so that codes are what travels."""
     store = ActivationStore(int8_path)
     config = TrainConfig.of(store="", out="", batch_size=4, target_layer_inference=1, reader_threads=1)

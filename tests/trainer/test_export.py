@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_embeddings_are_the_targets_from_store_or_model(runs: dict[str, Path], t
                 drafter=str(runs["eagle"]), format="eagle", out=str(tmp_path / name), model=model, dtype="bfloat16"
             )
         )
-    store, model = (load_file(tmp_path / name / "model.safetensors") for name in ("store", "model"))
+    store, model = (load_file(tmp_path / name / "model.safetensors") for name in ("store", "model"))  # type: ignore[assignment]
     assert torch.equal(store["embed_tokens.weight"], model["embed_tokens.weight"])
     weights = load_file(target / "model.safetensors")
     assert torch.equal(store["embed_tokens.weight"], weights["model.embed_tokens.weight"])
@@ -112,7 +112,7 @@ def test_what_cannot_be_exported_is_named(
         export_drafter(DrafterExportConfig(drafter=str(gone / "drafter"), format="eagle", out=out))
     assert not Path(out).exists()
 
-    def damaged(folder: Path):  # a disk that changes what is written
+    def damaged(folder: Path) -> Any:  # a disk that changes what is written
         weights = load_file(folder / "model.safetensors")
         save_file(weights | {"fc.weight": weights["fc.weight"] + 1}, folder / "model.safetensors")
         return load_drafter(folder)

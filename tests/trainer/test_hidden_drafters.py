@@ -1,5 +1,8 @@
 """Runs with Medusa and the independent drafter: the last hidden state alone, exact resume, and clear refusals."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,17 +21,17 @@ from moa_data.trainer.errors import MissingField, TrainingError
 
 from .test_run import last_state, run, settings
 
-MEDUSA = {"drafter": "medusa", "medusa_heads": 3}
-INDEPENDENT = {"drafter": "independent", "independent_width": 24, "independent_layers": 1}
+MEDUSA: dict[str, Any] = {"drafter": "medusa", "medusa_heads": 3}
+INDEPENDENT: dict[str, Any] = {"drafter": "independent", "independent_width": 24, "independent_layers": 1}
 
 
 @pytest.fixture(scope="module")
-def hidden_store(tmp_path_factory):
+def hidden_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("hidden") / "store", activations=("hidden:last",))
 
 
 @pytest.mark.parametrize("own", [MEDUSA, INDEPENDENT], ids=lambda own: own["drafter"])
-def test_it_learns_resumes_and_decodes(hidden_store, tmp_path, own):
+def test_it_learns_resumes_and_decodes(hidden_store: Path, tmp_path: Path, own: Any) -> None:
     own = own | {"optimizer": "muon", "matrix_learning_rate": 5e-3}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(hidden_store, whole, max_steps=40, validate_every=5, **own)
@@ -53,7 +56,7 @@ def test_it_learns_resumes_and_decodes(hidden_store, tmp_path, own):
 
 
 @pytest.mark.parametrize("own", [MEDUSA, INDEPENDENT], ids=lambda own: own["drafter"])
-def test_in_parts_and_in_low_precision(hidden_store, tmp_path, own):
+def test_in_parts_and_in_low_precision(hidden_store: Path, tmp_path: Path, own: Any) -> None:
     for name, changes in (
         ("one", {}),
         ("parts", {"micro_batch_size": 2}),
@@ -68,13 +71,13 @@ def test_in_parts_and_in_low_precision(hidden_store, tmp_path, own):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "independent"])
-def test_only_the_last_hidden_state_is_read(store_path, monkeypatch, kind):
+def test_only_the_last_hidden_state_is_read(store_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     store = ActivationStore(store_path)
     config = settings(store_path, drafter=kind)
     asked = []
     real = ActivationStore.read_batch
 
-    def read_batch(self, sequences, names, **kwargs):
+    def read_batch(self: Any, sequences: Any, names: Any, **kwargs: Any) -> Any:
         asked.append(names)
         return real(self, sequences, names, **kwargs)
 
@@ -85,7 +88,7 @@ def test_only_the_last_hidden_state_is_read(store_path, monkeypatch, kind):
     assert inputs.kv is None
 
 
-def test_refusals(store_path, hidden_store, tmp_path):
+def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
     bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
     for own in (MEDUSA, INDEPENDENT):
         with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,15 @@ from .test_run import settings
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
-SETTINGS = {"optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4}
+SETTINGS: dict[str, Any] = {"optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
-def train(store, out, **changes):
+def train(store: Any, out: Any, **changes: Any) -> Any:
     return run.train(settings(store, out, **(SETTINGS | changes)), None, False)
 
 
-def leaves(value, name=""):
+def leaves(value: Any, name: str = "") -> Any:
     """Everything in a checkpoint, with where it is."""
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}/{key}")]
@@ -40,7 +41,7 @@ def leaves(value, name=""):
     return [(name, value)]
 
 
-def assert_same_run(whole, parts):
+def assert_same_run(whole: Any, parts: Any) -> None:
     """Weights, moments, rates, counts, the best drafter and the logged figures are the same, bit for bit."""
     one, other = (read_checkpoint(out / "checkpoints" / "last.ckpt") for out in (whole, parts))
     for state in (one, other):
@@ -59,13 +60,13 @@ def assert_same_run(whole, parts):
 
 
 @pytest.fixture
-def strike(monkeypatch):
+def strike(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Send a signal to this process within the n-th call of a function."""
 
-    def prepare(owner, name, n_th, signum):
+    def prepare(owner: Any, name: Any, n_th: Any, signum: Any) -> None:
         real, calls = getattr(owner, name), []
 
-        def struck(*args, **kwargs):
+        def struck(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             if len(calls) == n_th:
                 os.kill(os.getpid(), signum)
@@ -76,7 +77,7 @@ def strike(monkeypatch):
     return prepare
 
 
-def test_a_signal_in_each_phase(store_path, tmp_path, monkeypatch, strike):
+def test_a_signal_in_each_phase(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any) -> None:
     """One run is stopped in each phase in turn, and ends as one that was not."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(store_path, whole)
@@ -105,11 +106,11 @@ def test_a_signal_in_each_phase(store_path, tmp_path, monkeypatch, strike):
     assert json.loads((parts / "report.json").read_text())["n_steps"] == 12
 
 
-def test_a_second_ctrl_c_ends_at_once(store_path, tmp_path, monkeypatch):
+def test_a_second_ctrl_c_ends_at_once(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a step that does not end; the checkpoint before is what is left."""
     real, calls = DrafterModule.training_step, []
 
-    def stuck(*args):
+    def stuck(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 12:
             for _ in range(2):
@@ -129,7 +130,7 @@ def test_a_second_ctrl_c_ends_at_once(store_path, tmp_path, monkeypatch):
     assert train(store_path, tmp_path / "run", resume=True).n_steps == 12
 
 
-def test_ignored_signals_stay_ignored(store_path, tmp_path, strike):
+def test_ignored_signals_stay_ignored(store_path: Path, tmp_path: Path, strike: Any) -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -140,13 +141,13 @@ def test_ignored_signals_stay_ignored(store_path, tmp_path, strike):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_before_the_first_checkpoint_the_line_says_so(store_path, tmp_path, strike):
+def test_before_the_first_checkpoint_the_line_says_so(store_path: Path, tmp_path: Path, strike: Any) -> None:
     strike(run, "build_module", 1, signal.SIGINT)
     with pytest.raises(Interrupted, match=r"stopped before the first checkpoint; run the same command again\.$"):
         train(store_path, tmp_path / "run")
 
 
-def command(store, out, *more):
+def command(store: Any, out: Any, *more: Any) -> Any:
     """The arguments of a run that takes some seconds."""
     changes = SETTINGS | {"max_steps": 120, "validate_every": 20, "checkpoint_every": 10} | dict(more)
     file = Path(out).with_suffix(".yaml")
@@ -154,26 +155,26 @@ def command(store, out, *more):
     return ["-m", "moa_data", "train", "--config", str(file)]
 
 
-def heed_signals():
+def heed_signals() -> None:
     """Undo what a shell does to programs in the background."""
     for signum in STOPS:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def start(arguments):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+def start(arguments: Any) -> Any:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(arguments, **pipes, start_new_session=True, preexec_fn=heed_signals)
 
 
-def said(stderr):
+def said(stderr: Any) -> Any:
     return [line for line in stderr.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
 
 
-def go_on(out):
+def go_on(out: Any) -> Any:
     return ["--resume"] if (out / "checkpoints" / "last.ckpt").is_file() else []
 
 
-def processes_of(out):
+def processes_of(out: Any) -> Any:
     commands = (entry / "cmdline" for entry in Path("/proc").iterdir() if entry.name.isdecimal())
     found = []
     for file in commands:
@@ -188,7 +189,7 @@ def processes_of(out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), STOPS.items())
-def test_the_command_line_at_random_moments(store_path, tmp_path, signum, code):
+def test_the_command_line_at_random_moments(store_path: Path, tmp_path: Path, signum: Any, code: Any) -> None:
     """Twenty signals, as many as it takes to get them into a run; its weights are those of one without any."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     begun = time.monotonic()
@@ -221,7 +222,7 @@ def test_the_command_line_at_random_moments(store_path, tmp_path, signum, code):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-def test_two_processes_stop_alike(store_path, tmp_path, launcher):
+def test_two_processes_stop_alike(store_path: Path, tmp_path: Path, launcher: str) -> None:
     """Signals to the first process, to its group, and to torchrun; all processes end, one of them speaks."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = (("devices", 2), ("micro_batch_size", 2))

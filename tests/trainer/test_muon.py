@@ -5,7 +5,7 @@ import torch
 from moa_data.trainer.muon import Muon, orthogonalize
 
 
-def test_singular_values_come_near_one():
+def test_singular_values_come_near_one() -> None:
     torch.manual_seed(0)
     for shape in ((3, 16, 16), (2, 8, 24), (2, 24, 8)):
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
@@ -13,14 +13,14 @@ def test_singular_values_come_near_one():
         assert values.max() < 1.3
 
 
-def test_a_stack_equals_its_members():
+def test_a_stack_equals_its_members() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 8, 12)
     alone = torch.stack([orthogonalize(m[None])[0] for m in x])
     torch.testing.assert_close(orthogonalize(x), alone)
 
 
-def test_a_linear_fit_improves():
+def test_a_linear_fit_improves() -> None:
     torch.manual_seed(0)
     weight, goal, x = torch.nn.Parameter(torch.zeros(8, 8)), torch.randn(8, 8), torch.randn(64, 8)
     optimizer = Muon([weight], lr=0.1)
@@ -34,7 +34,7 @@ def test_a_linear_fit_improves():
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_other_parameters_follow_adamw():
+def test_other_parameters_follow_adamw() -> None:
     torch.manual_seed(0)
     ours, theirs = torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.zeros(5))
     theirs.data.copy_(ours.data)
@@ -50,7 +50,7 @@ def test_other_parameters_follow_adamw():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_blocks_of_rows_are_orthogonalised_each():
+def test_blocks_of_rows_are_orthogonalised_each() -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(20, 12))
     weight.grad = torch.randn(20, 12)

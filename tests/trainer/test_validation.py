@@ -6,7 +6,7 @@ from moa_data.trainer.schedule import zero_peak_constant
 from moa_data.trainer.validation import Comparison, ValidationSums, agreement_by_distance, agreement_runs
 
 
-def test_runs_of_agreement_per_complete_round():
+def test_runs_of_agreement_per_complete_round() -> None:
     drafted = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 0, 1]]).bool()
     agree = torch.tensor([[0, 0, 1, 0, 0, 1, 1, 0, 1]]).bool()
     assert agreement_runs(agree, drafted, 2).tolist() == [1, 2], "the cut-off round at the end does not count"
@@ -15,7 +15,7 @@ def test_runs_of_agreement_per_complete_round():
     assert agreement_runs(agree[:, :2], drafted[:, :2], 2).tolist() == []
 
 
-def test_agreement_by_distance_from_the_last_verified_position():
+def test_agreement_by_distance_from_the_last_verified_position() -> None:
     drafted = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 0, 0]]).bool()
     agree = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 0, 1, 1, 0, 0, 0]]).bool()
     found = agreement_by_distance(Comparison(drafted, agree, torch.zeros(9)), 3)
@@ -24,7 +24,7 @@ def test_agreement_by_distance_from_the_last_verified_position():
     assert [part.tolist() for part in none] == [[0, 0], [0, 0]]
 
 
-def test_sums_reduce_at_the_end():
+def test_sums_reduce_at_the_end() -> None:
     sums = ValidationSums()
     sums.add(ValidationSums(kl=2.0, agreements=3, positions=4, committed=5, rounds=2))
     sums.add(ValidationSums(kl=0.0, agreements=1, positions=12, committed=1, rounds=1))
@@ -32,7 +32,7 @@ def test_sums_reduce_at_the_end():
     assert all(value != value for value in ValidationSums().metrics().values())
 
 
-def test_schedule():
+def test_schedule() -> None:
     factors = [zero_peak_constant(step, 50, 20.0, 1000) for step in (0, 25, 50, 525, 1000, 5000)]
     assert factors == [0.0, 10.0, 20.0, 10.5, 1.0, 1.0]
     assert [zero_peak_constant(step, 50, 1.0, 0) for step in (25, 60)] == [0.5, 1.0]

@@ -1,6 +1,8 @@
 """Speculative sampling has the target's distribution: by enumeration of every draw, and by chi-square of whole runs."""
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +23,15 @@ V = 4
 class Enumeration:
     """Walks through every outcome of the draws of a procedure, depth first, with the probability of each."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sampling, "_accepts", self._accepts)
         monkeypatch.setattr(sampling, "draw", lambda probability, generator: self._pick(probability.tolist()))
 
-    def _accepts(self, probability, token, proposal, generator):
+    def _accepts(self, probability: Any, token: Any, proposal: Any, generator: Any) -> Any:
         ratio = float(probability[token]) / (1.0 if proposal is None else float(proposal[token]))
         return self._pick([1 - min(1.0, ratio), min(1.0, ratio)]) == 1
 
-    def _pick(self, weights):
+    def _pick(self, weights: Any) -> Any:
         total = sum(weights)
         if self._depth == len(self._choices):
             self._choices.append(next(i for i, weight in enumerate(weights) if weight > 0))
@@ -39,8 +41,8 @@ class Enumeration:
         self._probability *= weights[choice] / total
         return choice
 
-    def outcomes(self, procedure):
-        self._choices, self._branches = [], []
+    def outcomes(self, procedure: Any) -> Iterator[Any]:
+        self._choices, self._branches = [], []  # type: ignore[var-annotated]
         while True:
             self._depth, self._probability = 0, 1.0
             yield procedure(), self._probability
@@ -56,7 +58,7 @@ class Enumeration:
 
 
 @pytest.fixture
-def logits():
+def logits() -> Any:
     """Of a chain or tree with up to 6 nodes over a vocabulary of 4."""
     return torch.randn(7, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
 
@@ -64,9 +66,9 @@ def logits():
 CONFIGS = [SamplingConfig(1.0), SamplingConfig(0.7, top_p=0.8), SamplingConfig(1.3, top_k=2, repetition_penalty=1.5)]
 
 
-def expected_pairs(logits, node_of, config):
+def expected_pairs(logits: Any, node_of: Any, config: Any) -> Any:
     """Probability of every (first, second) token where the drafts say what follows; second is None beyond them."""
-    pairs = {}
+    pairs: dict[Any, Any] = {}
     first = distribution(logits[0], [1, 2], config)
     for x in range(V):
         node = node_of.get((x,))
@@ -79,12 +81,12 @@ def expected_pairs(logits, node_of, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_picked_trees_give_the_targets_distribution(monkeypatch, logits, config):
+def test_picked_trees_give_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
     # Two children of the root, two and one grandchildren.
     tree = DraftTree(torch.tensor([[0, 2, 1, 3, 0]]), torch.tensor([[-1, -1, 0, 0, 1]]))
-    got = {}
+    got: dict[Any, Any] = {}
 
-    def procedure():
+    def procedure() -> Any:
         accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
         path = [*(int(tree.tokens[0, node]) for node in accepted), bonus]
         return path[0], path[1] if len(path) > 1 else None
@@ -98,13 +100,13 @@ def test_picked_trees_give_the_targets_distribution(monkeypatch, logits, config)
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
-def test_drawn_chains_give_the_targets_distribution(monkeypatch, logits, config):
+def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
     """The draft itself is drawn from q, so its draw belongs to the enumeration."""
     proposal = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.0, 0.5, 0.4]], dtype=torch.float64)
     first = [0.0] * V
     enumeration = Enumeration(monkeypatch)
 
-    def procedure():
+    def procedure() -> Any:
         drafts = [enumeration._pick(row.tolist()) for row in proposal]
         tree = DraftTree.chain(torch.tensor([drafts]), proposal[None])
         accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
@@ -115,7 +117,7 @@ def test_drawn_chains_give_the_targets_distribution(monkeypatch, logits, config)
     assert first == pytest.approx(distribution(logits[0], [1, 2], config).tolist(), abs=1e-12)
 
 
-def test_distribution_follows_transformers():
+def test_distribution_follows_transformers() -> None:
     from transformers import LogitsProcessorList
     from transformers.generation import (
         RepetitionPenaltyLogitsProcessor,
@@ -138,7 +140,7 @@ def test_distribution_follows_transformers():
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize("config", [SamplingConfig(0.8, top_p=0.9), SamplingConfig(1.2, top_p=0.6, top_k=400)], ids=str)
-def test_top_p_of_a_large_vocabulary_equals_sorting_all_of_it(scale, config):
+def test_top_p_of_a_large_vocabulary_equals_sorting_all_of_it(scale: float, config: Any) -> None:
     """Whether few tokens hold the mass or nearly all are needed; the logits stay as they are."""
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * scale
     logits += torch.linspace(0, 1e-6, 3000, dtype=torch.float64)  # no ties
@@ -157,14 +159,14 @@ def test_top_p_of_a_large_vocabulary_equals_sorting_all_of_it(scale, config):
     assert torch.equal(logits, given)
 
 
-def test_few_tokens_are_not_sorted_with_all(monkeypatch):
+def test_few_tokens_are_not_sorted_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "sort", lambda *_args, **_kwargs: pytest.fail("sorted the vocabulary"))
     logits = torch.randn(5000) * 5
     assert float(distribution(logits, [3], SamplingConfig(0.8, 0.9, repetition_penalty=1.2)).sum()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("tree", [TreeShape(3), TreeShape(2, 2, 5)], ids=str)
-def test_whole_runs_have_the_targets_distribution(tree):
+def test_whole_runs_have_the_targets_distribution(tree: Any) -> None:
     """Chi-square of the second and third token of many answers against the exact distribution."""
     target = Target(build_model(num_hidden_layers=2))
     target.eos_token_ids = frozenset()
@@ -186,11 +188,11 @@ def test_whole_runs_have_the_targets_distribution(tree):
     assert chi_square < n_cells - 1 + 5 * (2 * (n_cells - 1)) ** 0.5
 
 
-def exact_answers(target, prompt, config, n_tokens):
+def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
     """Every answer of that length with its probability."""
     answers = {(): 1.0}
     for _ in range(n_tokens):
-        longer = {}
+        longer: dict[Any, Any] = {}
         for answer, probability in answers.items():
             path = [*prompt, *answer]
             hidden = target.forward(torch.tensor([path]), target.new_cache())
@@ -201,13 +203,13 @@ def exact_answers(target, prompt, config, n_tokens):
 
 
 @pytest.mark.parametrize("tree", [TreeShape(4), TreeShape(3, 2, 6)], ids=str)
-def test_seeds_decide_the_answer_alone_and_in_a_batch(tree):
+def test_seeds_decide_the_answer_alone_and_in_a_batch(tree: Any) -> None:
     target = Target(build_model(num_hidden_layers=2))
     drafter = build_drafter(target.model)
     config = SamplingConfig(0.9, top_p=0.9)
     prompts = [[5, 6], [7, 8, 9, 10], [11]]
     session = DrafterProposer(target, drafter, None, config)
-    settings = {"max_new_tokens": 10, "sampling": config, "tree": tree}
+    settings: dict[str, Any] = {"max_new_tokens": 10, "sampling": config, "tree": tree}
     together = generate_batch(target, prompts, proposer=session, seed=4, **settings)
     for row, prompt in enumerate(prompts):
         alone = speculative_generate(target, drafter, None, prompt, seed=4 + row, **settings)
@@ -216,7 +218,7 @@ def test_seeds_decide_the_answer_alone_and_in_a_batch(tree):
     assert [run.tokens for run in different] != [run.tokens for run in together]
 
 
-def test_greedy_with_a_repetition_penalty_equals_transformers_and_plain():
+def test_greedy_with_a_repetition_penalty_equals_transformers_and_plain() -> None:
     target = Target(build_model(num_hidden_layers=2))
     drafter, config = build_drafter(target.model), SamplingConfig(repetition_penalty=1.6)
     for prompt in ([9, 4, 31], [50, 7]):
@@ -233,6 +235,6 @@ def test_greedy_with_a_repetition_penalty_equals_transformers_and_plain():
 @pytest.mark.parametrize(
     "settings", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.2}, {"top_k": -1}, {"repetition_penalty": 0.0}]
 )
-def test_settings_without_a_meaning_are_refused(settings):
+def test_settings_without_a_meaning_are_refused(settings: dict[str, float] | dict[str, int]) -> None:
     with pytest.raises(DrafterError, match=next(iter(settings))):
         SamplingConfig(**settings)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,13 @@ from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model
 
 
-def same_weights(one, other):
+def same_weights(one: Any, other: Any) -> Any:
     return one.state_dict().keys() == other.state_dict().keys() and all(
         torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
     )
 
 
-def test_own_layout_keeps_sizes_identity_and_target_layers(tmp_path):
+def test_own_layout_keeps_sizes_identity_and_target_layers(tmp_path: Path) -> None:
     drafter = build_drafter(build_model(), 2, target={"weights_sha256": "ab"})
     save_drafter(drafter, tmp_path / "drafter")
     for folder in (tmp_path / "drafter", tmp_path):
@@ -31,7 +33,7 @@ def test_own_layout_keeps_sizes_identity_and_target_layers(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "n_keys"), [("llama", 29), ("qwen2", 35)])
-def test_official_layout(tmp_path, family, n_keys):
+def test_official_layout(tmp_path: Path, family: str, n_keys: int) -> None:
     model = build_model(family)
     drafter = build_drafter(model, 2)
     write_layout(drafter, LAYOUTS["moa"], tmp_path, target_config=model.config)
@@ -47,7 +49,7 @@ def test_official_layout(tmp_path, family, n_keys):
     assert again.config == dataclasses.replace(drafter.config, target_layer_inference=0)
 
 
-def test_official_layout_as_pickle_and_its_faults(tmp_path):
+def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
     model = build_model()
     drafter = build_drafter(model)
     write_layout(drafter, LAYOUTS["moa"], tmp_path, target_config=model.config)
@@ -68,7 +70,7 @@ def test_official_layout_as_pickle_and_its_faults(tmp_path):
         load_drafter(tmp_path)
 
 
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     drafter = build_drafter(build_model())
     save_drafter(drafter, tmp_path / "run" / "drafter")
@@ -85,13 +87,13 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
         (b"\xff", r"cannot read .*drafter\.json"),
     ],
 )
-def test_a_description_that_is_none_is_named(tmp_path, content, message):
+def test_a_description_that_is_none_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "drafter.json").write_bytes(content)
     with pytest.raises(DrafterError, match=message):
         load_drafter(tmp_path)
 
 
-def test_strict_keys_and_shapes(tmp_path):
+def test_strict_keys_and_shapes(tmp_path: Path) -> None:
     drafter = build_drafter(build_model())
     save_drafter(drafter, tmp_path)
     weights = load_file(tmp_path / "drafter.safetensors")
@@ -115,7 +117,7 @@ def test_strict_keys_and_shapes(tmp_path):
         load_drafter(tmp_path)
 
 
-def test_another_target_is_refused(tmp_path):
+def test_another_target_is_refused(tmp_path: Path) -> None:
     model = build_model()
     target = Target(model)
     target._identity = {"weights_sha256": "cd" * 32}

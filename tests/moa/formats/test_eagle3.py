@@ -1,5 +1,7 @@
 """EAGLE-3's list of tensors and its vocabulary map."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from moa_data.moa.files.tensor_list import check_tensors, find_problems
 from moa_data.moa.formats.eagle3 import ARCHITECTURE, check_vocabulary_map, eagle3_config, eagle3_tensors
 
 
-def example():
+def example() -> Any:
     """A file that fits."""
     tensors = eagle3_tensors(8, 2, 1, 4, 12, vocab_size=10, draft_vocab_size=3)
     weights = {name: torch.zeros(spec.shape, dtype=spec.dtypes[0]) for name, spec in tensors.items()}
@@ -18,7 +20,7 @@ def example():
     return tensors, weights
 
 
-def test_the_list_is_that_of_the_engines():
+def test_the_list_is_that_of_the_engines() -> None:
     tensors, weights = example()
     check_tensors(weights, tensors, "example")
     check_vocabulary_map(weights)
@@ -41,14 +43,14 @@ def test_the_list_is_that_of_the_engines():
         ([1, 3, 7], [1, 4, 8, 9], "t2d marks 4 tokens, expected the 3"),
     ],
 )
-def test_a_wrong_map_is_named(d2t, marked, message):
+def test_a_wrong_map_is_named(d2t: list[int], marked: list[int], message: str) -> None:
     t2d = torch.zeros(10, dtype=torch.bool)
     t2d[marked] = True
     with pytest.raises(CheckpointError, match=message):
         check_vocabulary_map({"d2t": torch.tensor(d2t), "t2d": t2d})
 
 
-def test_layers_are_told_to_each_engine_in_its_numbers():
+def test_layers_are_told_to_each_engine_in_its_numbers() -> None:
     config = eagle3_config({"hidden_size": 8}, 3, (1, 3, 4), target_width=16)
     assert config["architectures"] == [ARCHITECTURE]
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]

@@ -1,5 +1,7 @@
 """Keys of packed KV, turned back to what they were before RoPE."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_the_inverse_rotation_gives_the_keys_before_rope(rope):
+def test_the_inverse_rotation_gives_the_keys_before_rope(rope: Any) -> None:
     rotary, at = Rotary(12, ROPES[rope], 256), torch.tensor([0, 3, 77, 200])
     assert (rotary.scaling != 1) == (rope == "yarn")
     keys, values = torch.randn(2, 3, 2, 4, 12, dtype=torch.float64).unbind()  # [L, H_kv, n, d]
@@ -30,7 +32,7 @@ def test_the_inverse_rotation_gives_the_keys_before_rope(rope):
     assert not torch.allclose(after, before, atol=0.1)
 
 
-def test_keys_keep_their_dtype():
+def test_keys_keep_their_dtype() -> None:
     packed = torch.randn(5, 3, 2 * 2 * 8).bfloat16()
     rotary = Rotary(8, ROPES["default"], 64)
     assert kv_layout.rotate_packed_keys(packed, rotary.inverse(torch.arange(5))).dtype == torch.bfloat16

@@ -1,5 +1,7 @@
 """The chunked loss equals the plain one; no logits of the whole batch are ever held."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +12,7 @@ from moa_data.moa.nn.losses import chunked_forward_kl, chunked_head_kl, feature_
 
 
 @pytest.mark.parametrize("chunk_bytes", [4 * 31, 4 * 31 * 3, 1 << 26])
-def test_chunked_equals_plain_in_value_and_gradient(chunk_bytes):
+def test_chunked_equals_plain_in_value_and_gradient(chunk_bytes: Any) -> None:
     head = torch.randn(31, 6, dtype=torch.float64)
     hidden = torch.randn(10, 6, dtype=torch.float64)
     features = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
@@ -23,7 +25,7 @@ def test_chunked_equals_plain_in_value_and_gradient(chunk_bytes):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_chunked_under_autocast_equals_plain_within_bfloat16():
+def test_chunked_under_autocast_equals_plain_within_bfloat16() -> None:
     torch.manual_seed(0)
     head, hidden, features = torch.randn(31, 16), torch.randn(10, 16), torch.randn(10, 16, requires_grad=True)
     plain = forward_kl(features @ head.T, hidden @ head.T)
@@ -36,7 +38,7 @@ def test_chunked_under_autocast_equals_plain_within_bfloat16():
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
 
 
-def test_logits_that_overflow_count_for_nothing():
+def test_logits_that_overflow_count_for_nothing() -> None:
     """In float16, the one dtype in which a head and features of ordinary sizes give -inf."""
     torch.manual_seed(0)
     head = torch.randn(31, 6).half()
@@ -62,19 +64,19 @@ class Waits(TorchDispatchMode):
 
     n = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.n += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
-def test_chunks_wait_for_nothing():
+def test_chunks_wait_for_nothing() -> None:
     head, hidden, features = torch.randn(31, 6), torch.randn(10, 6), torch.randn(10, 6, requires_grad=True)
     with Waits() as waits:
         chunked_forward_kl(features, hidden, head, 4 * 31 * 3).sum().backward()
     assert waits.n == 0
 
 
-def test_no_rows_give_no_loss():
+def test_no_rows_give_no_loss() -> None:
     head, hidden, features = torch.randn(31, 6), torch.randn(0, 6), torch.randn(0, 6, requires_grad=True)
     value = chunked_forward_kl(features, hidden, head)
     assert value.shape == (0,)
@@ -82,7 +84,7 @@ def test_no_rows_give_no_loss():
     assert features.grad.shape == (0, 6)
 
 
-def test_infinite_logits_give_finite_value_and_gradient():
+def test_infinite_logits_give_finite_value_and_gradient() -> None:
     draft = torch.randn(3, 5)
     draft[:, 2] = -torch.inf
     draft.requires_grad_(True)
@@ -94,7 +96,7 @@ def test_infinite_logits_give_finite_value_and_gradient():
     assert draft.grad[:, [0, 1, 3, 4]].isfinite().all()
 
 
-def test_feature_loss_is_smooth_l1_mean_over_width():
+def test_feature_loss_is_smooth_l1_mean_over_width() -> None:
     got = feature_loss(torch.tensor([[0.0, 3.0]]), torch.tensor([[0.5, 0.0]]))
     assert got.tolist() == [pytest.approx((0.125 + 2.5) / 2)]
 
@@ -102,12 +104,12 @@ def test_feature_loss_is_smooth_l1_mean_over_width():
 class LiveBytes(TorchDispatchMode):
     """Records the peak of the bytes held by all tensors that operations made."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._live = WeakIdKeyDictionary()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -117,20 +119,20 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def test_peak_memory_does_not_grow_with_rows_times_vocabulary():
+def test_peak_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     vocab, width, chunk_bytes = 4096, 8, 1 << 18
     head = torch.randn(vocab, width)
 
-    def peak_bytes(loss, rows):
+    def peak_bytes(loss: Any, rows: Any) -> Any:
         hidden, features = torch.randn(rows, width), torch.randn(rows, width, requires_grad=True)
         with LiveBytes() as live:
             loss(features, hidden).sum().backward()
         return live.peak
 
-    def chunked(features, hidden):
+    def chunked(features: Any, hidden: Any) -> Any:
         return chunked_forward_kl(features, hidden, head, chunk_bytes)
 
-    def plain(features, hidden):
+    def plain(features: Any, hidden: Any) -> Any:
         return forward_kl(features @ head.T, hidden @ head.T)
 
     small, large = peak_bytes(chunked, 256), peak_bytes(chunked, 1024)
@@ -141,7 +143,7 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary():
 
 
 @pytest.mark.parametrize("n_tokens", [None, 7])
-def test_chunked_head_kl_equals_the_plain_one(n_tokens):
+def test_chunked_head_kl_equals_the_plain_one(n_tokens: int | None) -> None:
     """In value and in both gradients, with chunks of one position; a weight of 0 leaves a step out."""
     torch.manual_seed(3)
     tokens = None if n_tokens is None else torch.randperm(20)[:n_tokens].sort().values

@@ -5,7 +5,7 @@ import torch
 from moa_data.moa.nn import masks
 
 
-def test_the_docstring_example():
+def test_the_docstring_example() -> None:
     response = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
     drafted = masks.drafted_positions(response, torch.tensor([4]))
     assert drafted.int().tolist() == [[0, 0, 0, 1, 0, 1, 1, 1, 0]]
@@ -20,7 +20,7 @@ def test_the_docstring_example():
     assert stairs[0, 0].nonzero().flatten().tolist() == [5, 6]
 
 
-def test_no_row_is_ever_empty():
+def test_no_row_is_ever_empty() -> None:
     generator = torch.Generator().manual_seed(0)
     response = torch.rand(16, 40, generator=generator) < 0.6
     bound = torch.randint(2, 9, (16,), generator=generator)
@@ -40,7 +40,7 @@ def test_no_row_is_ever_empty():
     assert not (masks.cross_attention_mask(context, 40) & later).any()
 
 
-def test_a_round_sees_verified_positions_and_its_own_drafts():
+def test_a_round_sees_verified_positions_and_its_own_drafts() -> None:
     queries = torch.tensor([[3, 4, 6, 4]])
     context, passes = torch.tensor([[2, 2, 5, 3]]), torch.tensor([0, 0, 0, 1])
     verified, own = masks.round_mask(queries, context, passes, 8).int().split((8, 4), dim=-1)
@@ -48,10 +48,10 @@ def test_a_round_sees_verified_positions_and_its_own_drafts():
     assert own[0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], "the last is of another pass"
 
 
-def test_without_a_bound_every_response_position_is_drafted():
+def test_without_a_bound_every_response_position_is_drafted() -> None:
     response = torch.tensor([[0, 1, 1, 0]])
     assert torch.equal(masks.drafted_positions(response, None), response.bool())
 
 
-def test_staircase_schedule():
+def test_staircase_schedule() -> None:
     assert [masks.staircase_drop_probability(p) for p in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 1.0]

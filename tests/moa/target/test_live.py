@@ -1,5 +1,7 @@
 """A causal run in pieces, or without a mask, equals one call with the mask of all tokens; and it holds less."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +12,7 @@ from moa_data.moa.target.live import Target
 from moa_data.tests.kit.models import FAMILIES, build_model
 
 
-def with_full_mask(target, tokens, cache):
+def with_full_mask(target: Any, tokens: Any, cache: Any) -> Any:
     """The same call with each token's ancestors spelt out."""
     n_rows, n_tokens = tokens.shape
     return target.forward(tokens, cache, torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril().expand(n_rows, -1, -1))
@@ -19,7 +21,9 @@ def with_full_mask(target, tokens, cache):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
-def test_causal_runs_equal_one_call_with_the_mask(family, attention, chunk, monkeypatch):
+def test_causal_runs_equal_one_call_with_the_mask(
+    family: str, attention: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(target_module, "_CHUNK_TOKENS", chunk)
     model = build_model(family)
     model.config._attn_implementation = attention
@@ -43,11 +47,11 @@ def test_causal_runs_equal_one_call_with_the_mask(family, attention, chunk, monk
 class LargestBytes(TorchDispatchMode):
     """Records the bytes of the largest tensor that an operation made."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.n_bytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -57,7 +61,9 @@ class LargestBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("n_rows", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(family, n_rows, monkeypatch):
+def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
+    family: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is larger than the cache or what the layers make anyway; with a window, than the mask of a piece."""
     n_tokens, piece = 4096, 64
     monkeypatch.setattr(target_module, "_CHUNK_TOKENS", piece)

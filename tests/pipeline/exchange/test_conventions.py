@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from moa_data.pipeline.exchange.conventions import default_layers, require_field
 from moa_data.pipeline.exchange.errors import FieldMissing
 from moa_data.pipeline.exchange.exporting import export_store
 
-BFLOAT16 = {"rtol": 2**-7, "atol": 1e-2}
+BFLOAT16: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-2}
 
 
 @pytest.fixture(scope="module")
 def model(target: Path) -> AutoModelForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)  # type: ignore[return-value]
 
 
 @torch.inference_mode()

@@ -186,7 +186,7 @@ def test_the_commands_work(store: Path, target: Path, tmp_path: Path) -> None:
 
 
 def test_options_are_checked_before_anything_is_read() -> None:
-    both = {"max_sequences": 0, "target_layers": -1}
+    both: dict[str, Any] = {"max_sequences": 0, "target_layers": -1}
     for config_class, values, text in (
         (ExportConfig, {"format": "gguf"}, "format is 'gguf'"),
         (ExportConfig, {"format": "eagle", "layers": (1,)}, "no meaning"),

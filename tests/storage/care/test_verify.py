@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
 
 
 def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recipe: Recipe) -> None:
-    def spoil(values: np.ndarray, row: dict) -> None:
+    def spoil(values: np.ndarray, row: dict[str, Any]) -> None:
         values[0, 0, 0, 0, 0] = 0x7FC0
 
     store = tmp_path / "store"
@@ -40,7 +41,7 @@ def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recip
     assert [damage.part for damage in verify_store(store, values=False).damages] == [1]
 
 
-def canonical(document: dict) -> str:
+def canonical(document: dict[str, Any]) -> str:
     """The one way in which commits are written."""
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
@@ -117,7 +118,7 @@ def test_damaged_commits_are_found(store: Path) -> None:
     assert damage.message == "a commit of a part that the plan does not have"
 
 
-def write_with(recipe: Recipe, path: Path, field: str, change) -> None:
+def write_with(recipe: Recipe, path: Path, field: str, change: Any) -> None:
     """Write a store in which one field of every sequence is changed."""
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
         for part in writer.pending_parts():
@@ -133,7 +134,7 @@ def write_with(recipe: Recipe, path: Path, field: str, change) -> None:
 
 @pytest.mark.parametrize(("bits", "layer"), [(0x7FC0, 2), (0xFF80, 0)])
 def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe, bits: int, layer: int) -> None:
-    def spoil(values: np.ndarray, row: dict) -> None:
+    def spoil(values: np.ndarray, row: dict[str, Any]) -> None:
         if row["source_row"] == 2:
             values[150, layer, 1, 0, 3] = bits
 
@@ -147,7 +148,7 @@ def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe
 
 
 def test_masks_and_tokens_are_held_to_the_plan(tmp_path: Path, recipe: Recipe) -> None:
-    def clear(values: np.ndarray, row: dict) -> None:
+    def clear(values: np.ndarray, row: dict[str, Any]) -> None:
         if row["source_row"] == 0:
             values[:] = 0
 
@@ -155,7 +156,7 @@ def test_masks_and_tokens_are_held_to_the_plan(tmp_path: Path, recipe: Recipe) -
     (damage,) = verify_store(tmp_path / "masks").damages
     assert "response mask counts 0 tokens, the plan says 35" in damage.message
 
-    def raise_ids(values: np.ndarray, row: dict) -> None:
+    def raise_ids(values: np.ndarray, row: dict[str, Any]) -> None:
         if row["source_row"] == 1:
             values[0] = 100
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ _KV_OF_TOKEN = (EMBEDDINGS @ np.random.default_rng(2).normal(size=(16, 128)) / 4
 _ACTIVATIONS = ("kv", "hidden/last")
 
 
-def _stored(row: dict) -> dict[str, np.ndarray]:
+def _stored(row: dict[str, Any]) -> dict[str, np.ndarray]:
     """The fields of a sequence as they are stored; keys, rotated, and values follow from the tokens, up to noise."""
     values = {spec.name: RECIPE.values(spec, row) for spec in RECIPE.manifest.fields}
     kv = (_KV_OF_TOKEN[values[TOKENS]] + 0.1 * to_float32(values["kv"], "bfloat16")).astype(np.float32)

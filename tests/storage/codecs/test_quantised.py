@@ -64,7 +64,7 @@ def group_largest(codec: QuantisedCodec, values: np.ndarray) -> np.ndarray:
     spread=st.sampled_from([0.0, 1.0, 5.0]),
 )
 def test_errors_stay_within_half_a_step(
-    name: str, spec, n_tokens: int, seed: int, exponent: int, spread: float
+    name: str, spec: Any, n_tokens: int, seed: int, exponent: int, spread: float
 ) -> None:
     codec = QuantisedCodec(spec, SCHEMES[name])
     values = activations(spec, n_tokens, seed, spread) * np.float32(2.0**exponent)
@@ -95,7 +95,7 @@ def test_fields_that_do_not_fit_are_refused() -> None:
         QuantisedCodec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b")), SCHEMES["int8"])
 
 
-def write_kv(path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict], None]) -> Path:
+def write_kv(path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict[str, Any]], None]) -> Path:
     """Write a store whose codes of keys and values are changed before they are stored."""
     recipe = recipe.with_manifest(codec=StoreCodec("int8", recipe.manifest.fields).describe())
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
@@ -113,7 +113,7 @@ def write_kv(path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray]
 
 
 def test_scales_that_are_not_finite_are_damage(tmp_path: Path, recipe: Recipe) -> None:
-    def spoil(codes: dict[str, np.ndarray], row: dict) -> None:
+    def spoil(codes: dict[str, np.ndarray], row: dict[str, Any]) -> None:
         if row["source_row"] == 2:
             codes["kv/value_scale"][7, 3, 1] = 0x7FC0
 

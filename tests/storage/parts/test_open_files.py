@@ -53,7 +53,7 @@ def n_open(store: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
-def test_open_files_are_bounded_by_the_limit_of_the_process(many) -> None:
+def test_open_files_are_bounded_by_the_limit_of_the_process(many: tuple[Path, object]) -> None:
     store, recipe = many
     with ActivationStore(store) as reader:
         n_allowed = 64 + len(os.listdir("/proc/self/fd"))
@@ -71,7 +71,7 @@ def test_open_files_are_bounded_by_the_limit_of_the_process(many) -> None:
         assert n_open(store) == 0
 
 
-def test_where_none_is_left_idle_files_are_closed(many, tmp_path: Path) -> None:
+def test_where_none_is_left_idle_files_are_closed(many: tuple[Path, object], tmp_path: Path) -> None:
     """Something else took what the reader was to have."""
     store, _ = many
     with ActivationStore(store) as reader:
@@ -133,7 +133,7 @@ def test_a_file_that_vanished_while_it_was_closed(
 
 
 @pytest.mark.parametrize("command", [("verify",), ("repair", "--drop")])
-def test_commands_at_64_descriptors(many, command: tuple[str, ...]) -> None:
+def test_commands_at_64_descriptors(many: tuple[Path, object], command: tuple[str, ...]) -> None:
     store, _ = many
     whole = read_tree(store)
     done = subprocess.run(
@@ -148,7 +148,7 @@ def test_commands_at_64_descriptors(many, command: tuple[str, ...]) -> None:
     assert read_tree(store) == whole
 
 
-def test_too_few_descriptors_for_anything_delete_nothing(many) -> None:
+def test_too_few_descriptors_for_anything_delete_nothing(many: tuple[Path, object]) -> None:
     """Where not even one file more can be opened, that is said, and no part is called damaged."""
     store, _ = many
     whole = read_tree(store)

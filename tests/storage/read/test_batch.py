@@ -4,8 +4,10 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -27,7 +29,7 @@ NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
 KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
 
 
-def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers=None) -> np.ndarray:
+def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers: Any = None) -> np.ndarray:
     """The batch, made of sequences that were read one by one."""
     parts = [reader.read(i, name, layers) for i in rows]
     out = np.zeros((len(rows), n_rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -38,7 +40,7 @@ def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: 
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_equals_zarr_and_tensorstore(data) -> None:
+def test_equals_zarr_and_tensorstore(data: Any) -> None:
     lengths = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5)))
     recipe = make_recipe(lengths, part_tokens=data.draw(st.sampled_from([64, 256])))
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
@@ -80,12 +82,12 @@ def token_shape(reader: ActivationStore, name: str, layers: list[int] | None) ->
     return (len(layers), *shape[1:]) if name == "kv" and layers is not None else shape
 
 
-def by_zarr(store: Path, name: str, row: dict) -> np.ndarray:
+def by_zarr(store: Path, name: str, row: dict[str, Any]) -> np.ndarray:
     group = zarr.open_group(store / f"parts/part-{row['part']:05d}.zarr", mode="r")
-    return group[name][row["first_token"] : row["first_token"] + row["n_tokens"]]
+    return group[name][row["first_token"] : row["first_token"] + row["n_tokens"]]  # type: ignore[return-value]
 
 
-def by_tensorstore(store: Path, name: str, row: dict) -> np.ndarray:
+def by_tensorstore(store: Path, name: str, row: dict[str, Any]) -> np.ndarray:
     path = str(store / f"parts/part-{row['part']:05d}.zarr" / name)
     array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
     return array[row["first_token"] : row["first_token"] + row["n_tokens"]].read().result()
@@ -131,7 +133,7 @@ def test_one_chunk_is_decoded_once(store: Path, monkeypatch: pytest.MonkeyPatch)
     decoded = []
     original = read_batch.ShardReader.decode
 
-    def counting(self, data, row, column, out) -> None:
+    def counting(self: Any, data: Any, row: Any, column: Any, out: Any) -> None:
         decoded.append((self.path, row, column))
         original(self, data, row, column, out)
 
@@ -148,7 +150,7 @@ def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe: Recipe, m
     columns = []
     original = read_batch.ShardReader.decode
 
-    def noting(self, data, row, column, out) -> None:
+    def noting(self: Any, data: Any, row: Any, column: Any, out: Any) -> None:
         columns.append((self.path.parts[-7], column))
         original(self, data, row, column, out)
 
@@ -195,7 +197,7 @@ def checksum(reader: ActivationStore) -> int:
     return int(reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64))
 
 
-def put_checksum(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
+def put_checksum(reader: ActivationStore, queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
     queue.put(checksum(reader))
 
 
@@ -216,7 +218,7 @@ def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def remote_store(store: Path):
+def remote_store(store: Path) -> Iterator[Any]:
     """The store copied into fsspec's file system in memory."""
     filesystem = fsspec.filesystem("memory")
     url = f"memory://bucket-{os.getpid()}/store"

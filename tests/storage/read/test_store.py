@@ -5,8 +5,10 @@ import multiprocessing
 import pickle
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,12 +31,12 @@ KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
 
 
 @pytest.fixture
-def reader(store: Path):
+def reader(store: Path) -> Iterator[Any]:
     with ActivationStore(store) as opened:
         yield opened
 
 
-def rows(reader: ActivationStore) -> list[dict]:
+def rows(reader: ActivationStore) -> list[dict[str, Any]]:
     return reader.sequences.to_pylist()
 
 
@@ -49,8 +51,8 @@ def test_token_and_layer_selections(reader: ActivationStore, recipe: Recipe) -> 
                 assert got.shape == (len(kv[tokens]), expected.shape[1], 2, 2, 8)
 
 
-def len_of(layers: object) -> int:
-    return 1 if isinstance(layers, slice) else len(layers)  # type: ignore[arg-type]
+def len_of(layers: Any) -> int:
+    return 1 if isinstance(layers, slice) else len(layers)
 
 
 def test_negative_sequence_index(reader: ActivationStore) -> None:
@@ -58,7 +60,7 @@ def test_negative_sequence_index(reader: ActivationStore) -> None:
 
 
 @pytest.mark.parametrize("layers", [None, [1, 3]])
-def test_read_into_fills_only_the_tokens(reader: ActivationStore, recipe: Recipe, layers) -> None:
+def test_read_into_fills_only_the_tokens(reader: ActivationStore, recipe: Recipe, layers: list[int] | None) -> None:
     n_layers = 4 if layers is None else 2
     for i, row in enumerate(rows(reader)):
         out = np.full((220, n_layers, 2, 2, 8), 7, np.uint16)
@@ -104,7 +106,7 @@ def test_threads_read_the_same_with_few_open_shards(
             np.testing.assert_array_equal(job.result(), expected[i])
 
 
-def read_in_child(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
+def read_in_child(reader: ActivationStore, queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
     queue.put([reader.read(i, "kv").sum(dtype=np.int64) for i in range(len(reader))])
 
 

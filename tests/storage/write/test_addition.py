@@ -31,12 +31,12 @@ OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
 
 
 @pytest.fixture
-def recipe():
+def recipe() -> Recipe:
     return make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 @pytest.fixture
-def wanted(recipe: Recipe):
+def wanted(recipe: Recipe) -> Any:
     """The recipe of the store with two more fields."""
     return recipe.with_manifest(
         fields=(*recipe.manifest.fields, hidden_field("layer_1", 16), hidden_field("layer_2", 16)),
@@ -294,7 +294,7 @@ def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
     recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = manifest_commit.read_file_records, []
+    real, calls = manifest_commit.read_file_records, []  # type: ignore[var-annotated]
 
     def change_after_reading(path: Path) -> Any:
         records = real(path)
@@ -316,7 +316,7 @@ def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = manifest_commit.read_target_commit, []
+    real, calls = manifest_commit.read_target_commit, []  # type: ignore[var-annotated]
 
     def change_after_reading(path: Path) -> Any:
         records = real(path)

@@ -30,7 +30,7 @@ NAMES = (
 
 
 @pytest.fixture
-def recipe():
+def recipe() -> Recipe:
     return make_recipe((70, 3, 130, 64), part_tokens=256)
 
 

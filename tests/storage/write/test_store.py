@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +35,7 @@ from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 
 @pytest.fixture
-def writer(tmp_path: Path, recipe: Recipe):
+def writer(tmp_path: Path, recipe: Recipe) -> Iterator[Any]:
     with StoreWriter.create_or_resume(tmp_path / "store", recipe.manifest, recipe.plan) as opened:
         yield opened
 
@@ -283,7 +285,7 @@ def test_disk_full_anywhere_loses_nothing(
         store = tmp_path / f"{n_good_calls}"
         calls = iter(range(n_good_calls))
 
-        def fail(*arguments: object, calls=calls):
+        def fail(*arguments: Any, calls: Any = calls) -> Any:
             if next(calls, None) is None:
                 raise OSError(code, os.strerror(code))
             return real(*arguments)

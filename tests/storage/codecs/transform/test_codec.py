@@ -4,6 +4,7 @@ import functools
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,8 +195,8 @@ def test_learned_state_decodes_the_same_and_is_reproducible(codec: TransformCode
 def test_state_that_does_not_fit_is_refused() -> None:
     state = make_codec("transform:1@all").state()
     missing = {name: value for name, value in state.items() if not name.endswith("mean")}
-    narrow = {**state, "0/0/synthesis": state["0/0/synthesis"][:, 1:]}
-    short = {**state, "0/1/synthesis": state["0/1/synthesis"][:1]}
+    narrow: dict[str, Any] = {**state, "0/0/synthesis": state["0/0/synthesis"][:, 1:]}
+    short: dict[str, Any] = {**state, "0/1/synthesis": state["0/1/synthesis"][:1]}
     for broken in (missing, narrow, short):
         with pytest.raises(ValueError, match="codec/"):
             TransformCodec(SPEC, TransformSettings.parse("transform:1@all")).load_state(broken)
@@ -211,7 +212,7 @@ def test_the_metric_of_a_hidden_state_lowers_the_error_that_counts() -> None:
     rng = np.random.default_rng(5)
     sample = [rng.standard_normal((100, 16)).astype(np.float32) for _ in range(8)]
     metric = np.diag(4.0 ** np.arange(16) / 4.0**15)
-    errors = {}
+    errors: dict[str, Any] = {}
     for name, given in (("plain", None), ("given", metric)):
         codec = TransformCodec(hidden_field("last", 16), TransformSettings(1.0, 1.5), metric=given)
         codec.calibrate(sample)
