@@ -157,7 +157,7 @@ def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path
     )
 
 
-def changed(config: DisconnectConfig, **values: object) -> DisconnectConfig:
+def changed(config: DisconnectConfig, **values: Any) -> DisconnectConfig:
     return config.replaced(**values)
 
 

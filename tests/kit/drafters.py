@@ -36,7 +36,7 @@ def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any)
     drafter_type = drafter_class(kind)
     if kind == "eagle3":
         sizes = {"fused_layers": (0, 1)} | sizes
-    drafter = drafter_type(drafter_type.config_class.from_target(model.config, **sizes))  # type: ignore[call-arg]
+    drafter = drafter_type(drafter_type.config_class.from_target(model.config, **sizes))
     generator = torch.Generator().manual_seed(seed)
     drafter.initialize(generator, std=std)
     drafter.adopt(frozen_for(drafter, model), token_counts)

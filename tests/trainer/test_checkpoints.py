@@ -67,7 +67,7 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert (found["numbers"], found["pair"], found[3]) == (state["numbers"], state["pair"], state[3])
     for one, other in zip(state["weights"], found["weights"], strict=True):
         assert torch.equal(one, other)
-    for name, value in state["others"].items():
+    for name, value in state["others"].items():  # type: ignore[attr-defined]
         assert value.dtype == found["others"][name].dtype
         assert torch.equal(value, found["others"][name])
 

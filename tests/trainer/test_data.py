@@ -1,6 +1,9 @@
 """Batches are a pure function of store, settings and step; what is read is what was stored."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,18 +26,18 @@ from moa_data.trainer.data import (
 )
 
 
-def config(**changes):
+def config(**changes: Any) -> Any:
     return TrainConfig.of(store="", out="", **({"batch_size": 4, "reader_threads": 2} | changes))
 
 
-def stream_of(store, settings, max_steps=20, rank=0, n_ranks=1):
+def stream_of(store: Any, settings: Any, max_steps: int = 20, rank: int = 0, n_ranks: int = 1) -> Any:
     lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
     return TrainingStream(
         BatchReader(store, settings, torch.device("cpu")), np.arange(len(store)), lengths, max_steps, rank, n_ranks
     )
 
 
-def test_batches_hold_what_the_store_holds(store_path):
+def test_batches_hold_what_the_store_holds(store_path: Path) -> None:
     store = ActivationStore(store_path)
     reader = BatchReader(store, config(target_layer_inference=1), torch.device("cpu"))
     lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
@@ -56,7 +59,7 @@ def test_batches_hold_what_the_store_holds(store_path):
             assert not padding.any(), "padding must be zero, not left-over memory"
 
 
-def test_bfloat16_bits_arrive_unchanged(tmp_path):
+def test_bfloat16_bits_arrive_unchanged(tmp_path: Path) -> None:
     store = ActivationStore(build_store(tmp_path / "store", n_sequences=6, dtype="bfloat16"))
     n = store.sequences["n_tokens"].to_numpy().astype(np.int64)
     inputs, _ = BatchReader(store, config(), torch.device("cpu")).read(np.array([2]), n[[2]])
@@ -64,7 +67,7 @@ def test_bfloat16_bits_arrive_unchanged(tmp_path):
     assert np.array_equal(inputs.kv[0].view(torch.uint16).numpy(), store.read(2, "kv").reshape(n[2], 3, -1))
 
 
-def test_a_stream_started_later_goes_on_as_the_first_would(store_path):
+def test_a_stream_started_later_goes_on_as_the_first_would(store_path: Path) -> None:
     store = ActivationStore(store_path)
     first, later = stream_of(store, config()), stream_of(store, config())
     later.start_step = 17  # in the second epoch
@@ -79,7 +82,7 @@ def test_a_stream_started_later_goes_on_as_the_first_would(store_path):
         assert one.denominator == other.denominator
 
 
-def test_micro_batches_make_up_the_batch(store_path):
+def test_micro_batches_make_up_the_batch(store_path: Path) -> None:
     store = ActivationStore(store_path)
     whole = next(iter(stream_of(store, config())))
     iterator = iter(stream_of(store, config(micro_batch_size=1)))
@@ -90,7 +93,7 @@ def test_micro_batches_make_up_the_batch(store_path):
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 
 
-def test_devices_share_one_batch_and_its_denominator(store_path):
+def test_devices_share_one_batch_and_its_denominator(store_path: Path) -> None:
     """Gradients are averaged over devices and micro-batches, so each divides by its share of ALL loss positions."""
     store, settings = ActivationStore(store_path), config()
     whole = next(iter(stream_of(store, settings)))
@@ -102,7 +105,7 @@ def test_devices_share_one_batch_and_its_denominator(store_path):
     assert all(part.denominator == whole.denominator / 4 for part in parts)
 
 
-def test_an_epoch_visits_every_sequence_about_once():
+def test_an_epoch_visits_every_sequence_about_once() -> None:
     lengths = np.random.default_rng(0).integers(10, 500, 1003)
     order = epoch_order(lengths, 8, seed=3, epoch=0)
     assert order.shape == (125, 8)
@@ -114,7 +117,7 @@ def test_an_epoch_visits_every_sequence_about_once():
     assert np.array_equal(order, epoch_order(lengths, 8, seed=3, epoch=0))
 
 
-def test_no_sequence_is_left_out_more_often_than_others():
+def test_no_sequence_is_left_out_more_often_than_others() -> None:
     lengths = np.random.default_rng(0).integers(10, 500, 60)
     n_left_out = np.zeros(60, int)
     for epoch in range(300):
@@ -123,7 +126,7 @@ def test_no_sequence_is_left_out_more_often_than_others():
     assert 5 < n_left_out.min() <= n_left_out.max() < 40, "20 times each on average"
 
 
-def test_the_split_follows_content_not_order():
+def test_the_split_follows_content_not_order() -> None:
     ids = [f"{value:08x}" for value in np.random.default_rng(0).integers(0, 2**32, 4000)]
     train, held_out = split_sequences(ids, 0.1)
     assert 300 < len(held_out) < 500
@@ -132,9 +135,9 @@ def test_the_split_follows_content_not_order():
     assert {ids[i] for i in held_out} == {shuffled[i] for i in split_sequences(shuffled, 0.1)[1]}
 
 
-def test_draws_cover_their_range_and_the_curriculum():
+def test_draws_cover_their_range_and_the_curriculum() -> None:
     settings = config(batch_size=64)
-    bounds = torch.cat([draw(settings, step, 100).step_bound for step in range(40)])
+    bounds = torch.cat([draw(settings, step, 100).step_bound for step in range(40)])  # type: ignore[misc]
     assert set(bounds.tolist()) == set(range(5, 16)), "uniform over 5..15, both ends included"
     assert draw(settings, 0, 100).staircase_rows.all()
     assert not draw(settings, 50, 100).staircase_rows.any()
@@ -143,24 +146,24 @@ def test_draws_cover_their_range_and_the_curriculum():
     assert (drawn.offset < drawn.step_bound).all()
 
 
-def test_the_order_is_computed_once_per_epoch(store_path, monkeypatch):
+def test_the_order_is_computed_once_per_epoch(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(data_module, "epoch_order", lambda *args: calls.append(args[3]) or epoch_order(*args))
+    monkeypatch.setattr(data_module, "epoch_order", lambda *args: calls.append(args[3]) or epoch_order(*args))  # type: ignore[func-returns-value]
     iterator = iter(stream_of(ActivationStore(store_path), config()))
     for _ in range(20):
         next(iterator)
     assert calls == [0, 1]
 
 
-def test_what_is_read_ahead_is_bounded_in_bytes():
+def test_what_is_read_ahead_is_bounded_in_bytes() -> None:
     running, done = [], []
 
-    def reads():
+    def reads() -> Iterator[Any]:
         for i, n_bytes in enumerate([40, 40, 40, 500, 10, 10, 10, 10, 10]):
             running.append((i, n_bytes))
-            yield n_bytes, lambda i=i: done.append(i) or i
+            yield n_bytes, lambda i=i: done.append(i) or i  # type: ignore[func-returns-value]
 
-    iterator = data_module._read_ahead(reads(), max_batches=3, max_bytes=100)
+    iterator: Any = data_module._read_ahead(reads(), max_batches=3, max_bytes=100)
     assert next(iterator) == 0
     assert [i for i, _ in running] == [0, 1, 2], "40 + 40 fit, the third waits"
     assert [next(iterator), next(iterator)] == [1, 2]
@@ -172,20 +175,21 @@ def test_what_is_read_ahead_is_bounded_in_bytes():
     assert done == list(range(9))
 
 
-def test_errors_of_the_reading_thread_arrive(store_path):
-    iterator = data_module._read_ahead(iter([(1, lambda: 1 // 0)]), 2, 10)
+def test_errors_of_the_reading_thread_arrive(store_path: Path) -> None:
+    broken: Any = [(1, lambda: 1 // 0)]
+    iterator = data_module._read_ahead(iter(broken), 2, 10)
     with pytest.raises(ZeroDivisionError):
         next(iterator)
 
 
-def test_micro_batches_are_bounded_in_bytes():
+def test_micro_batches_are_bounded_in_bytes() -> None:
     assert micro_batch_size(config(batch_size=32), 1, 1000) == 32
     assert micro_batch_size(config(batch_size=32), 2, MICRO_BATCH_BYTES // 10) == 8
     assert micro_batch_size(config(batch_size=32), 1, 2 * MICRO_BATCH_BYTES) == 1
     assert micro_batch_size(config(batch_size=32, micro_batch_size=16), 1, 2 * MICRO_BATCH_BYTES) == 16
 
 
-def test_memory_is_used_again(store_path):
+def test_memory_is_used_again(store_path: Path) -> None:
     store = ActivationStore(store_path)
     reader = BatchReader(store, config(), torch.device("cpu"))
     lengths = store.lengths.astype(np.int64)
@@ -202,7 +206,7 @@ def test_memory_is_used_again(store_path):
     assert epoch.shape[1] == 4
 
 
-def test_validation_is_the_same_on_each_pass(store_path):
+def test_validation_is_the_same_on_each_pass(store_path: Path) -> None:
     store = ActivationStore(store_path)
     sequences = np.argsort(store.lengths, kind="stable")[:10]
     batches = ValidationBatches(
@@ -217,10 +221,12 @@ def test_validation_is_the_same_on_each_pass(store_path):
 
 
 @pytest.mark.parametrize(("changes", "size"), [({"micro_batch_size": 2}, 2), ({}, 8)])
-def test_validation_batches_are_micro_batches(store_path, changes, size):
+def test_validation_batches_are_micro_batches(
+    store_path: Path, changes: dict[str, Any] | dict[str, int], size: int
+) -> None:
     settings = config(batch_size=8, validation_fraction=0.3, **changes)
     module = data_module.StoreDataModule(ActivationStore(store_path), settings)
-    module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # type: ignore[assignment]
     sizes = [len(batch.inputs.tokens) for batch in module.val_dataloader()]
     assert max(sizes) == size
     assert sum(sizes) == len(module.validation_sequences)

@@ -1,5 +1,8 @@
 """Runs with EAGLE, EAGLE-3 and GLIDE: one command and store, fewer activations, exact resume, clear refusals."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -27,15 +30,15 @@ from .test_run import last_state, run, settings
 
 EAGLE = {"drafter": "eagle"}
 GLIDE = {"drafter": "glide"}
-EAGLE3 = {"drafter": "eagle3", "fused_layers": (0, 1)}
+EAGLE3: dict[str, Any] = {"drafter": "eagle3", "fused_layers": (0, 1)}
 
 
 @pytest.fixture(scope="module")
-def hidden_store(tmp_path_factory):
+def hidden_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("eagle") / "store", activations=("hidden:last",))
 
 
-def test_it_learns_and_decodes(hidden_store, tmp_path):
+def test_it_learns_and_decodes(hidden_store: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     report = run(hidden_store, out, max_steps=60, validate_every=6, **EAGLE)
     metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
@@ -55,8 +58,8 @@ def test_it_learns_and_decodes(hidden_store, tmp_path):
             assert alone.tokens == got.tokens
 
 
-def test_resume_is_bit_exact(hidden_store, tmp_path):
-    changes = {"micro_batch_size": 4, "optimizer": "muon"}
+def test_resume_is_bit_exact(hidden_store: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"micro_batch_size": 4, "optimizer": "muon"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(hidden_store, whole, max_steps=8, **EAGLE, **changes)
     run(hidden_store, parts, max_steps=8, stop_after_steps=4, **EAGLE, **changes)
@@ -67,7 +70,7 @@ def test_resume_is_bit_exact(hidden_store, tmp_path):
         assert torch.equal(value, other["state_dict"][name]), name
 
 
-def test_accumulation_equals_the_whole_batch(hidden_store, tmp_path):
+def test_accumulation_equals_the_whole_batch(hidden_store: Path, tmp_path: Path) -> None:
     """The noise belongs to the sequence, however the batch is split."""
     run(hidden_store, tmp_path / "one", max_steps=4, **EAGLE)
     run(hidden_store, tmp_path / "parts", max_steps=4, micro_batch_size=2, **EAGLE)
@@ -75,7 +78,7 @@ def test_accumulation_equals_the_whole_batch(hidden_store, tmp_path):
         torch.testing.assert_close(value, last_state(tmp_path / "parts")["state_dict"][name], rtol=1e-3, atol=2e-5)
 
 
-def test_noise_changes_the_run(hidden_store, tmp_path):
+def test_noise_changes_the_run(hidden_store: Path, tmp_path: Path) -> None:
     weights = []
     for width in (0.0, 0.2):
         run(hidden_store, tmp_path / str(width), max_steps=2, feature_noise=width, **EAGLE)
@@ -83,7 +86,7 @@ def test_noise_changes_the_run(hidden_store, tmp_path):
     assert not torch.equal(weights[0], weights[1])
 
 
-def test_low_precision_follows_float32(hidden_store, tmp_path):
+def test_low_precision_follows_float32(hidden_store: Path, tmp_path: Path) -> None:
     for precision in ("32-true", "bf16-mixed"):
         run(hidden_store, tmp_path / precision, max_steps=3, validate_every=3, log_every=1, **EAGLE | {
             "precision": precision})  # fmt: skip
@@ -92,13 +95,13 @@ def test_low_precision_follows_float32(hidden_store, tmp_path):
         assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), name
 
 
-def test_only_what_the_drafter_needs_is_read(store_path, monkeypatch):
+def test_only_what_the_drafter_needs_is_read(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ActivationStore(store_path)
     config, eagle = settings(store_path), settings(store_path, **EAGLE)
     asked = []
     real = ActivationStore.read_batch
 
-    def read_batch(self, sequences, names, **kwargs):
+    def read_batch(self: Any, sequences: Any, names: Any, **kwargs: Any) -> Any:
         asked.append(names)
         return real(self, sequences, names, **kwargs)
 
@@ -112,7 +115,7 @@ def test_only_what_the_drafter_needs_is_read(store_path, monkeypatch):
     assert ratio == 1 + 3 * 2 * 2 * 8 / 32, "keys and values of three layers beside a hidden state"
 
 
-def test_refusals(store_path, hidden_store, tmp_path):
+def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingField, match=r"lacks kv; add with `moa-data add .* --model MODEL --activations kv`"):
         run(hidden_store, tmp_path / "run", max_steps=2)
     bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
@@ -121,7 +124,7 @@ def test_refusals(store_path, hidden_store, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_glide_learns_resumes_and_decodes(store_path, tmp_path):
+def test_glide_learns_resumes_and_decodes(store_path: Path, tmp_path: Path) -> None:
     own = GLIDE | {"block_size": 4, "self_attention_mlp_width": 40}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(store_path, whole, max_steps=30, **own)
@@ -142,7 +145,7 @@ def test_glide_learns_resumes_and_decodes(store_path, tmp_path):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
 
 
-def test_glide_in_parts_and_in_low_precision(store_path, tmp_path):
+def test_glide_in_parts_and_in_low_precision(store_path: Path, tmp_path: Path) -> None:
     for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):
         run(store_path, tmp_path / name, max_steps=4, validate_every=4, log_every=1, **GLIDE | changes)
     for name, value in last_state(tmp_path / "one")["state_dict"].items():
@@ -153,7 +156,7 @@ def test_glide_in_parts_and_in_low_precision(store_path, tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:2@layer", "transform:2,tokens@all"])
-def test_glide_reads_the_last_layer_alone(store_path, tmp_path, codec):
+def test_glide_reads_the_last_layer_alone(store_path: Path, tmp_path: Path, codec: str) -> None:
     path = store_path
     if codec != "lossless":
         recode(store_path, codec, path := tmp_path / "store")
@@ -175,13 +178,13 @@ def test_glide_reads_the_last_layer_alone(store_path, tmp_path, codec):
 
 
 @pytest.fixture(scope="module")
-def layers_store(tmp_path_factory):
+def layers_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(
         tmp_path_factory.mktemp("eagle3") / "store", activations=("hidden:last", "hidden:layer:0", "hidden:layer:1")
     )
 
 
-def test_eagle3_learns_resumes_and_decodes(layers_store, tmp_path):
+def test_eagle3_learns_resumes_and_decodes(layers_store: Path, tmp_path: Path) -> None:
     own = EAGLE3 | {"draft_vocabulary": 50, "test_time_steps": 3, "micro_batch_size": 4, "optimizer": "muon"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(layers_store, whole, max_steps=30, **own)
@@ -212,7 +215,7 @@ def test_eagle3_learns_resumes_and_decodes(layers_store, tmp_path):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
 
 
-def test_eagle3_in_parts_and_in_low_precision(layers_store, tmp_path):
+def test_eagle3_in_parts_and_in_low_precision(layers_store: Path, tmp_path: Path) -> None:
     for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):
         run(layers_store, tmp_path / name, max_steps=4, validate_every=4, log_every=1, **EAGLE3 | changes)
     for name, value in last_state(tmp_path / "one")["state_dict"].items():
@@ -223,7 +226,7 @@ def test_eagle3_in_parts_and_in_low_precision(layers_store, tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8"])
-def test_eagle3_reads_the_fused_layers_alone(store_path, layers_store, tmp_path, codec):
+def test_eagle3_reads_the_fused_layers_alone(store_path: Path, layers_store: Path, tmp_path: Path, codec: str) -> None:
     path = layers_store
     if codec != "lossless":
         recode(layers_store, codec, path := tmp_path / "store")
@@ -242,7 +245,7 @@ def test_eagle3_reads_the_fused_layers_alone(store_path, layers_store, tmp_path,
     assert sequence_bytes(store, config, 10) == 10 * 4 * 3 * 32
 
 
-def test_eagle3_refusals(store_path, layers_store, tmp_path):
+def test_eagle3_refusals(store_path: Path, layers_store: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingField, match=r"lacks hidden/layer_0; add with .*--activations hidden:layer:0`"):
         run(store_path, tmp_path / "run", max_steps=2, **EAGLE3)
     for changes, message in (

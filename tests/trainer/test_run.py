@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from moa_data.trainer.errors import MissingField, NonFiniteGradient, RunExists, 
 from moa_data.trainer.module import DrafterModule
 from moa_data.trainer.run import train
 
-BASE = {
+BASE: dict[str, Any] = {
     "batch_size": 8,
     "learning_rate": 1e-3,
     "peak_multiplier": 3.0,
@@ -44,21 +46,21 @@ BASE = {
 }
 
 
-def settings(store, out="unused", **changes):
+def settings(store: Any, out: str = "unused", **changes: Any) -> Any:
     rounds = {"step_bound_min": 3, "step_bound_max": 6} if changes.get("drafter", "moa") == "moa" else {}
     return TrainConfig.of(store=str(store), out=str(out), **(BASE | rounds | changes))
 
 
-def run(store, out, **changes):
+def run(store: Any, out: Any, **changes: Any) -> Any:
     return train(settings(store, out, **changes), {"argv": ["test"]}, False)
 
 
-def last_state(out):
+def last_state(out: Any) -> Any:
     return read_checkpoint(out / "checkpoints" / "last.ckpt")
 
 
 @pytest.mark.draws
-def test_it_learns_and_leaves_everything_behind(store_path, tmp_path):
+def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path) -> None:
     report = run(store_path, tmp_path / "run", max_steps=150, validate_every=25)
     out = tmp_path / "run"
     metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
@@ -77,15 +79,15 @@ def test_it_learns_and_leaves_everything_behind(store_path, tmp_path):
     assert not any("frozen" in key for key in last_state(out)["state_dict"])
 
 
-def test_no_target_is_ever_loaded(store_path, tmp_path, monkeypatch):
+def test_no_target_is_ever_loaded(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the target's classes out of reach, training goes on, target layer inference included."""
     real_import = builtins.__import__
 
-    def guarded(name, *args, **kwargs):
+    def guarded(name: Any, *args: Any, **kwargs: Any) -> Any:
         assert "modeling_llama" not in name, "training must not import the target's class"
         return real_import(name, *args, **kwargs)
 
-    def refuse(*args, **kwargs):
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("training must not load a model")
 
     monkeypatch.setattr(builtins, "__import__", guarded)
@@ -99,7 +101,9 @@ def test_no_target_is_ever_loaded(store_path, tmp_path, monkeypatch):
     ("stop", "changes"),
     [(8, {}), (8, {"micro_batch_size": 4, "target_layer_inference": 1}), (6, {"micro_batch_size": 4, "log_every": 3})],
 )
-def test_resume_is_bit_exact(store_path, tmp_path, stop, changes):
+def test_resume_is_bit_exact(
+    store_path: Path, tmp_path: Path, stop: int, changes: dict[str, Any] | dict[str, int]
+) -> None:
     """Also where it stopped at a step that is validated."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     at_once = run(store_path, whole, max_steps=16, **changes)
@@ -123,7 +127,7 @@ def test_resume_is_bit_exact(store_path, tmp_path, stop, changes):
         assert metrics_whole[name] == metrics_parts[name], "also the part before the resumption is kept"
 
 
-def test_resume_with_another_accumulation(store_path, tmp_path, monkeypatch):
+def test_resume_with_another_accumulation(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with another number of devices: steps, validations and the log still fall on whole batches."""
     settings = {"max_steps": 14, "checkpoint_every": 5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -132,7 +136,7 @@ def test_resume_with_another_accumulation(store_path, tmp_path, monkeypatch):
     monkeypatch.setattr("moa_data.trainer.data.MICRO_BATCH_BYTES", 1)
     real, steps = DrafterModule.training_step, []
 
-    def recording(module, batch, index):
+    def recording(module: Any, batch: Any, index: Any) -> Any:
         steps.append(module.global_step)
         return real(module, batch, index)
 
@@ -147,7 +151,7 @@ def test_resume_with_another_accumulation(store_path, tmp_path, monkeypatch):
         torch.testing.assert_close(value, last_state(parts)["state_dict"][name], rtol=1e-3, atol=2e-4)
 
 
-def test_accumulation_equals_the_whole_batch(store_path, tmp_path):
+def test_accumulation_equals_the_whole_batch(store_path: Path, tmp_path: Path) -> None:
     one, parts = tmp_path / "one", tmp_path / "parts"
     run(store_path, one, max_steps=4)
     run(store_path, parts, max_steps=4, micro_batch_size=2)
@@ -156,8 +160,10 @@ def test_accumulation_equals_the_whole_batch(store_path, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"target_layer_inference": 1}])
-def test_low_precision_follows_float32(store_path, tmp_path, changes):
-    settings = {"max_steps": 3, "validate_every": 3, "log_every": 1, **changes}
+def test_low_precision_follows_float32(
+    store_path: Path, tmp_path: Path, changes: dict[str, Any] | dict[str, int]
+) -> None:
+    settings: dict[str, Any] = {"max_steps": 3, "validate_every": 3, "log_every": 1, **changes}
     run(store_path, tmp_path / "full", **settings)
     run(store_path, tmp_path / "low", **settings, precision="bf16-mixed")
     full, low = read_metrics(tmp_path / "full"), read_metrics(tmp_path / "low")
@@ -166,17 +172,17 @@ def test_low_precision_follows_float32(store_path, tmp_path, changes):
         assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), name
 
 
-def test_learning_rate_follows_the_schedule(store_path, tmp_path):
+def test_learning_rate_follows_the_schedule(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "run", max_steps=5)
     state = last_state(tmp_path / "run")
     assert state["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(1e-3)
 
 
-def signal_within_objective(monkeypatch, n_th, signum=signal.SIGINT):
+def signal_within_objective(monkeypatch: pytest.MonkeyPatch, n_th: Any, signum: Any = signal.SIGINT) -> None:
     """Send a signal to this process within the n-th micro-batch."""
     real, calls = MoADrafter.objective, []
 
-    def struck(*args, **kwargs):
+    def struck(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == n_th:
             os.kill(os.getpid(), signum)
@@ -185,7 +191,9 @@ def signal_within_objective(monkeypatch, n_th, signum=signal.SIGINT):
     monkeypatch.setattr(MoADrafter, "objective", struck)
 
 
-def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_path, monkeypatch):
+def test_an_interruption_between_micro_batches_changes_nothing(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The half-accumulated step is done again from its first micro-batch."""
     settings = {"max_steps": 10, "micro_batch_size": 4}
     at_once = run(store_path, tmp_path / "whole", **settings)
@@ -201,19 +209,19 @@ def test_an_interruption_between_micro_batches_changes_nothing(store_path, tmp_p
         assert torch.equal(value, other["state_dict"][name]), name
 
 
-def drafter_weights(out):
+def drafter_weights(out: Any) -> Any:
     return load_drafter(out).state_dict()
 
 
-def same_weights(one, other):
+def same_weights(one: Any, other: Any) -> Any:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def interrupt_validation(monkeypatch, n_th):
+def interrupt_validation(monkeypatch: pytest.MonkeyPatch, n_th: Any) -> None:
     """Press Ctrl-C at the beginning of the n-th validation."""
     real, calls = DrafterModule.on_validation_epoch_start, []
 
-    def struck(module):
+    def struck(module: Any) -> None:
         calls.append(1)
         if len(calls) == n_th:
             os.kill(os.getpid(), signal.SIGINT)
@@ -222,7 +230,7 @@ def interrupt_validation(monkeypatch, n_th):
     monkeypatch.setattr(DrafterModule, "on_validation_epoch_start", struck)
 
 
-def test_the_last_step_is_validated(store_path, tmp_path, monkeypatch):
+def test_the_last_step_is_validated(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the interval does not divide the run, or Ctrl-C fell into that validation."""
     settings = {"max_steps": 7, "validate_every": 5, "micro_batch_size": 4}
     report = run(store_path, tmp_path / "whole", **settings)
@@ -255,13 +263,15 @@ def test_the_last_step_is_validated(store_path, tmp_path, monkeypatch):
     assert run(store_path, tmp_path / "parts", **settings, resume=True).metrics == {}, "nothing is left to do"
 
 
-def test_a_validation_that_did_not_end_is_done_again(store_path, tmp_path, monkeypatch):
+def test_a_validation_that_did_not_end_is_done_again(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill left a checkpoint from before the validation of its step; Ctrl-C fell into one."""
     settings = {"max_steps": 8, "validate_every": 4, "micro_batch_size": 4, "checkpoint_every": 4}
     run(store_path, tmp_path / "whole", **settings)
     real = callbacks.Validations.on_validation_end
 
-    def before(self, trainer, module):
+    def before(self: Any, trainer: Any, module: Any) -> None:
         shutil.copyfile(tmp_path / "parts" / "checkpoints" / "last.ckpt", tmp_path / "before.ckpt")
         real(self, trainer, module)
 
@@ -283,7 +293,7 @@ def test_a_validation_that_did_not_end_is_done_again(store_path, tmp_path, monke
     assert same_weights(last_state(tmp_path / "whole")["state_dict"], last_state(tmp_path / "parts")["state_dict"])
 
 
-def test_refusals(store_path, tmp_path):
+def test_refusals(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "run", max_steps=2)
     with pytest.raises(RunExists, match="already holds a run; pass --resume"):
         run(store_path, tmp_path / "run", max_steps=2)
@@ -304,7 +314,7 @@ def test_refusals(store_path, tmp_path):
     assert not any((tmp_path / name).exists() for name in ("none", "big", "bad")), "a refusal leaves nothing behind"
 
 
-def test_only_one_training_in_a_folder(store_path, tmp_path):
+def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None:
     """Another process is refused while it lives; a killed one leaves its file and no lock."""
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
     hold = "import sys, time; from moa_data.storage.locking import lock_file; from pathlib import Path\n"
@@ -324,13 +334,15 @@ def test_only_one_training_in_a_folder(store_path, tmp_path):
 
 
 @pytest.mark.parametrize("gradient_clip", [1.0, 0.0])
-def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monkeypatch, gradient_clip):
+def test_a_gradient_that_is_not_finite_stops_the_run(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gradient_clip: float
+) -> None:
     real, asked, is_finite = MoADrafter.objective, [], torch.Tensor.isfinite
-    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: asked.append(tensor.shape) or is_finite(tensor))
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: asked.append(tensor.shape) or is_finite(tensor))  # type: ignore[func-returns-value]
     run(store_path, tmp_path / "good", max_steps=3, micro_batch_size=4, gradient_clip=gradient_clip)
     assert asked == [torch.Size()] * 3, "a question per step, because an accelerator has to wait for each"
 
-    def broken(*args, **kwargs):
+    def broken(*args: Any, **kwargs: Any) -> Any:
         terms = real(*args, **kwargs)
         return replace(terms, total=terms.total * torch.inf)
 
@@ -339,7 +351,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(store_path, tmp_path, monke
         run(store_path, tmp_path / "run", max_steps=2, gradient_clip=gradient_clip)
 
 
-def test_two_devices_train_one_run(store_path, tmp_path):
+def test_two_devices_train_one_run(store_path: Path, tmp_path: Path) -> None:
     """Lightning starts the command a second time; that process must not take the run for somebody else's."""
     run(store_path, tmp_path / "one", max_steps=3)
     two = settings(store_path, tmp_path / "two", max_steps=3, devices="2")
@@ -354,7 +366,7 @@ def test_two_devices_train_one_run(store_path, tmp_path):
         torch.testing.assert_close(value, last_state(tmp_path / "two")["state_dict"][name], rtol=1e-3, atol=2e-5)
 
 
-def test_resume_refuses_another_store(store_path, tmp_path):
+def test_resume_refuses_another_store(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
     other = build_store(tmp_path / "other", n_sequences=40)
     with pytest.raises(RunExists, match=r"on another store: n_sequences was 60, now 40"):
@@ -374,7 +386,7 @@ def test_resume_refuses_another_store(store_path, tmp_path):
     assert run(moved, tmp_path / "run", max_steps=4, resume=True).n_steps == 4
 
 
-def test_resume_refuses_a_record_that_is_none(store_path, tmp_path):
+def test_resume_refuses_a_record_that_is_none(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
     for text in ("[1]", "optimizer: [", "learning_rate: 1e-3", "store: s"):
         (tmp_path / "run" / "run.yaml").write_text(text)
@@ -382,13 +394,13 @@ def test_resume_refuses_a_record_that_is_none(store_path, tmp_path):
             run(store_path, tmp_path / "run", max_steps=4, resume=True)
 
 
-def test_a_missing_activation_names_the_command_that_adds_it(tmp_path):
+def test_a_missing_activation_names_the_command_that_adds_it(tmp_path: Path) -> None:
     store = build_store(tmp_path / "store", activations=("kv",), n_sequences=20)
     with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):
         run(store, tmp_path / "run", max_steps=2)
 
 
-def test_metrics_file_has_the_promised_columns(store_path, tmp_path):
+def test_metrics_file_has_the_promised_columns(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "run", max_steps=6)
     with (tmp_path / "run" / "metrics.csv").open(newline="") as stream:
         columns = set(csv.DictReader(stream).fieldnames)

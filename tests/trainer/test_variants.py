@@ -1,5 +1,8 @@
 """Options that take a part of Mixture of Attentions or of its training away."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +28,7 @@ PAPER = PRESETS["paper"]["drafter"]
     ],
     ids=str,
 )
-def test_each_variant_trains(store_path, tmp_path, changes):
+def test_each_variant_trains(store_path: Path, tmp_path: Path, changes: Any) -> None:
     report = run(store_path, tmp_path / "run", max_steps=3, micro_batch_size=4, validate_every=3, **changes)
     assert report.best_expected_acceptance_length >= 1
     assert all(torch.isfinite(weight).all() for weight in last_state(tmp_path / "run")["state_dict"].values())
@@ -36,7 +39,7 @@ def test_each_variant_trains(store_path, tmp_path, changes):
     assert drafter.config.unrotated_keys == changes.get("unrotated_keys", True)
 
 
-def test_without_layer_attention_one_layer_is_read(store_path):
+def test_without_layer_attention_one_layer_is_read(store_path: Path) -> None:
     store = ActivationStore(store_path)
     rows = torch.arange(3).numpy()
     for changes, n_layers in (({}, 3), ({"layer_attention": False}, 1)):
@@ -49,7 +52,7 @@ def test_without_layer_attention_one_layer_is_read(store_path):
     assert all_layers - one == 10 * 2 * (2 * 2 * 8) * 4, "two layers of float32 keys and values"
 
 
-def test_draws_of_each_variant(store_path):
+def test_draws_of_each_variant(store_path: Path) -> None:
     response = torch.ones(8, 30, dtype=torch.bool)
     response[:, :5] = False
     usual = settings(store_path)

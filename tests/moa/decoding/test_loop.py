@@ -127,7 +127,7 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
         runs: list[tuple[list[int], list[bool]]] = []
         fast = speculative_generate(
             target, drafter, frozen, prompt, max_new_tokens=limit, draft_length=draft_length,
-            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),
+            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
         )  # fmt: skip
         assert fast.tokens == plain.tokens, (index, prompt)
         check_counts(fast, draft_length)

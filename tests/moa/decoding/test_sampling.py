@@ -119,7 +119,7 @@ def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPa
 
 def test_distribution_follows_transformers() -> None:
     from transformers import LogitsProcessorList
-    from transformers.generation import (
+    from transformers.generation import (  # type: ignore[attr-defined]
         RepetitionPenaltyLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
     real = DrafterProposer.propose
 
     class Watched(DrafterProposer):
-        def propose(self, committed, shape):
+        def propose(self, committed: Any, shape: Any) -> Any:
             seen.append((list(committed[0]), real(self, committed, shape)))
             return seen[-1][1]
 
@@ -107,7 +108,7 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
     committed, tree = seen[0]
     tokens = tree.tokens[0].tolist()
     for node in range(tree.n_nodes):
-        path, at = [], int(tree.parents[0, node])
+        path, at = [], int(tree.parents[0, node])  # type: ignore[var-annotated]
         while at >= 0:
             path.insert(0, at)
             at = int(tree.parents[0, at])

@@ -243,7 +243,7 @@ class DrafterContract:
                 fresh.commit([tokens[:-1]])
                 expected = real_root(fresh.proposer.state, frozen, [tokens], fresh.cache)
                 torch.testing.assert_close(features[row], expected[0], rtol=1e-4, atol=self.close)
-            return features  # type: ignore[no-any-return]
+            return features
 
         monkeypatch.setattr(drafter, "draft_root", draft_root)
         monkeypatch.setattr(target, "eos_token_ids", frozenset({24, 28, 40}))
@@ -333,7 +333,7 @@ class DrafterContract:
         alone = []
         for row, n_tokens in ((0, 30), (1, 25)):
             own = Draws(
-                draws.step_bound[row : row + 1], draws.staircase_rows[:1], draws.offset[row : row + 1]  # type: ignore[index]
+                draws.step_bound[row : row + 1], draws.staircase_rows[:1], draws.offset[row : row + 1]
             )  # fmt: skip
             step = TrainingStep(one_row(inputs, row, n_tokens), own, denominator=1.0)
             alone.append(drafter.objective(frozen, step).total)

@@ -99,7 +99,7 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
     torch.testing.assert_close(terms.forward_kl, first / 3.0, rtol=1e-5, atol=1e-6)
     expected = torch.autograd.grad(0.5 * total / 3.0, list(drafter.parameters()))
     for (name, _), got, goal in zip(drafter.named_parameters(), gradients, expected, strict=True):
-        torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
         assert goal.abs().max() > 1e-5, name
 
 
@@ -128,7 +128,7 @@ def test_attention_to_own_steps_equals_concatenated_keys() -> None:
     got = attend_with_own_steps(q, keys, values, seen, own)
     everything = [torch.cat([shared, *(pair[i] for pair in own)], dim=2) for i, shared in enumerate((keys, values))]
     mask = torch.cat([seen, *[torch.eye(5, dtype=torch.bool).expand(2, -1, -1)] * 3], dim=-1)[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, *everything, attn_mask=mask, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *everything, attn_mask=mask, enable_gqa=True)  # type: ignore[misc]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -20,7 +20,7 @@ from moa_data.tests.kit.models import SIZES, build_model
 
 from .contract import DrafterContract
 
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip

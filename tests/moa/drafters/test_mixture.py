@@ -23,7 +23,7 @@ from moa_data.tests.kit.models import build_model
 
 from .contract import CLOSE, DrafterContract, Rows
 
-OURS = {"cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": True}
+OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": True}
 
 
 class TestPaper(DrafterContract):
@@ -179,7 +179,7 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatc
 
     def attend_to_few(x: Tensor, *args: Any) -> Tensor:
         sizes.append(len(x))
-        return attend(x, *args)  # type: ignore[no-any-return]
+        return attend(x, *args)
 
     monkeypatch.setattr("moa_data.moa.drafters.mixture._MOST_POSITIONS", most)
     monkeypatch.setattr(drafter.layer_self_attention, "attend_self_means", attend_to_few)

@@ -1,6 +1,8 @@
 """Drafters travel through every layout of other programs unchanged; a folder that does not fit is named."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ MOA = ("moa", "moa-vllm")
 ENGINES = ("eagle", "vllm-eagle", "sglang-eagle")
 
 
-def build_eagle(model, seed=1, **sizes):
+def build_eagle(model: Any, seed: int = 1, **sizes: Any) -> Any:
     drafter = EagleDrafter(EagleSizes.from_target(model.config, {"weights_sha256": "ab"}, **sizes))
     drafter.initialize(torch.Generator().manual_seed(seed), std=0.15)
     for name, weight in drafter.named_parameters():
@@ -32,7 +34,7 @@ def build_eagle(model, seed=1, **sizes):
     return drafter.eval()
 
 
-def build(name, model=None, **sizes):
+def build(name: Any, model: Any = None, **sizes: Any) -> Any:
     """A drafter that fits the layout."""
     model = model or build_model(num_attention_heads=6)
     if LAYOUTS[name].kind == "eagle3":
@@ -40,12 +42,12 @@ def build(name, model=None, **sizes):
     return build_drafter(model, **sizes) if LAYOUTS[name].kind == "moa" else build_eagle(model, **sizes)
 
 
-def write(drafter, name, folder, model, dtype=torch.float32):
+def write(drafter: Any, name: Any, folder: Path, model: Any, dtype: Any = torch.float32) -> None:
     write_layout(drafter, LAYOUTS[name], folder, dtype, model.config, model.model.embed_tokens.weight)
 
 
 @torch.no_grad()
-def features(drafter, model):
+def features(drafter: Any, model: Any) -> Any:
     frozen = FrozenTarget.from_model(model)
     tokens = torch.arange(3, 15)[None]
     generator = torch.Generator().manual_seed(0)
@@ -65,14 +67,14 @@ def features(drafter, model):
     return drafter(drafter.join(frozen.embed(tokens), hidden))
 
 
-def without_own_key(folder):
+def without_own_key(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.pop("moa_data")
     (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_round_trip_is_exact(tmp_path, name):
+def test_round_trip_is_exact(tmp_path: Path, name: Any) -> None:
     model = build_model(num_attention_heads=4)
     drafter = build(name, model)
     write(drafter, name, tmp_path, model)
@@ -85,7 +87,7 @@ def test_round_trip_is_exact(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_half_precision_rounds_once(tmp_path, name):
+def test_half_precision_rounds_once(tmp_path: Path, name: Any) -> None:
     model = build_model()
     drafter = build(name, model)
     write(drafter, name, tmp_path, model, torch.bfloat16)
@@ -98,7 +100,7 @@ def test_half_precision_rounds_once(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_folder_without_our_key_computes_the_same(tmp_path, name):
+def test_a_folder_without_our_key_computes_the_same(tmp_path: Path, name: Any) -> None:
     model = build_model()
     drafter = build(name, model)
     write(drafter, name, tmp_path, model)
@@ -113,7 +115,7 @@ def test_a_folder_without_our_key_computes_the_same(tmp_path, name):
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("input_norm", [True, False])
-def test_first_layer_without_norm_needs_no_second(tmp_path, name, input_norm):
+def test_first_layer_without_norm_needs_no_second(tmp_path: Path, name: Any, input_norm: bool) -> None:
     model = build_model()
     write(build(name, model, eagle_input_norm=input_norm, eagle_layers=2), name, tmp_path, model)
     keys = set(load_file(tmp_path / "model.safetensors"))
@@ -122,7 +124,7 @@ def test_first_layer_without_norm_needs_no_second(tmp_path, name, input_norm):
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2 + input_norm
 
 
-def test_keys_of_each_engine(tmp_path):
+def test_keys_of_each_engine(tmp_path: Path) -> None:
     model = build_model("qwen2")
     for name in ENGINES:
         write(build(name, model, eagle_input_norm=False), name, tmp_path / name, model)
@@ -137,8 +139,8 @@ def test_keys_of_each_engine(tmp_path):
     assert {config["max_position_embeddings"] for config in configs.values()} == {96}
 
 
-def test_scaled_rotation_is_written_for_both_majors(tmp_path):
-    rope = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+def test_scaled_rotation_is_written_for_both_majors(tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
     model = build_model(rope_parameters=rope)
     drafter = build("vllm-eagle", model)
     write(drafter, "vllm-eagle", tmp_path, model)
@@ -150,7 +152,7 @@ def test_scaled_rotation_is_written_for_both_majors(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_official_eagle_checkpoint(tmp_path, file):
+def test_official_eagle_checkpoint(tmp_path: Path, file: str) -> None:
     """Keys and config as yuhuili/EAGLE-* have them: fc with a bias, float16, a prefix, buffers, few config keys."""
     model = build_model()
     drafter = build_eagle(model, eagle_input_norm=False, eagle_fc_bias=True)
@@ -162,7 +164,7 @@ def test_official_eagle_checkpoint(tmp_path, file):
         torch.save({f"model.{name}": value for name, value in weights.items()}, tmp_path / file)
     else:
         save_file(weights, tmp_path / file)
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-6,
         "vocab_size": 67, "max_position_embeddings": 2048, "rope_theta": 10000.0, "bias": True,
@@ -188,20 +190,22 @@ def test_official_eagle_checkpoint(tmp_path, file):
         ("moa", {}, {"head_dim": 16}, "the head dim is 16"),
     ],
 )
-def test_what_the_other_program_would_run_differently_is_refused(tmp_path, name, sizes, model, message):
+def test_what_the_other_program_would_run_differently_is_refused(
+    tmp_path: Path, name: str, sizes: Any, model: dict[str, Any] | dict[str, int], message: str
+) -> None:
     target = build_model(**model)
     with pytest.raises(CheckpointError, match=f"cannot run this drafter as it was trained: .*{message}"):
         write(build(name, target, **sizes), name, tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
 
 
-def test_biases_are_refused_where_they_would_be_dropped(tmp_path):
+def test_biases_are_refused_where_they_would_be_dropped(tmp_path: Path) -> None:
     model = build_model("qwen2")
     with pytest.raises(CheckpointError, match="q, k and v have biases"):
         write(build("moa-vllm", model), "moa-vllm", tmp_path, model)
 
 
-def test_kind_and_missing_pieces_of_the_target(tmp_path):
+def test_kind_and_missing_pieces_of_the_target(tmp_path: Path) -> None:
     model = build_model()
     with pytest.raises(CheckpointError, match="of kind moa, this one is of kind eagle; formats for it: eagle, vllm"):
         write_layout(build_eagle(model), LAYOUTS["moa"], tmp_path)
@@ -215,7 +219,7 @@ def test_kind_and_missing_pieces_of_the_target(tmp_path):
 
 @pytest.mark.parametrize("own_key", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_wrong_tensors_are_named(tmp_path, name, own_key):
+def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> None:
     model = build_model()
     write(build(name, model), name, tmp_path, model)
     if not own_key:
@@ -235,7 +239,7 @@ def test_wrong_tensors_are_named(tmp_path, name, own_key):
             load_drafter(tmp_path)
 
 
-def test_wrong_configs_are_named(tmp_path):
+def test_wrong_configs_are_named(tmp_path: Path) -> None:
     model = build_model()
     write(build_eagle(model), "sglang-eagle", tmp_path, model)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -265,7 +269,7 @@ def test_wrong_configs_are_named(tmp_path):
         load_drafter(tmp_path)
 
 
-def test_eagle3_says_which_layers_it_joins(tmp_path):
+def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
     model = build_model()
     write(build("eagle3", model), "eagle3", tmp_path, model)
     without_own_key(tmp_path)
@@ -286,7 +290,7 @@ def test_eagle3_says_which_layers_it_joins(tmp_path):
         write(build_eagle3(model), "eagle3", tmp_path / "two", model)
 
 
-def test_eagle3_under_the_name_that_vllm_gives_its_layer(tmp_path):
+def test_eagle3_under_the_name_that_vllm_gives_its_layer(tmp_path: Path) -> None:
     model = build_model()
     drafter = build("eagle3", model)
     write(drafter, "eagle3", tmp_path, model)
@@ -299,7 +303,7 @@ def test_eagle3_under_the_name_that_vllm_gives_its_layer(tmp_path):
     assert torch.equal(features(again, model), features(drafter, model))
 
 
-def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide():
+def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide() -> None:
     """As in the official code: 4 heads over a KV width of 56 would be 14, 6 over 64 are 10, rounded down."""
     model = build_model(num_attention_heads=6, num_key_value_heads=2, head_dim=16)
     drafter = build_drafter(model, layer_attention_heads=6)
@@ -311,14 +315,14 @@ def test_layer_attention_may_have_the_targets_heads_where_they_do_not_divide():
     ("family", "input_norm"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", True)]
 )
 @torch.no_grad()
-def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path, family, input_norm):
+def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, family: str, input_norm: bool) -> None:
     """Transformers' layers, the first without its norm as in vLLM, SGLang and the EAGLE authors' code."""
     model = build_model(family)
     drafter = build_eagle(model, eagle_input_norm=input_norm)
     write(drafter, "sglang-eagle", tmp_path, model)
     weights, written = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     written |= {"architectures": None, "model_type": "llama", "attention_bias": written["qkv_bias"]}
-    config = LlamaConfig(**written, attn_implementation="eager")
+    config = LlamaConfig(**written, attn_implementation="eager")  # type: ignore[call-arg]
     hidden = torch.randn(1, 12, config.hidden_size, generator=torch.Generator().manual_seed(0))
     embeddings = model.model.embed_tokens(torch.arange(3, 15)[None])
     x = torch.cat((embeddings, hidden), dim=-1) @ weights["fc.weight"].T + weights["fc.bias"]
@@ -327,7 +331,7 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path, family
     for index in range(config.num_hidden_layers):
         layer = LlamaDecoderLayer(config, index).eval()
         if not index:
-            layer.input_layernorm = torch.nn.Identity()
+            layer.input_layernorm = torch.nn.Identity()  # type: ignore[assignment]
         prefix = f"layers.{index}."
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         missing, unexpected = layer.load_state_dict(own, strict=False)

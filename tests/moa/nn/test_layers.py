@@ -1,5 +1,8 @@
 """The one decoder block equals the decoder layer of every supported family, and incremental use equals whole use."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,15 +17,15 @@ from moa_data.tests.kit.models import FAMILIES, build_model
 
 
 class NoTokenizer:
-    def save_pretrained(self, path):
+    def save_pretrained(self, path: Path) -> None:
         """Nothing to save."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_layers_equal_the_target(family):
+def test_frozen_layers_equal_the_target(family: str) -> None:
     model = build_model(family)
     tokens = torch.randint(0, 67, (2, 20))
-    states = {}
+    states = {}  # type: ignore[var-annotated]
     hooks = [
         layer.register_forward_hook(lambda _m, _a, out, i=i: states.__setitem__(i, out))
         for i, layer in enumerate(model.model.layers)
@@ -39,7 +42,7 @@ def test_frozen_layers_equal_the_target(family):
     torch.testing.assert_close(frozen.logits(frozen.norm(x)), out.logits, rtol=0, atol=5e-5)
 
 
-def test_attend_self_equals_forward_on_own_keys_in_value_and_gradient():
+def test_attend_self_equals_forward_on_own_keys_in_value_and_gradient() -> None:
     block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
     rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
     mask = torch.ones(7, 7).tril().bool()[None]
@@ -52,7 +55,7 @@ def test_attend_self_equals_forward_on_own_keys_in_value_and_gradient():
     torch.testing.assert_close(grad_whole, grad_parts)
 
 
-def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights():
+def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights() -> None:
     block = FrozenTarget.from_model(build_model(), 1).blocks[0].requires_grad_(True)
     block.input_layernorm.weight.data.normal_()
     rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
@@ -67,7 +70,7 @@ def test_input_without_gradient_gives_the_same_values_and_gradients_of_weights()
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-def test_a_block_with_norms_of_its_own_attends_to_itself_alike(needs_gradient):
+def test_a_block_with_norms_of_its_own_attends_to_itself_alike(needs_gradient: bool) -> None:
     block = build_eagle3(build_model()).midlayer
     rotation = Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(7)[None])
     x = torch.randn(2, 7, 96, requires_grad=needs_gradient)
@@ -78,7 +81,7 @@ def test_a_block_with_norms_of_its_own_attends_to_itself_alike(needs_gradient):
         torch.testing.assert_close(block.attend_self_means(x, rotation, len(sizes)), means)
 
 
-def test_incremental_use_equals_whole_use():
+def test_incremental_use_equals_whole_use() -> None:
     block = FrozenTarget.from_model(build_model(), 1).blocks[0]
     rotary, x = Rotary(12, {"rope_theta": 1e4}, 96), torch.randn(1, 9, 48)
     whole = block.attend_self(x, rotary(torch.arange(9)[None]), torch.ones(9, 9).tril().bool()[None])
@@ -90,7 +93,7 @@ def test_incremental_use_equals_whole_use():
         assert torch.equal(out, block(row, rotation, *buffer.view(), None))
 
 
-def test_kv_buffer_grows_and_crops():
+def test_kv_buffer_grows_and_crops() -> None:
     buffer = KVBuffer(initial_capacity=1)
     with pytest.raises(DrafterError, match="empty"):
         buffer.view()
@@ -102,7 +105,7 @@ def test_kv_buffer_grows_and_crops():
     assert values[0, 0, :, 1].tolist() == [-1, 1, 3]
 
 
-def test_kv_buffer_keeps_rows_of_different_lengths():
+def test_kv_buffer_keeps_rows_of_different_lengths() -> None:
     buffer = KVBuffer(n_rows=2, initial_capacity=1)
     first = torch.arange(6.0).view(2, 1, 3, 1)
     buffer.append(first, first, counts=[3, 1])
@@ -114,7 +117,7 @@ def test_kv_buffer_keeps_rows_of_different_lengths():
     assert buffer.view()[0][0, 0, :, 0].tolist() == [3, 13, 14, 15]
 
 
-def test_rotary_stays_float32_and_uses_theta():
+def test_rotary_stays_float32_and_uses_theta() -> None:
     rotary = Rotary(8, {"rope_theta": 5e4, "rope_type": "default"}, 64).to(torch.bfloat16)
     assert rotary.inv_freq.dtype == torch.float32
     torch.testing.assert_close(rotary.inv_freq, 5e4 ** (-torch.arange(0, 8, 2) / 8))
@@ -124,15 +127,15 @@ def test_rotary_stays_float32_and_uses_theta():
         Rotary(8, {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, 64)
 
 
-def test_llama3_rope_scaling_reaches_the_frozen_layers():
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+def test_llama3_rope_scaling_reaches_the_frozen_layers() -> None:
+    rope: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     model = build_model(rope_parameters=rope)
     torch.testing.assert_close(FrozenTarget.from_model(model).rotary.inv_freq, model.model.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cache_packing_round_trips(family):
+def test_cache_packing_round_trips(family: str) -> None:
     model, cache = build_model(family), kv_layout.new_cache()
     model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
     assert cache.get_seq_length() == 20, "sliding windows must not drop keys"
@@ -144,14 +147,14 @@ def test_cache_packing_round_trips(family):
         assert torch.equal(v, values[layer][:, :, 3:11])
 
 
-def test_only_silu_layers_are_kept():
+def test_only_silu_layers_are_kept() -> None:
     with pytest.raises(TargetError, match="hidden_act 'gelu' is not supported"):
         FrozenTarget.from_model(build_model(hidden_act="gelu"), 1)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bundle_round_trip(family, tied, tmp_path):
+def test_bundle_round_trip(family: str, tied: bool, tmp_path: Path) -> None:
     model = build_model(family, tie_word_embeddings=tied)
     save_target_bundle(model, NoTokenizer(), tmp_path, 2)
     frozen = FrozenTarget.load(tmp_path, n_layers=2)
@@ -167,7 +170,7 @@ def test_bundle_round_trip(family, tied, tmp_path):
         FrozenTarget.load(tmp_path / "elsewhere")
 
 
-def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient():
+def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient() -> None:
     x = torch.randn(2, 3, 5, 12, dtype=torch.float64, requires_grad=True)
     cos, sin = (part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(5)[None]))
     first, second = x.chunk(2, dim=-1)
@@ -187,7 +190,7 @@ def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient():
 
 
 @pytest.mark.parametrize("n_heads", [2, 6])
-def test_attention_of_many_short_sequences_equals_the_fused_kernel_in_value_and_gradient(n_heads):
+def test_attention_of_many_short_sequences_equals_the_fused_kernel_in_value_and_gradient(n_heads: int) -> None:
     q = torch.randn(40, 4, n_heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_(True)
     k, v = (torch.randn(40, 2, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)

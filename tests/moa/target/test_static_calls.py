@@ -1,6 +1,7 @@
 """Calls of static shapes give what others give, and a few graphs serve all rounds."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(model: object, n_slots: int = 64) -> tuple[Target, CompileCounter]:
+def compiled(model: Any, n_slots: int = 64) -> tuple[Target, CompileCounter]:
     counter = CompileCounter()
     target = Target(model)
     target.compile(n_slots, backend=counter)

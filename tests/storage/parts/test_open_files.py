@@ -64,7 +64,7 @@ def test_open_files_are_bounded_by_the_limit_of_the_process(many: tuple[Path, ob
             jobs = [pool.submit(reader.read, i, "hidden/last") for _ in range(3) for i in range(N_PARTS)]
             rows = reader.sequences.to_pylist()
             for job, row in zip(jobs, rows * 3, strict=True):
-                np.testing.assert_array_equal(job.result(), recipe.values(reader.fields["hidden/last"], row))
+                np.testing.assert_array_equal(job.result(), recipe.values(reader.fields["hidden/last"], row))  # type: ignore[attr-defined]
             assert 0 < n_open(store) <= n_allowed // 4
         assert len(batch) == 1
         reader.close()

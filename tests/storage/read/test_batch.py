@@ -197,7 +197,7 @@ def checksum(reader: ActivationStore) -> int:
     return int(reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64))
 
 
-def put_checksum(reader: ActivationStore, queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+def put_checksum(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
     queue.put(checksum(reader))
 
 

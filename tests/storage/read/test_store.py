@@ -106,7 +106,7 @@ def test_threads_read_the_same_with_few_open_shards(
             np.testing.assert_array_equal(job.result(), expected[i])
 
 
-def read_in_child(reader: ActivationStore, queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+def read_in_child(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
     queue.put([reader.read(i, "kv").sum(dtype=np.int64) for i in range(len(reader))])
 
 

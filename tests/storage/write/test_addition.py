@@ -348,7 +348,7 @@ def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(
     recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = StoreCodec.open.__func__, []
+    real, calls = StoreCodec.open.__func__, []  # type: ignore[attr-defined]
 
     def not_the_basis(cls: type[StoreCodec], manifest: Any, path: Path) -> StoreCodec:
         calls.append(manifest)
