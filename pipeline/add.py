@@ -145,7 +145,7 @@ class _Addition:
         self.rows = {key: i for i, key in enumerate(self.reader.sequences["sequence_id"].to_pylist())}
 
     def run(self) -> AddReport:
-        """Do it all."""
+        """Save the bundle, learn, compare one batch, write all parts and replace the manifest."""
         plan, writer = self.plan, self.writer
         needs_bundle = not writer.has_target or held_layers(writer.target_path) < plan.n_layers_kept
         n_parts_done, agreement = 0, ""
@@ -172,7 +172,7 @@ class _Addition:
         return self._report(n_parts_done, agreement)
 
     def _text(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and mask of a stored sequence, which must be what it is named after."""
+        """Return tokens and mask of a stored sequence after checking that its id is their hash."""
         index = self.rows[sequence_id]
         tokens, mask = self.reader.read(index, TOKENS), self.reader.read(index, "response_mask")
         if content_id(tokens, mask) != sequence_id:

@@ -1,4 +1,4 @@
-"""One thread that encodes and writes behind the forwards, fed through a bounded queue."""
+"""A thread that writes one batch while the target computes the next, fed through a bounded queue."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class UnreadableRow:
 
 @dataclass(frozen=True)
 class Chat:
-    """What a row says.
+    """The chat of one row.
 
     Attributes:
         messages: role (system, user, assistant or tool) and content of each, the text unchanged; where the row has

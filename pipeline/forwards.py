@@ -1,4 +1,7 @@
-"""The loop that runs the target over parts of a store, a writer thread behind it; extracting and adding share it."""
+"""The loop that runs the target over the parts of a store and hands each batch to a writer thread.
+
+``extract`` and ``add`` share it.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class LocalFile:
 
     @property
     def n_bytes(self) -> int:
-        """Its size."""
+        """The size of the file."""
         fd = self._handle.take()
         try:
             return os.fstat(fd).st_size

@@ -1,4 +1,4 @@
-"""Checks of what is read once and believed ever after: store.json, plan.parquet and the target bundle.
+"""Commits of the files that are read once, when a store is opened: store.json, plan.parquet and the target bundle.
 
 ``commits/store.json`` holds the sizes and checksums of store.json and plan.parquet, so that no flipped byte in them
 goes unnoticed. It is the manifest's commit, as ``commits/target.json`` is that of target/.

@@ -239,7 +239,7 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
 
 
 def _fetch_ahead(reads: list[_Read]) -> None:
-    """Have all bytes on their way before the first chunk is decoded."""
+    """Request all bytes before the first chunk is decoded."""
     remote: list[tuple[_Read, RemoteFile]] = []
     for read in reads:
         file = read.reader.file

@@ -1,4 +1,4 @@
-"""One shard opened for reading: its index, and the decoding of its inner chunks. ``shard`` draws the format."""
+"""One shard opened for reading: its index, and the decoding of its inner chunks. ``parts.shard`` draws the format."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ShardReader:
         return index.astype(np.int64)
 
     def prefetch(self, offset: int, n_bytes: int) -> None:
-        """Have bytes of the file read ahead; returns at once.
+        """Ask for bytes of the file to be read ahead; returns at once.
 
         Raises:
             ShardMissing: it is gone.

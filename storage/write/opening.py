@@ -1,4 +1,4 @@
-"""Opening a store for writing: the lock, and whether the folder and the inputs are ones that may be gone on with."""
+"""Opening a store for writing: the lock, and whether the folder holds a store of the same inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..schema import StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
-    """Hold the manifest's counts to the plan.
+    """Compare the manifest's counts with the plan's.
 
     Raises:
         ManifestInvalid: a count differs.

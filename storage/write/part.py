@@ -276,7 +276,7 @@ class PartWriter:
         return commit
 
     def _move_into_place(self) -> None:
-        """Give what was written, synced, its name."""
+        """Rename the synced folder to its final name."""
         os.rename(self._partial, self._path)
         fsync_directory(self._path.parent)
 

@@ -225,12 +225,7 @@ class TransformCodec:
         n_tokens: int,
         layers: list[int] | None = None,
     ) -> Array:
-        """Decode consecutive tokens of one sequence; see ``FieldCodec.decode``.
-
-        Args:
-            codes: as there; of the stored arrays only those of :meth:`arrays_of` need be in it.
-            first_position: as there.
-        """
+        """Decode consecutive tokens of one sequence; only the arrays of :meth:`arrays_of` need be in ``codes``."""
         groups = self._learned()
         features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         if not self.is_kv:

@@ -138,17 +138,17 @@ def fit_groups(
     budget = bits_per_token
     for _ in range(_FIT_ROUNDS):
         index = np.split(allocate(options, budget), ends)
-        layouts = [
-            _layout(c, m.quantisers.chosen(i), h, [cc.shape[1] for _, cc in parts])
+        placed = [
+            _place_codes(c, m.quantisers.chosen(i), h, [cc.shape[1] for _, cc in parts])
             for c, m, i, h, parts in zip(kept, measured, index, hopeful, fitted, strict=True)
         ]
-        stored = sum(bits for _, bits in layouts)
+        stored = sum(bits for _, bits in placed)
         if abs(stored / bits_per_token - 1) < _RATE_TOLERANCE:
             break
         budget *= bits_per_token / stored
     return [
         _compact([basis for basis, _ in parts], columns, of_group)
-        for parts, (columns, _), of_group in zip(fitted, layouts, regressions, strict=True)
+        for parts, (columns, _), of_group in zip(fitted, placed, regressions, strict=True)
     ]
 
 
@@ -199,7 +199,7 @@ def quantise(scaled: np.ndarray, rounding: np.ndarray, limit: np.ndarray) -> np.
     return np.asarray(np.clip(codes, -limit, limit), np.int32)
 
 
-def _layout(
+def _place_codes(
     sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
 ) -> tuple[Columns, float]:
     """Put the codes of chosen quantisers into stored arrays; also returns the bits per token that these take.
