@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .evaluation.config import EvalConfig
     from .evaluation.run import evaluate
     from .moa.formats.checkpoint import load_drafter
-    from .moa.target.live import Target
+    from .moa.targets.live import Target
     from .pipeline.config import ExtractConfig
     from .pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
     from .pipeline.extract import extract
@@ -32,7 +32,7 @@ _HOMES = {
     "pad_collate": "pipeline.exchange.torch_dataset",
     "TrainConfig": "trainer.config",
     "train": "trainer.run",
-    "Target": "moa.target.live",
+    "Target": "moa.targets.live",
     "load_drafter": "moa.formats.checkpoint",
     "EvalConfig": "evaluation.config",
     "evaluate": "evaluation.run",

@@ -33,7 +33,7 @@ from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import needed_fields
 from moa_data.trainer.config import PRESETS, TrainConfig

@@ -30,7 +30,7 @@ from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.policy import AutoPolicy, FixedShape, ShapePolicy
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 
 LONGEST = TreeShape(10, stop_below=1e-30)
 """The chain that is noted; it never stops, but keeps the probabilities of its drafts."""

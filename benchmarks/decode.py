@@ -32,7 +32,7 @@ from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.trainer.config import PRESETS, TrainConfig
 
 SHAPES: dict[str, dict[str, Any]] = {

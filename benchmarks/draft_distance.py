@@ -19,7 +19,7 @@ from records import add_out_option, write_record
 from tqdm import tqdm
 
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig

@@ -16,7 +16,7 @@ import torch
 from records import add_out_option, settings_of, write_record
 
 from moa_data.moa.nn.kv import new_cache
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import Timings, batches

@@ -21,7 +21,7 @@ from records import add_out_option, write_record
 from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config
 
 from moa_data.moa.nn.kv import cache_kv, new_cache
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.allocator import keep_freed_memory
 from moa_data.trainer.batch import Batch

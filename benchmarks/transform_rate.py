@@ -23,7 +23,7 @@ from records import add_out_option, settings_of, write_record
 from safetensors import safe_open
 
 from moa_data.moa.nn.layers import Rotary
-from moa_data.moa.target.bundle import FROZEN_FILE, load_target_config, rope_parameters
+from moa_data.moa.targets.bundle import FROZEN_FILE, load_target_config, rope_parameters
 from moa_data.storage.chunks.chunk import encode_chunk
 from moa_data.storage.codecs.transform.calibration import logit_metric
 from moa_data.storage.codecs.transform.codec import TransformCodec

@@ -68,7 +68,7 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from ..moa.decoding.proposer import DrafterProposer
     from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
-    from ..moa.target.live import Target
+    from ..moa.targets.live import Target
     from ..pipeline.prompts import check_template, prompt_tokens
     from .views import decoding_view
 

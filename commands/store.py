@@ -24,7 +24,7 @@ def inspect(store: Path, sample: int | None) -> None:
     if sample is None:
         out.print(summary_view(summarize_store(store)))
         return
-    from ..moa.target.live import load_target_tokenizer
+    from ..moa.targets.live import load_target_tokenizer
     from ..storage.read.store import ActivationStore
 
     with ActivationStore(store) as reader:

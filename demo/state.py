@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..storage.durable import PARTIAL_SUFFIX, write_atomic
+from ..storage.disk.durable import PARTIAL_SUFFIX, write_atomic
 from .config import DemoConfig
 from .errors import DemoError
 

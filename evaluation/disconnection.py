@@ -18,8 +18,8 @@ from torch import Tensor
 from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import TreeShape
-from ..moa.target.cache import TargetCache
-from ..moa.target.live import Target
+from ..moa.targets.cache import TargetCache
+from ..moa.targets.live import Target
 from ..text import Progress
 from .drafters import LoadedDrafter
 from .errors import EvaluationError

@@ -11,8 +11,8 @@ import yaml
 
 from ..moa.drafters.base import Drafter
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
-from ..moa.target.bundle import FrozenTarget
-from ..moa.target.live import Target
+from ..moa.targets.bundle import FrozenTarget
+from ..moa.targets.live import Target
 from .errors import EvaluationError
 
 _RUN_FILE, _REPORT_FILE, _STORE_FILE = "run.yaml", "report.json", "store.json"

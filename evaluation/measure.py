@@ -12,7 +12,7 @@ import torch
 
 from ..moa.decoding.loop import Generation
 from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
-from ..moa.target.live import Target
+from ..moa.targets.live import Target
 from ..pipeline.chats import Message
 from ..pipeline.errors import PromptUnusable, TemplateError
 from ..pipeline.prompts import check_prompt, prompt_tokens

@@ -9,7 +9,7 @@ from ..moa.decoding.policy import AutoPolicy, ShapePolicy
 from ..moa.decoding.prompt_lookup import PromptLookupProposer
 from ..moa.decoding.proposer import DrafterProposer, Proposer
 from ..moa.decoding.tree import Shape, TreeShape
-from ..moa.target.live import Target
+from ..moa.targets.live import Target
 from .config import EvalConfig
 from .drafters import LoadedDrafter
 

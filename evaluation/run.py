@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..moa.target.live import Target
+from ..moa.targets.live import Target
 from ..pipeline.prompts import check_template
 from ..text import Progress
 from .config import DRAFTING, DisconnectConfig, EvalConfig

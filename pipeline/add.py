@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ..errors import Interrupted
-from ..moa.target.bundle import held_layers
-from ..moa.target.live import Target
+from ..moa.targets.bundle import held_layers
+from ..moa.targets.live import Target
 from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.dtypes import to_float32

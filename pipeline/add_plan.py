@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import OptionInvalid
-from ..moa.target.bundle import load_target_config, target_sizes
-from ..moa.target.live import load_target_tokenizer, pick_device, resolve_model_folder
+from ..moa.targets.bundle import load_target_config, target_sizes
+from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.errors import ManifestInvalid, SchemaVersionError, StoreMismatch, StoreNotFound
 from ..storage.names import PLAN_NAME

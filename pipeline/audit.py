@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionInvalid
-from ..moa.target.bundle import FrozenTarget, hash_target
-from ..moa.target.live import Target, resolve_model_folder
+from ..moa.targets.bundle import FrozenTarget, hash_target
+from ..moa.targets.live import Target, resolve_model_folder
 from ..storage.documents import parse_object, read_bounded
 from ..storage.dtypes import to_float32
 from ..storage.read.store import ActivationStore

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..moa.target.live import Target
+from ..moa.targets.live import Target
 from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform.calibration import logit_metric

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..moa.nn.kv import cache_layers, new_cache, pack_kv
-from ..moa.target.live import layer_outputs
+from ..moa.targets.live import layer_outputs
 from ..storage.chunks.field import StoredArray
 from ..storage.codecs.registry import StoreCodec
 from .config import ActivationSpec

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.care.summary import FieldSummary, StoreSummary, summarize_store
-from ..storage.checking import exists
-from ..storage.durable import write_atomic
+from ..storage.disk.checking import exists
+from ..storage.disk.durable import write_atomic
 from ..storage.names import CARD_NAME, commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.write.links import refuse_links

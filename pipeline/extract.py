@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ..errors import Interrupted
-from ..moa.target.live import Target
+from ..moa.targets.live import Target
 from ..storage.care.repair import RepairPlan, drop_from
 from ..storage.names import commit_path
 from ..storage.parts.commit import read_part_commit

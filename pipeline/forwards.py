@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..moa.target.bundle import load_target_config, save_target_bundle
-from ..moa.target.clock import DeviceClock, Mark
-from ..moa.target.live import Target, load_target_model
+from ..moa.targets.bundle import load_target_config, save_target_bundle
+from ..moa.targets.clock import DeviceClock, Mark
+from ..moa.targets.live import Target, load_target_model
 from ..storage.codecs.registry import StoreCodec
 from ..storage.write.addition import StoreAddition
 from ..storage.write.part import PartWriter

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..moa.errors import TargetError
-from ..moa.target.bundle import hash_target
+from ..moa.targets.bundle import hash_target
 from .dataset import ChatSource
 from .rendering import template_text
 

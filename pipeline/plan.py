@@ -16,8 +16,8 @@ import pyarrow as pa
 import torch
 
 from ..errors import OptionInvalid
-from ..moa.target.bundle import load_target_config, target_sizes
-from ..moa.target.live import load_target_tokenizer, pick_device, resolve_model_folder
+from ..moa.targets.bundle import load_target_config, target_sizes
+from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform.calibration import MAX_FEATURES
 from ..storage.errors import CodecUnknown

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Interrupted, OptionInvalid
-from ..moa.target.bundle import FrozenTarget
+from ..moa.targets.bundle import FrozenTarget
 from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.dtypes import to_float32

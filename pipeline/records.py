@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..storage.checking import exists
+from ..storage.disk.checking import exists
 from ..storage.documents import parse_object, read_bounded
 from ..storage.names import RUNS_NAME
 from .config import ExtractConfig

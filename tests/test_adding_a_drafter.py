@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "adding-a-drafter.md"
 RUN = """
 from moa_data.moa.decoding.loop import plain_generate, speculative_generate
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.training import build_store, tiny_model
 
 from .test_run import run

@@ -15,18 +15,19 @@ ROOT = Path(__file__).resolve().parent.parent
 OTHERS = {"tests", "benchmarks", "build", "docs"}
 
 LEAVES = {"errors", "text"}
-CODECS = {"storage", "storage.chunks", "storage.codecs", "storage.codecs.transform"}
+CODECS = {"storage", "storage.disk", "storage.chunks", "storage.codecs", "storage.codecs.transform"}
 STORAGE = CODECS | {"storage.parts", "storage.read", "storage.write"}
-MOA = {"moa", "moa.nn", "moa.target", "moa.drafters"}
+MOA = {"moa", "moa.nn", "moa.targets", "moa.drafters"}
 # Room (a folder, or a module of the root) -> the rooms that it may import besides itself.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
     "config": {"errors"},
     "storage": LEAVES,
-    "storage.chunks": LEAVES | {"storage"},
-    "storage.codecs.transform": LEAVES | {"storage", "storage.chunks"},
-    "storage.codecs": LEAVES | {"storage", "storage.chunks", "storage.codecs.transform"},
+    "storage.disk": LEAVES | {"storage"},
+    "storage.chunks": LEAVES | {"storage", "storage.disk"},
+    "storage.codecs.transform": LEAVES | {"storage", "storage.disk", "storage.chunks"},
+    "storage.codecs": LEAVES | {"storage", "storage.disk", "storage.chunks", "storage.codecs.transform"},
     "storage.parts": LEAVES | CODECS,
     "storage.read": LEAVES | CODECS | {"storage.parts"},
     "storage.write": LEAVES | CODECS | {"storage.parts", "storage.read"},
@@ -34,11 +35,11 @@ ALLOWED: dict[str, set[str]] = {
     "moa": LEAVES,
     "moa.files": LEAVES | {"moa"},
     "moa.nn": LEAVES | {"moa", "moa.files"},
-    "moa.target": LEAVES | {"moa", "moa.files", "moa.nn"},
-    "moa.drafters": LEAVES | {"moa", "moa.files", "moa.nn", "moa.target"},
+    "moa.targets": LEAVES | {"moa", "moa.files", "moa.nn"},
+    "moa.drafters": LEAVES | {"moa", "moa.files", "moa.nn", "moa.targets"},
     "moa.decoding": LEAVES | MOA,
     "moa.formats": LEAVES | MOA | {"moa.files"},
-    "pipeline": LEAVES | {"config"} | STORAGE | {"storage.care", "moa", "moa.nn", "moa.target"},
+    "pipeline": LEAVES | {"config"} | STORAGE | {"storage.care", "moa", "moa.nn", "moa.targets"},
     "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"moa.files", "pipeline"},
     "trainer": LEAVES | {"config"} | STORAGE | MOA | {"moa.files", "moa.formats"},
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline"},

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.formats.checkpoint import save_drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.pipeline.chats import RejectReason
 from moa_data.tests.kit.command import TRAIN, copied, refused, run
 

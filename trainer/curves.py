@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from ..storage.durable import write_atomic
+from ..storage.disk.durable import write_atomic
 from .files import METRICS_FILE
 
 

@@ -20,9 +20,9 @@ from ..moa.errors import CheckpointError
 from ..moa.files.foreign import read_header
 from ..moa.formats.checkpoint import check_identity_fits, check_sizes_fit, load_drafter
 from ..moa.formats.table import LAYOUTS, write_layout
-from ..moa.target.bundle import FROZEN_FILE, hash_target, target_sizes
-from ..moa.target.live import load_target_config, resolve_model_folder
-from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard
+from ..moa.targets.bundle import FROZEN_FILE, hash_target, target_sizes
+from ..moa.targets.live import load_target_config, resolve_model_folder
+from ..storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard
 from ..storage.read.store import read_manifest
 from .config import DrafterExportConfig
 from .errors import TargetUnknown

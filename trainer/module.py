@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
-from ..moa.target.bundle import FrozenTarget
+from ..moa.targets.bundle import FrozenTarget
 from .batch import Batch
 from .config import TrainConfig
 from .errors import NonFiniteGradient

@@ -24,9 +24,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..errors import Interrupted
 from ..moa.drafters.registry import drafter_class
-from ..moa.target.bundle import FrozenTarget
-from ..storage.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
-from ..storage.locking import LockHeld, lock_file
+from ..moa.targets.bundle import FrozenTarget
+from ..storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
+from ..storage.disk.locking import LockHeld, lock_file
 from ..storage.parts.manifest_commit import check_target_bundle
 from ..storage.read.store import ActivationStore
 from . import callbacks

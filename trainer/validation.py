@@ -11,7 +11,7 @@ from torch import Tensor
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.rounds import at_queries
 from ..moa.nn import masks
-from ..moa.target.bundle import FrozenTarget
+from ..moa.targets.bundle import FrozenTarget
 from .batch import Batch
 
 _LOGITS_BYTES = 1 << 26

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ..drafters.base import Drafter
 from ..errors import DrafterError
-from ..target.bundle import FrozenTarget
-from ..target.cache import TargetCache
-from ..target.clock import DeviceClock
-from ..target.live import Target
+from ..targets.bundle import FrozenTarget
+from ..targets.cache import TargetCache
+from ..targets.clock import DeviceClock
+from ..targets.live import Target
 from .policy import FixedShape, ShapePolicy
 from .proposer import DrafterProposer, Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..target.cache import TargetCache
+from ..targets.cache import TargetCache
 from .proposer import Proposer
 from .tree import NO_DRAFT, DraftTree, Shape
 

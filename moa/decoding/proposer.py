@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from ..drafters.base import Drafter, DraftLevel
 from ..errors import DrafterError
-from ..target.bundle import FrozenTarget
-from ..target.cache import TargetCache
-from ..target.live import Target
+from ..targets.bundle import FrozenTarget
+from ..targets.cache import TargetCache
+from ..targets.live import Target
 from .sampling import GREEDY, SamplingConfig, distribution, draw
 from .tree import DraftTree, Shape, StaticTree, TreeShape, pick_best
 

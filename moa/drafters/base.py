@@ -23,8 +23,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..target.bundle import FrozenTarget
-from ..target.cache import TargetCache
+from ..targets.bundle import FrozenTarget
+from ..targets.cache import TargetCache
 from .rounds import Draws
 from .sizes import DrafterSizes
 from .training import LossTerms, TrainingInputs, TrainingStep

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn.layers import DecoderBlock, Rotary
-from ..target.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget, target_sizes
 from .causal_layers import causal_features
 from .feature import FeatureDrafter
 from .rounds import Draws, at_queries, loss_queries

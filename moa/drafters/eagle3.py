@@ -37,7 +37,7 @@ from typing_extensions import override
 from ..errors import DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
-from ..target.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget, target_sizes
 from .feature import FeatureDrafter
 from .rounds import at_queries, loss_queries
 from .sizes import DrafterSizes

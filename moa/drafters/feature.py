@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
-from ..target.bundle import FrozenTarget
-from ..target.cache import TargetCache
+from ..targets.bundle import FrozenTarget
+from ..targets.cache import TargetCache
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .causal_layers import LayerCaches
 from .rounds import Draws, at_queries, loss_queries

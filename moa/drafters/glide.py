@@ -32,8 +32,8 @@ from ..errors import DrafterError
 from ..nn import masks
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotary, Rotation
-from ..target.bundle import FrozenTarget, target_sizes
-from ..target.cache import TargetCache
+from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.cache import TargetCache
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes

@@ -23,8 +23,8 @@ from typing_extensions import override
 from ..errors import DrafterError
 from ..nn import losses, masks
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
-from ..target.bundle import FrozenTarget
-from ..target.cache import TargetCache
+from ..targets.bundle import FrozenTarget
+from ..targets.cache import TargetCache
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .causal_layers import LayerCaches, causal_features
 from .rounds import Draws, at_queries, loss_queries

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn import losses, masks
-from ..target.bundle import FrozenTarget
-from ..target.cache import TargetCache
+from ..targets.bundle import FrozenTarget
+from ..targets.cache import TargetCache
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes

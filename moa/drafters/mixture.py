@@ -42,8 +42,8 @@ from ..errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_behind, rotate_packed_keys
 from ..nn.layers import DecoderBlock, Rotary, Rotation
-from ..target.bundle import FrozenTarget
-from ..target.cache import TargetCache
+from ..targets.bundle import FrozenTarget
+from ..targets.cache import TargetCache
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .mixture_sizes import MoASizes
 from .rounds import Draws, Rounds, at_queries

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn.layers import BlockSizes
-from ..target.bundle import target_sizes
+from ..targets.bundle import target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
 

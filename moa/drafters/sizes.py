@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from ..errors import DrafterError
 from ..nn.layers import BlockSizes
-from ..target.bundle import rope_parameters, target_sizes
+from ..targets.bundle import rope_parameters, target_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..nn import masks
 from ..nn.kv import unpack_kv
-from ..target.bundle import FrozenTarget
+from ..targets.bundle import FrozenTarget
 from .rounds import Rounds
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..nn import losses
-from ..target.bundle import FrozenTarget
+from ..targets.bundle import FrozenTarget
 from .rounds import Draws
 
 

@@ -15,7 +15,7 @@ from ..drafters.sizes import DrafterSizes
 from ..errors import CheckpointError
 from ..files.foreign import parsing
 from ..files.tensor_list import TensorList
-from ..target.bundle import rope_parameters
+from ..targets.bundle import rope_parameters
 
 OWN_KEY = "moa_data"
 """Key of config.json with what a layout has no place for; other programs do not look at it."""

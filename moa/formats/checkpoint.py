@@ -19,7 +19,7 @@ from ..errors import CheckpointError, TargetMismatch
 from ..files.foreign import read_json
 from ..files.tensor_file import write_tensors
 from ..files.tensor_list import FLOATS, TensorSpec, check_tensors
-from ..target.live import Target
+from ..targets.live import Target
 from .table import CONFIG_NAME, LAYOUTS, read_layout, read_safetensors
 
 CONFIG_FILE = "drafter.json"

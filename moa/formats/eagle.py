@@ -27,7 +27,7 @@ from typing_extensions import override
 from ..drafters.eagle import EagleSizes
 from ..errors import CheckpointError, DrafterError, TargetError
 from ..files.tensor_list import TensorList, TensorSpec, decoder_layer
-from ..target.bundle import parse_target_config
+from ..targets.bundle import parse_target_config
 from .base import DrafterLayout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, split_heads
 
 _EMBEDDINGS = "embed_tokens.weight"

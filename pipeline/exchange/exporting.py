@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import FolderOccupied
-from ...storage.durable import write_atomic
+from ...storage.disk.durable import write_atomic
 from ...storage.read.store import ActivationStore
 from ...text import Progress
 from .config import ExportConfig

@@ -13,8 +13,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ...moa.target.bundle import FrozenTarget, hash_target, load_target_config, save_target_bundle, target_sizes
-from ...moa.target.live import load_target_model, load_target_tokenizer, resolve_model_folder
+from ...moa.targets.bundle import FrozenTarget, hash_target, load_target_config, save_target_bundle, target_sizes
+from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
 from ...storage.parts.plan import plan_parts
 from ...storage.schema import (

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...moa.files.foreign import MAX_CONFIG_BYTES, check_regular, parsing, read_header
-from ...storage.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
+from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
 from .conventions import layer_field, vllm_layer_id
 from .errors import ForeignInvalid
 from .formats import FileFormat, sort_by_number

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checking import check_incomplete, reason
+from ..disk.checking import check_incomplete, reason
 
 
 @dataclass(frozen=True)

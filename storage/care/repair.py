@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...text import Progress
-from ..checking import check_guard
+from ..disk.checking import check_guard
 from ..errors import RepairImpossible
 from ..names import (
     CODEC_NAME,

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from ...text import Progress
-from ..checking import MISSING, check_guard, exists
 from ..chunks.field import FieldCodec
 from ..codecs.registry import StoreCodec
+from ..disk.checking import MISSING, check_guard, exists
+from ..disk.durable import file_crc32
 from ..dtypes import FLOAT_DTYPES, is_finite
-from ..durable import file_crc32
 from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from ..names import (
     CODEC_NAME,

@@ -17,7 +17,7 @@ import numcodecs.blosc
 import numpy as np
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from ..durable import crc32c
+from ..disk.durable import crc32c
 from ..errors import ShardCorrupt
 from .blosc_frame import encode_frame
 

@@ -12,9 +12,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from ..checking import MISSING, exists
 from ..chunks.chunk import BYTE_CHAIN
 from ..chunks.field import TOKENS, FieldCodec, LearnedCodec, StoredArray
+from ..disk.checking import MISSING, exists
 from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
 from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing

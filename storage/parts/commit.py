@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checking import MISSING, exists
+from ..disk.checking import MISSING, exists
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from ..names import commit_path

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ..checking import MISSING
+from ..disk.checking import MISSING
+from ..disk.durable import file_crc32, write_atomic
 from ..documents import read_bounded
-from ..durable import file_crc32, write_atomic
 from ..errors import ManifestInvalid, ShardCorrupt, StoreError
 from ..names import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path, target_commit_path
 from .commit import find_size_damage, read_file_records, read_target_commit

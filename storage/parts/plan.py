@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..checking import MISSING
+from ..disk.checking import MISSING
 from ..documents import MAX_WHOLE_NUMBER, read_bounded
 from ..errors import ManifestInvalid, PlanInvalid
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from ..chunks.chunk import CRC_BYTES, encode_chunk
-from ..durable import crc32c, disk_full_guard, write_all
+from ..disk.durable import crc32c, disk_full_guard, write_all
 from .grid import ArrayGrid
 
 _ABSENT = np.uint64(2**64 - 1)

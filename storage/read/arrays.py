@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ..checking import MISSING
 from ..chunks.field import StoredArray
+from ..disk.checking import MISSING
 from ..documents import read_bounded
 from ..errors import ShardCorrupt, ShardMissing
 from ..names import part_path

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..chunks.field import StoredArray
+from ..disk.files import RemoteFile, fetch_ranges, scratch_bytes
 from ..errors import ShardMissing
-from ..parts.files import RemoteFile, fetch_ranges, scratch_bytes
 from .arrays import PartArrays
 from .shard import ShardReader
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checking import MISSING
 from ..chunks.chunk import CRC_BYTES, decode_chunk
-from ..durable import crc32c
+from ..disk.checking import MISSING
+from ..disk.durable import crc32c
+from ..disk.files import LocalFile, RemoteFile, open_file, scratch_bytes
 from ..errors import ShardCorrupt, ShardMissing
-from ..parts.files import LocalFile, RemoteFile, open_file, scratch_bytes
 from ..parts.grid import ArrayGrid
 
 _REPAIR = "Delete the part's file in commits/ and run extract again: it redoes that part only."

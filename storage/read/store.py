@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ..chunks.field import TOKENS, FieldCodec
 from ..codecs.registry import StoreCodec
+from ..disk.files import RemotePath, open_path
 from ..documents import read_bounded
 from ..errors import (
     ManifestInvalid,
@@ -27,7 +28,6 @@ from ..errors import (
 )
 from ..names import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_path
 from ..parts.commit import find_size_damage, read_commits
-from ..parts.files import RemotePath, open_path
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, plan_counts, read_plan
 from ..schema import FieldSpec, StoreManifest

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
-from ..durable import fsync_directory, write_atomic
+from ..disk.durable import fsync_directory, write_atomic
 from ..errors import PartIncomplete, WriteInvalid
 from ..names import CODEC_NAME, commit_path, part_path
 from ..parts.commit import PartCommit, read_part_commit

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..durable import PARTIAL_SUFFIX
+from ..disk.durable import PARTIAL_SUFFIX
 from ..errors import LinkRefused
 from ..names import KNOWN_NAMES
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..checking import exists
-from ..durable import PARTIAL_SUFFIX
+from ..disk.checking import exists
+from ..disk.durable import PARTIAL_SUFFIX
+from ..disk.locking import LockHeld, lock_file
 from ..errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreLocked, StoreMismatch, StoreReadOnly
-from ..locking import LockHeld, lock_file
 from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
 from ..parts.manifest_commit import find_manifest_damage, restore_manifest
 from ..parts.plan import plan_bytes, plan_counts, read_plan

@@ -12,11 +12,11 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
-from ..checking import exists
 from ..chunks.field import FieldCodec, StoredArray
 from ..codecs.registry import StoreCodec
+from ..disk.checking import exists
+from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic, write_file
 from ..dtypes import to_float32
-from ..durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic, write_file
 from ..errors import PartIncomplete, WriteInvalid
 from ..names import commit_path, part_path
 from ..parts.commit import PartCommit

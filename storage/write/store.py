@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..checking import check_guard, exists
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
+from ..disk.checking import check_guard, exists
+from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, walk, write_atomic
 from ..documents import open_regular
-from ..durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, walk, write_atomic
 from ..errors import ManifestInvalid, StoreError, WriteInvalid
 from ..names import (
     CODEC_NAME,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moa_data.moa.formats.checkpoint import save_drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_byte_tokenizer, build_text_model

@@ -22,8 +22,8 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.rounds import Draws, Rounds
 from moa_data.moa.nn.kv import cache_kv, new_cache
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.chats import chat, write_jsonl
 
 from .conftest import MAX_POSITIONS

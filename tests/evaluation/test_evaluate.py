@@ -17,7 +17,7 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import DrafterError, TargetError, TargetMismatch
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 
 
 @pytest.fixture

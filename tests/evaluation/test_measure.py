@@ -16,7 +16,7 @@ from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.report import build_report, summarize
 from moa_data.moa.decoding.loop import DecodeStats, Generation, generate_batch, plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 
 from .conftest import MAX_POSITIONS
 

@@ -12,7 +12,7 @@ from moa_data.demo.target import build_target, train_tokenizer
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.formats.checkpoint import save_drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 
 from .chats import write_jsonl
 from .drafters import PAPER

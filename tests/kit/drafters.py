@@ -15,8 +15,8 @@ from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.rounds import Draws
 from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import cache_kv, cache_layers
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target, layer_outputs
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target, layer_outputs
 
 from .models import SIZES
 

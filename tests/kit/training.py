@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from moa_data.moa.target.bundle import save_target_bundle, target_sizes
+from moa_data.moa.targets.bundle import save_target_bundle, target_sizes
 from moa_data.pipeline.capture import capture
 from moa_data.pipeline.config import parse_activations
 from moa_data.pipeline.plan import field_specs

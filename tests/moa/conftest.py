@@ -2,7 +2,7 @@
 
 import pytest
 
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.models import build_model
 
 

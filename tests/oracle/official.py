@@ -19,7 +19,7 @@ from moa_data.moa.drafters.rounds import Draws, Rounds
 from moa_data.moa.drafters.training import LossTerms, TrainingInputs, TrainingStep, distillation, loss_scale
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import rotate_packed_keys
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 
 NO_DRAWS = Draws(None, torch.zeros(1, dtype=torch.bool))
 

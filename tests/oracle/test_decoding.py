@@ -14,8 +14,8 @@ from moa_data.moa.decoding.tree import DraftTree, TreeShape, ancestors
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.formats.checkpoint import build_drafter
 from moa_data.moa.formats.moa import from_official_keys, sizes_from_official
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 
 from .vectors import ACTIVATION, Vectors, drafter_weights, meta, names, set_of, target_config, tensors
 

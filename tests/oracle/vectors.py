@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.training import LossTerms, TrainingInputs
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 
 COMMITTED = Path(__file__).parent / "data"
 FOLDER = Path(os.environ.get("MOA_ORACLE") or COMMITTED).resolve()

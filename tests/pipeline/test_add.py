@@ -19,7 +19,7 @@ import zarr
 from transformers import AutoModelForCausalLM
 
 from moa_data.errors import Interrupted, OptionInvalid
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline import add as add_module
 from moa_data.pipeline.add import add
 from moa_data.pipeline.add_plan import plan_addition

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moa_data.errors import Interrupted
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline import extract as extract_module
 from moa_data.pipeline import forwards as forwards_module
 from moa_data.pipeline.background import BackgroundWriter

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.storage import durable
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
+from moa_data.storage.disk import durable
 from moa_data.storage.errors import StoreError, StoreNotFound, StoreReadOnly
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.write.store import StoreWriter

@@ -26,8 +26,8 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
+from moa_data.storage.disk.durable import crc32c
 from moa_data.storage.dtypes import from_float32
-from moa_data.storage.durable import crc32c
 from moa_data.storage.errors import ManifestInvalid, ShardCorrupt, StoreError
 from moa_data.storage.parts.commit import PartCommit, read_part_commit
 from moa_data.storage.parts.manifest_commit import write_manifest_commit

@@ -21,14 +21,12 @@ from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import CheckpointError, TargetError, TargetMismatch
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS
-from moa_data.moa.target.bundle import FrozenTarget, hash_target
+from moa_data.moa.targets.bundle import FrozenTarget, hash_target
 from moa_data.tests.kit.drafters import PAPER
 from moa_data.trainer import export as drafter_export
 from moa_data.trainer.config import DrafterExportConfig
 from moa_data.trainer.errors import TargetUnknown
 from moa_data.trainer.export import export_drafter
-
-from ..pipeline.exchange.conftest import extract_config, store, target  # noqa: F401  # fixtures
 
 
 def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:

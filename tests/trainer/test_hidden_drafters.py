@@ -12,7 +12,7 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import build_store, tiny_model
 from moa_data.trainer.batch_reader import BatchReader

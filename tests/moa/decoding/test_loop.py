@@ -18,9 +18,9 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, StaticTree, TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.cache import TargetCache
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.cache import TargetCache
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
 

@@ -10,7 +10,7 @@ import pytest
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter, build_eagle3, build_independent, build_medusa, teach
 from moa_data.tests.kit.models import FAMILIES, build_model, random_prompts
 

@@ -11,7 +11,7 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model
 

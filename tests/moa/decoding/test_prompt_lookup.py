@@ -9,7 +9,7 @@ from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.prompt_lookup import PromptLookupProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.models import build_model
 
 

@@ -13,7 +13,7 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model
 

@@ -12,8 +12,8 @@ from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import StaticTree, TreeShape, parse_shape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter, build_eagle, build_glide
 from moa_data.tests.kit.models import build_model
 

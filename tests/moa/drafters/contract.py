@@ -30,7 +30,7 @@ from moa_data.moa.errors import DrafterError, TargetMismatch
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.nn import masks
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
 

@@ -14,8 +14,8 @@ from moa_data.moa.drafters.training import LossWeights, TrainingInputs, Training
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn import losses
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
 
@@ -155,7 +155,7 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch: pytes
     target = Target(build_model("mistral", num_hidden_layers=2))
     drafter, tokens = build_eagle3(target.model), torch.randint(4, VOCABULARY, (1, 30))
     expected = stored(drafter, target.model, tokens, torch.ones(1, 30))
-    monkeypatch.setattr("moa_data.moa.target.live._CHUNK_TOKENS", 7)
+    monkeypatch.setattr("moa_data.moa.targets.live._CHUNK_TOKENS", 7)
     cache = target.new_cache()
     with pytest.raises(DrafterError, match="kept no layer outputs; open the draft session before"):
         cache.take_layer_outputs()

@@ -8,8 +8,8 @@ from moa_data.moa.drafters.rounds import Draws
 from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.nn import masks
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_glide, stored
 from moa_data.tests.kit.models import SIZES, build_model
 

@@ -13,8 +13,8 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.independent import IndependentSizes, save_as_llama
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_independent
 from moa_data.tests.kit.models import SIZES, build_model
 

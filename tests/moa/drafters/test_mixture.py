@@ -17,7 +17,7 @@ from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import PAPER, build_drafter, frozen_for, stored
 from moa_data.tests.kit.models import build_model
 

@@ -5,7 +5,7 @@ import torch
 
 from moa_data.moa.drafters.target_layers import drafted_target_layers
 from moa_data.moa.nn.masks import tree_mask
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.tests.kit.models import build_model
 
 

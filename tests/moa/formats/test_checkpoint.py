@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from moa_data.moa.errors import CheckpointError, DrafterError, TargetMismatch
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model
 

@@ -16,8 +16,8 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.errors import CheckpointError, TargetMismatch
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
-from moa_data.moa.target.bundle import FrozenTarget
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter, build_eagle3
 from moa_data.tests.kit.models import build_model
 

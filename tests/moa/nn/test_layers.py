@@ -11,7 +11,7 @@ from moa_data.moa.nn import kv as kv_layout
 from moa_data.moa.nn.kv import KVBuffer
 from moa_data.moa.nn.layers import RMSNorm, Rotary, attend_many_short, rotate
 from moa_data.moa.nn.masks import causal_mask
-from moa_data.moa.target.bundle import FrozenTarget, layer_sizes, save_target_bundle
+from moa_data.moa.targets.bundle import FrozenTarget, layer_sizes, save_target_bundle
 from moa_data.tests.kit.drafters import build_eagle3
 from moa_data.tests.kit.models import FAMILIES, build_model
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from moa_data.cli import main
 from moa_data.errors import FolderOccupied, OptionInvalid
-from moa_data.moa.target.bundle import FrozenTarget
+from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
 from moa_data.pipeline.exchange.errors import FieldMissing, ForeignInvalid, InteropError

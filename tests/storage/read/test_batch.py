@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.disk.files import LocalFile
 from moa_data.storage.errors import ShardCorrupt, ShardMissing, SliceInvalid, StoreNotFound, UnknownField
 from moa_data.storage.parts import grid
-from moa_data.storage.parts.files import LocalFile
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, make_recipe

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moa_data.storage.disk import open_files
 from moa_data.storage.errors import (
     ManifestInvalid,
     PartUncommitted,
@@ -23,7 +24,6 @@ from moa_data.storage.errors import (
     StoreNotFound,
     UnknownField,
 )
-from moa_data.storage.parts import open_files
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe
 

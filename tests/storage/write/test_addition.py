@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import zarr
 
-from moa_data.storage import durable
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.disk import durable
 from moa_data.storage.errors import DiskFull, PartIncomplete, ShardCorrupt, WriteInvalid
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts import manifest_commit

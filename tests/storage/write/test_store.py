@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from moa_data.storage import durable
 from moa_data.storage.care.verify import verify_store
+from moa_data.storage.disk import durable
 from moa_data.storage.errors import (
     DiskFull,
     ManifestInvalid,

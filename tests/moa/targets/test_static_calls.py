@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter, build_eagle3
 from moa_data.tests.kit.models import build_model
 

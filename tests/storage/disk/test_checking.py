@@ -17,7 +17,7 @@ import pytest
 from moa_data.storage.care.findings import VerifyReport
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.checking import exists
+from moa_data.storage.disk.checking import exists
 from moa_data.storage.errors import CheckIncomplete, StoreError
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree

@@ -12,8 +12,8 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from .documents import open_regular
-from .errors import DiskFull
+from ..documents import open_regular
+from ..errors import DiskFull
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of files and folders that are being written; whatever carries it after a crash is rubbish."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moa_data.storage.disk.locking import LockHeld, lock_file
 from moa_data.storage.errors import LinkRefused, LocksUnsupported, StoreLocked
-from moa_data.storage.locking import LockHeld, lock_file
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe
 

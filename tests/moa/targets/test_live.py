@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moa_data.moa.target import live as target_module
-from moa_data.moa.target.live import Target
+from moa_data.moa.targets import live as target_module
+from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.models import FAMILIES, build_model
 
 

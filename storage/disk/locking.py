@@ -8,8 +8,8 @@ import os
 import socket
 from pathlib import Path
 
+from ..errors import LinkRefused, LocksUnsupported
 from .durable import disk_full_guard
-from .errors import LinkRefused, LocksUnsupported
 
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """What ``flock`` says where another process holds the lock; EACCES does on some network file systems."""

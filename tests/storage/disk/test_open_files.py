@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from moa_data.storage.care.verify import verify_store
+from moa_data.storage.disk import open_files
+from moa_data.storage.disk.files import LocalFile
 from moa_data.storage.errors import ShardMissing
-from moa_data.storage.parts import open_files
-from moa_data.storage.parts.files import LocalFile
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 

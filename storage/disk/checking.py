@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import CheckIncomplete, StoreError
+from ..errors import CheckIncomplete, StoreError
 
 MISSING = (FileNotFoundError, NotADirectoryError)
 """What the system raises where there is no such file."""
