@@ -229,7 +229,7 @@ KILL_SCRIPT = """
         child = os.fork()
         if child == 0:
             POINTS[name]()
-            add(AddConfig(f"{out}-{name}", model, ("hidden:layer:0",), 1))
+            add(AddConfig.of(store=f"{out}-{name}", model=model, activations=("hidden:layer:0",), target_layers=1))
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
