@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .errors import MoaDataError
     from .evaluation.config import EvalConfig
     from .evaluation.run import evaluate
+    from .moa.decoding.loop import generate
     from .moa.formats.checkpoint import load_drafter
     from .moa.targets.live import Target
     from .pipeline.config import ExtractConfig
@@ -33,6 +34,7 @@ _HOMES = {
     "TrainConfig": "trainer.config",
     "train": "trainer.run",
     "Target": "moa.targets.live",
+    "generate": "moa.decoding.loop",
     "load_drafter": "moa.formats.checkpoint",
     "EvalConfig": "evaluation.config",
     "evaluate": "evaluation.run",
@@ -51,6 +53,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "extract",
+    "generate",
     "load_drafter",
     "pad_collate",
     "train",

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "adding-a-drafter.md"
 RUN = """
-from moa_data.moa.decoding.loop import plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate, plain_generate
+from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.training import build_store, tiny_model
@@ -23,7 +24,7 @@ def test_a_run(tmp_path):
     run(store, tmp_path / "run", max_steps=20, drafter="linear")
     drafter, target = load_drafter(tmp_path / "run"), Target(tiny_model())
     assert drafter.kind == "linear"
-    fast = speculative_generate(target, drafter, None, [1, 2, 3], max_new_tokens=12)
+    fast = generate(target, drafter, [1, 2, 3], max_new_tokens=12, tree=TreeShape(5))
     assert fast.tokens == plain_generate(target, [1, 2, 3], max_new_tokens=12).tokens
 """
 

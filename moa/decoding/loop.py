@@ -32,7 +32,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
 from ..targets.clock import DeviceClock
 from ..targets.live import Target
-from .policy import FixedShape, ShapePolicy
+from .policy import AutoPolicy, FixedShape, ShapePolicy
 from .proposer import DrafterProposer, Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
 from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, ancestors
@@ -92,29 +92,31 @@ def plain_generate(
     )[0]
 
 
-def speculative_generate(
+def generate(
     target: Target,
     drafter: Drafter,
-    frozen: FrozenTarget | None,
     prompt_tokens: list[int],
     *,
-    max_new_tokens: int,
-    draft_length: int = 5,
-    tree: Shape | None = None,
+    max_new_tokens: int = 256,
+    tree: Shape | ShapePolicy | None = None,
     sampling: SamplingConfig = GREEDY,
     seed: int = 0,
+    frozen: FrozenTarget | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
-    """Decode a prompt with drafts: chains of ``draft_length``, or of the shape ``tree``; see :func:`generate_batch`.
+    """Decode one prompt with drafts; see :func:`generate_batch`.
+
+    Args:
+        tree: shape of the drafts; None for ``auto``, chains that give way to plain decoding where they do not pay.
+        frozen: target weights for the drafter; None takes them from the live target.
 
     Raises:
-        DrafterError: as there, or draft_length < 1, or drafter and frozen target weights differ in dtype.
+        DrafterError: as there, or drafter and frozen target weights differ in dtype.
     """
-    if tree is None and draft_length < 1:
-        raise DrafterError(f"draft_length must be at least 1, got {draft_length}.")
+    proposer = DrafterProposer(target, drafter, frozen, sampling)
     return generate_batch(
-        target, [prompt_tokens], max_new_tokens=max_new_tokens, tree=tree or TreeShape(draft_length),
-        proposer=DrafterProposer(target, drafter, frozen, sampling), sampling=sampling, seed=seed, on_tokens=on_tokens,
+        target, [prompt_tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling, seed=seed,
+        tree=tree or AutoPolicy(sampling.temperature > 0, proposer.max_depth), on_tokens=on_tokens,
     )[0]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.eagle import EagleDrafter
@@ -54,7 +54,7 @@ def test_it_learns_and_decodes(hidden_store: Path, tmp_path: Path) -> None:
         fast = generate_batch(target, prompts, max_new_tokens=16, proposer=DrafterProposer(target, drafter), tree=tree)
         for prompt, got in zip(prompts, fast, strict=True):
             assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
-            alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=16, tree=tree)
+            alone = generate(target, drafter, prompt, max_new_tokens=16, tree=tree)
             assert alone.tokens == got.tokens
 
 

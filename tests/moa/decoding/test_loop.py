@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moa_data.moa.decoding import loop as decode
-from moa_data.moa.decoding.loop import Generation, generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import Generation, generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, StaticTree, TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter
@@ -109,7 +109,7 @@ def test_equals_plain_with_random_drafters() -> None:
         draft_length = 1 + index % 4
         plain = plain_generate(target, prompt, max_new_tokens=8)
         drafter, frozen = drafters[index % 2]
-        fast = speculative_generate(target, drafter, frozen, prompt, max_new_tokens=8, draft_length=draft_length)
+        fast = generate(target, drafter, prompt, max_new_tokens=8, tree=TreeShape(draft_length), frozen=frozen)
         assert fast.tokens == plain.tokens, (index, prompt)
         check_counts(fast, draft_length)
 
@@ -125,10 +125,15 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
         limit, draft_length = 5 + index % 12, 2 + index % 5
         plain = plain_generate(target, prompt, max_new_tokens=limit)
         runs: list[tuple[list[int], list[bool]]] = []
-        fast = speculative_generate(
-            target, drafter, frozen, prompt, max_new_tokens=limit, draft_length=draft_length,
-            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
-        )  # fmt: skip
+        fast = generate(
+            target,
+            drafter,
+            prompt,
+            max_new_tokens=limit,
+            tree=TreeShape(draft_length),
+            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),
+            frozen=frozen,
+        )
         assert fast.tokens == plain.tokens, (index, prompt)
         check_counts(fast, draft_length)
         assert [token for tokens, _ in runs for token in tokens] == fast.tokens
@@ -146,7 +151,7 @@ def test_equals_plain_in_every_family(family: str) -> None:
     drafter = build_drafter(target.model, 1)
     for prompt in [[7], [50, 51, 52, 53], [4 + 3 * index for index in range(12)]]:
         plain = plain_generate(target, prompt, max_new_tokens=16)
-        assert speculative_generate(target, drafter, None, prompt, max_new_tokens=16).tokens == plain.tokens
+        assert generate(target, drafter, prompt, max_new_tokens=16, tree=TreeShape(5)).tokens == plain.tokens
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_scripted_drafts_are_counted(monkeypatch: pytest.MonkeyPatch, script: Sc
         plain = plain_generate(target, prompt, max_new_tokens=13)
         assert plain.stats.committed_per_call == [1] * 12
         with scripted(monkeypatch, target, script):
-            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=13, draft_length=4)
+            fast = generate(target, drafter, prompt, max_new_tokens=13, tree=TreeShape(4))
         assert fast.tokens == plain.tokens
         assert fast.stats.committed_per_call == expected
 
@@ -176,10 +181,14 @@ def test_eos_inside_an_accepted_span_ends_the_answer(monkeypatch: pytest.MonkeyP
     plain = plain_generate(target, prompt, max_new_tokens=24)
     seen: list[int] = []
     with scripted(monkeypatch, target, always):
-        fast = speculative_generate(
-            target, drafter, None, prompt, max_new_tokens=24, draft_length=6,
+        fast = generate(
+            target,
+            drafter,
+            prompt,
+            max_new_tokens=24,
+            tree=TreeShape(6),
             on_tokens=lambda tokens, drafted: seen.extend(tokens),
-        )  # fmt: skip
+        )
     assert plain.tokens == fast.tokens == seen == expected
     assert sum(fast.stats.committed_per_call) == len(expected) - 1
 
@@ -191,7 +200,7 @@ def test_max_new_tokens_is_kept_to_the_token(monkeypatch: pytest.MonkeyPatch, li
     drafter = build_drafter(target.model)
     plain = plain_generate(target, [5, 6, 7], max_new_tokens=limit)
     with scripted(monkeypatch, target, always):
-        fast = speculative_generate(target, drafter, None, [5, 6, 7], max_new_tokens=limit, draft_length=4)
+        fast = generate(target, drafter, [5, 6, 7], max_new_tokens=limit, tree=TreeShape(4))
     assert fast.tokens == plain.tokens
     assert len(fast.tokens) == limit
 
@@ -215,10 +224,10 @@ def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Scr
     drafter = build_drafter(target.model)
     plain = plain_generate(target, prompt, max_new_tokens=50)
     if script is None:
-        fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=50, draft_length=4)
+        fast = generate(target, drafter, prompt, max_new_tokens=50, tree=TreeShape(4))
     else:
         with scripted(monkeypatch, target, script):
-            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=50, draft_length=4)
+            fast = generate(target, drafter, prompt, max_new_tokens=50, tree=TreeShape(4))
     assert len(plain.tokens) == n_free
     assert fast.tokens == plain.tokens
     assert largest <= N_POSITIONS
@@ -289,12 +298,10 @@ def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.Monke
     monkeypatch.setattr(DrafterProposer, "propose", propose)
     prompts = [*random_prompts(6, seed=5), [7, 8, 9, 10, 11]]
     for prompt in prompts:
-        speculative_generate(target, drafter, frozen, prompt, max_new_tokens=20, draft_length=4)
-        speculative_generate(target, drafter, frozen, prompt, max_new_tokens=12, tree=TreeShape(3, 3, 8))
+        generate(target, drafter, prompt, max_new_tokens=20, tree=TreeShape(4), frozen=frozen)
+        generate(target, drafter, prompt, max_new_tokens=12, tree=TreeShape(3, 3, 8), frozen=frozen)
         # One node is fed at each level, and its sibling may be the one that is accepted.
-        speculative_generate(
-            target, drafter, frozen, prompt, max_new_tokens=12, tree=StaticTree((-1, -1, 0), (0, 1, 0))
-        )
+        generate(target, drafter, prompt, max_new_tokens=12, tree=StaticTree((-1, -1, 0), (0, 1, 0)), frozen=frozen)
     session = DrafterProposer(target, drafter, frozen)
     generate_batch(target, prompts[1:], max_new_tokens=12, proposer=session, tree=TreeShape(3, 2, 6))
     assert n_rounds > 60
@@ -329,7 +336,7 @@ def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -
     assert 0 in plain.tokens
     for script in (always, first_two, never):
         with scripted(monkeypatch, target, script):
-            fast = speculative_generate(target, drafter, None, [8, 9], max_new_tokens=24, draft_length=3)
+            fast = generate(target, drafter, [8, 9], max_new_tokens=24, tree=TreeShape(3))
         assert fast.tokens == plain.tokens
 
 
@@ -344,7 +351,7 @@ def test_trees_equal_plain(tree: Shape) -> None:
         drafter = silence(build_drafter(target.model, n_target_layers))
         for prompt in random_prompts(16, seed=8 + n_target_layers)[3:]:
             plain = plain_generate(target, prompt, max_new_tokens=14)
-            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=14, tree=tree)
+            fast = generate(target, drafter, prompt, max_new_tokens=14, tree=tree)
             assert fast.tokens == plain.tokens
             check_counts(fast, tree.depth)
             committed += fast.stats.committed_per_call
@@ -364,7 +371,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
         if tree is not None:
-            alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=16, tree=tree)
+            alone = generate(target, drafter, prompt, max_new_tokens=16, tree=tree)
             assert got.tokens == alone.tokens
             assert sum(got.stats.committed_per_call) == sum(alone.stats.committed_per_call)
     assert len({len(got.tokens) for got in together}) > 3
@@ -376,10 +383,17 @@ def test_bfloat16_target_and_drafter_decode(family: str, n_target_layers: int) -
     target = Target(build_model(family).to(torch.bfloat16))
     target.eos_token_ids = frozenset()
     drafter = build_drafter(target.model, n_target_layers).to(torch.bfloat16)
-    fast = speculative_generate(target, drafter, None, [5, 6, 7], max_new_tokens=12)
+    fast = generate(target, drafter, [5, 6, 7], max_new_tokens=12, tree=TreeShape(5))
     assert len(fast.tokens) == 12
     with pytest.raises(DrafterError, match=r"drafter is torch\.float32, its target weights are torch\.bfloat16"):
-        speculative_generate(target, drafter.float(), None, [5], max_new_tokens=4)
+        generate(target, drafter.float(), [5], max_new_tokens=4, tree=TreeShape(5))
+
+
+def test_without_a_shape_auto_chooses(target: Target) -> None:
+    drafter = build_drafter(target.model)
+    fast = generate(target, drafter, [5, 6, 7], max_new_tokens=12)
+    assert fast.tokens == plain_generate(target, [5, 6, 7], max_new_tokens=12).tokens
+    assert fast.stats.n_drafted > 0
 
 
 def test_bad_requests_are_refused(target: Target) -> None:
@@ -387,8 +401,8 @@ def test_bad_requests_are_refused(target: Target) -> None:
     with pytest.raises(DrafterError, match="prompt is empty"):
         plain_generate(target, [], max_new_tokens=4)
     with pytest.raises(DrafterError, match=f"{N_POSITIONS} tokens, the target has {N_POSITIONS} positions"):
-        speculative_generate(target, drafter, None, [5] * N_POSITIONS, max_new_tokens=4)
+        generate(target, drafter, [5] * N_POSITIONS, max_new_tokens=4, tree=TreeShape(5))
     with pytest.raises(DrafterError, match="max_new_tokens must be at least 1"):
         plain_generate(target, [5], max_new_tokens=0)
-    with pytest.raises(DrafterError, match="draft_length must be at least 1"):
-        speculative_generate(target, drafter, None, [5], max_new_tokens=4, draft_length=0)
+    with pytest.raises(DrafterError, match="depth of a draft tree must be at least 1"):
+        generate(target, drafter, [5], max_new_tokens=4, tree=TreeShape(0))

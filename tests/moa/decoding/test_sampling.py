@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moa_data.moa.decoding import sampling
-from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
@@ -212,7 +212,7 @@ def test_seeds_decide_the_answer_alone_and_in_a_batch(tree: Any) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 10, "sampling": config, "tree": tree}
     together = generate_batch(target, prompts, proposer=session, seed=4, **settings)
     for row, prompt in enumerate(prompts):
-        alone = speculative_generate(target, drafter, None, prompt, seed=4 + row, **settings)
+        alone = generate(target, drafter, prompt, seed=4 + row, **settings)
         assert alone.tokens == together[row].tokens
     different = generate_batch(target, prompts, proposer=session, seed=40, **settings)
     assert [run.tokens for run in different] != [run.tokens for run in together]
@@ -228,7 +228,7 @@ def test_greedy_with_a_repetition_penalty_equals_transformers_and_plain() -> Non
         )[0, len(prompt) :].tolist()  # fmt: skip
         assert plain_generate(target, prompt, max_new_tokens=14, sampling=config).tokens == expected
         for tree in (TreeShape(4), TreeShape(3, 3, 7)):
-            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=14, sampling=config, tree=tree)
+            fast = generate(target, drafter, prompt, max_new_tokens=14, sampling=config, tree=tree)
             assert fast.tokens == expected
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moa_data.moa.decoding.loop import generate_batch, plain_generate, speculative_generate
+from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
 from moa_data.moa.decoding.tree import Shape, StaticTree, TreeShape
@@ -206,7 +206,7 @@ class DrafterContract:
         committed: list[int] = []
         for prompt in PROMPTS:
             plain = plain_generate(target, prompt, max_new_tokens=18)
-            fast = speculative_generate(target, drafter, None, prompt, max_new_tokens=18, tree=shape)
+            fast = generate(target, drafter, prompt, max_new_tokens=18, tree=shape)
             assert fast.tokens == plain.tokens
             committed += fast.stats.committed_per_call
         assert sum(committed) / len(committed) > 1.2, "it has learned something"
@@ -223,7 +223,7 @@ class DrafterContract:
         together = generate_batch(target, prompts, max_new_tokens=10, proposer=proposer, tree=shape)
         for prompt, got in zip(prompts, together, strict=True):
             assert got.tokens == plain_generate(target, prompt, max_new_tokens=10).tokens
-            alone = speculative_generate(target, drafter, None, prompt, max_new_tokens=10, tree=shape)
+            alone = generate(target, drafter, prompt, max_new_tokens=10, tree=shape)
             assert got.tokens == alone.tokens
             assert got.stats.committed_per_call == alone.stats.committed_per_call
 
@@ -282,14 +282,10 @@ class DrafterContract:
                 target, PROMPTS[:3], max_new_tokens=8, proposer=proposer, tree=shape, sampling=config, seed=3
             )
             for row, prompt in enumerate(PROMPTS[:3]):
-                alone = speculative_generate(
-                    target, drafter, None, prompt, max_new_tokens=8, tree=shape, sampling=config, seed=3 + row
-                )
+                alone = generate(target, drafter, prompt, max_new_tokens=8, tree=shape, sampling=config, seed=3 + row)
                 assert alone.tokens == together[row].tokens
             plain = plain_generate(target, PROMPTS[0], max_new_tokens=10, sampling=penalty)
-            fast = speculative_generate(
-                target, drafter, None, PROMPTS[0], max_new_tokens=10, tree=shape, sampling=penalty
-            )
+            fast = generate(target, drafter, PROMPTS[0], max_new_tokens=10, tree=shape, sampling=penalty)
             assert fast.tokens == plain.tokens
 
     def test_it_drafts_no_deeper_than_it_says(self, taught: tuple[Target, Any]) -> None:
@@ -300,8 +296,8 @@ class DrafterContract:
         for shape in (TreeShape(most + 1), TreeShape(most + 2, 2, most + 3)):
             message = f"drafts {most} levels, drafts of {shape.depth} levels were asked for; give"
             with pytest.raises(DrafterError, match=message):
-                speculative_generate(target, drafter, None, [5, 6], max_new_tokens=20, tree=shape)
-        speculative_generate(target, drafter, None, [5, 6], max_new_tokens=9, tree=TreeShape(most))
+                generate(target, drafter, [5, 6], max_new_tokens=20, tree=shape)
+        generate(target, drafter, [5, 6], max_new_tokens=9, tree=TreeShape(most))
 
     # Training
 
