@@ -131,7 +131,7 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
             prompt,
             max_new_tokens=limit,
             tree=TreeShape(draft_length),
-            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),
+            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
             frozen=frozen,
         )
         assert fast.tokens == plain.tokens, (index, prompt)
