@@ -28,6 +28,10 @@ from moa_data.trainer.config import DrafterExportConfig
 from moa_data.trainer.errors import TargetUnknown
 from moa_data.trainer.export import export_drafter
 
+from ..pipeline.exchange.conftest import extract_config, store, target
+
+__all__ = ["extract_config", "store", "target"]  # fixtures
+
 
 def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:
     """A run as training leaves it, of a drafter with random weights."""

@@ -157,7 +157,7 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch: pytes
     expected = stored(drafter, target.model, tokens, torch.ones(1, 30))
     monkeypatch.setattr("moa_data.moa.targets.live._CHUNK_TOKENS", 7)
     cache = target.new_cache()
-    with pytest.raises(DrafterError, match="kept no layer outputs; open the draft session before"):
+    with pytest.raises(DrafterError, match="kept no layer outputs; begin with the proposer before"):
         cache.take_layer_outputs()
     DrafterProposer(target, drafter).begin(cache)
     target.forward(tokens, cache)
