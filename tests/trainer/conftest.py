@@ -1,7 +1,9 @@
 """A small store to train from, written once per test session."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +22,21 @@ def curves(request: pytest.FixtureRequest, pictures: None) -> Iterator[None]:
         if request.node.get_closest_marker("draws") is None:
             patch.setattr("moa_data.trainer.run.plot_curves", lambda run, out: out.touch())
         yield
+
+
+@pytest.fixture
+def strike(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Send a signal to this process within the n-th call of a function."""
+
+    def prepare(owner: Any, name: Any, n_th: Any, signum: Any) -> None:
+        real, calls = getattr(owner, name), []
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == n_th:
+                os.kill(os.getpid(), signum)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, struck)
+
+    return prepare

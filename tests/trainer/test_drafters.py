@@ -1,4 +1,4 @@
-"""Runs with EAGLE, EAGLE-3 and GLIDE: one command and store, fewer activations, exact resume, clear refusals."""
+"""Runs with each drafter: fewer activations, exact resume, clear refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
-from moa_data.moa.drafters.eagle import EagleDrafter
-from moa_data.moa.drafters.eagle3 import Eagle3Drafter
-from moa_data.moa.drafters.glide import GlideDrafter
+from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
@@ -23,81 +21,100 @@ from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.data import StoreDataModule, draw
-from moa_data.trainer.errors import MissingField
+from moa_data.trainer.errors import MissingField, TrainingError
 from moa_data.trainer.run import build_module
 
-from .test_run import last_state, run, settings
+from .test_run import assert_same_weights, last_state, run, settings
 
-EAGLE = {"drafter": "eagle"}
-GLIDE = {"drafter": "glide"}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle": {"micro_batch_size": 4, "matrix_learning_rate": 5e-3},
+    "eagle3": {"micro_batch_size": 4, "fused_layers": (0, 1), "draft_vocabulary": 50, "test_time_steps": 3},
+    "glide": {"optimizer": "adamw", "block_size": 4, "self_attention_mlp_width": 40},
+    "medusa": {"matrix_learning_rate": 5e-3, "medusa_heads": 3},
+    "independent": {"matrix_learning_rate": 5e-3, "independent_width": 24, "independent_layers": 1},
+}
 EAGLE3: dict[str, Any] = {"drafter": "eagle3", "fused_layers": (0, 1)}
+HIDDEN_ALONE = ("eagle", "medusa", "independent")
+ROWS = [5, 0, 17]
+
+
+def own(kind: str) -> dict[str, Any]:
+    return {"drafter": kind, "optimizer": "muon"} | KINDS[kind]
 
 
 @pytest.fixture(scope="module")
 def hidden_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_store(tmp_path_factory.mktemp("eagle") / "store", activations=("hidden:last",))
+    """A store without keys and values."""
+    activations = ("hidden:last", "hidden:layer:0", "hidden:layer:1")
+    return build_store(tmp_path_factory.mktemp("hidden") / "store", activations=activations)
 
 
-def test_it_learns_and_decodes(hidden_store: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    report = run(hidden_store, out, max_steps=60, validate_every=6, **EAGLE)
-    metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
-    assert metrics["val/kl"][-1] < 0.8 * metrics["val/kl"][0]
-    assert "train/entering_feature_loss" not in metrics
-    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
-    drafter = load_drafter(out)
-    assert isinstance(drafter, EagleDrafter)
-    assert drafter.config.target == {"weights_sha256": "ab" * 32}
-    target = Target(tiny_model())
-    prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
-    for tree in (TreeShape(3), TreeShape(3, 2, 6)):
-        fast = generate_batch(target, prompts, max_new_tokens=16, proposer=DrafterProposer(target, drafter), tree=tree)
-        for prompt, got in zip(prompts, fast, strict=True):
-            assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
-            alone = generate(target, drafter, prompt, max_new_tokens=16, tree=tree)
-            assert alone.tokens == got.tokens
-
-
-def test_resume_is_bit_exact(hidden_store: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"micro_batch_size": 4, "optimizer": "muon"}
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp_path: Path, kind: str) -> None:
+    store = store_path if kind == "glide" else hidden_store
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(hidden_store, whole, max_steps=8, **EAGLE, **changes)
-    run(hidden_store, parts, max_steps=8, stop_after_steps=4, **EAGLE, **changes)
-    run(hidden_store, parts, max_steps=8, resume=True, **EAGLE, **changes)
-    one, other = last_state(whole), last_state(parts)
-    assert one["global_step"] == other["global_step"] == 8
-    for name, value in one["state_dict"].items():
-        assert torch.equal(value, other["state_dict"][name]), name
+    changes = {"max_steps": 40, "validate_every": 5} | own(kind)
+    run(store, whole, **changes)
+    run(store, parts, stop_after_steps=16, **changes)
+    report = run(store, parts, resume=True, **changes)
+    assert last_state(whole)["global_step"] == last_state(parts)["global_step"] == 40
+    assert_same_weights(whole, parts)
+    metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
+    assert metrics["val/kl"][-1] < 0.85 * metrics["val/kl"][0]
+    assert ("train/feature_loss" in metrics) == (kind in ("eagle", "glide"))
+    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
+    drafter = load_drafter(parts)
+    assert type(drafter) is DRAFTERS[kind]
+    assert drafter.config.target == {"weights_sha256": "ab" * 32}
+    for name, value in KINDS[kind].items():
+        assert getattr(drafter.config, name, value) == value
+    assert report.n_parameters == sum(weight.numel() for weight in drafter.parameters())
+    target, prompts = Target(tiny_model()), [[1, 2, 3, 4], [10, 12, 14], [5]]
+    for tree in (TreeShape(3), TreeShape(3, 2, 6)):
+        proposer = DrafterProposer(target, drafter)
+        fast = generate_batch(target, prompts, max_new_tokens=12, proposer=proposer, tree=tree)
+        for prompt, got in zip(prompts, fast, strict=True):
+            assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
 
 
-def test_accumulation_equals_the_whole_batch(hidden_store: Path, tmp_path: Path) -> None:
-    """The noise belongs to the sequence, however the batch is split."""
-    run(hidden_store, tmp_path / "one", max_steps=4, **EAGLE)
-    run(hidden_store, tmp_path / "parts", max_steps=4, micro_batch_size=2, **EAGLE)
-    for name, value in last_state(tmp_path / "one")["state_dict"].items():
-        torch.testing.assert_close(value, last_state(tmp_path / "parts")["state_dict"][name], rtol=1e-3, atol=2e-5)
+@pytest.mark.parametrize("kind", ["moa", "moa with a target layer", *KINDS])
+def test_in_parts_and_in_low_precision(store_path: Path, hidden_store: Path, tmp_path: Path, kind: str) -> None:
+    """The noise of EAGLE belongs to the sequence, however the batch is split."""
+    own: dict[str, Any] = {"target_layer_inference": 1} if kind.endswith("layer") else {}
+    own |= {name: KINDS[kind][name] for name in ("fused_layers", "medusa_heads") if name in KINDS.get(kind, {})}
+    store = store_path if kind.startswith(("moa", "glide")) else hidden_store
+    own |= {"drafter": kind.split()[0], "max_steps": 4, "validate_every": 4, "log_every": 1}
+    for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):
+        run(store, tmp_path / name, **own, **changes)
+    assert_same_weights(tmp_path / "one", tmp_path / "parts", rtol=1e-3, atol=2e-5)
+    full, low = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "bf16")
+    assert full.keys() == low.keys()
+    for name in full.keys() & {"train/loss", "train/forward_kl", "train/feature_loss", "val/kl"}:
+        assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), name
 
 
 def test_noise_changes_the_run(hidden_store: Path, tmp_path: Path) -> None:
     weights = []
     for width in (0.0, 0.2):
-        run(hidden_store, tmp_path / str(width), max_steps=2, feature_noise=width, **EAGLE)
+        run(hidden_store, tmp_path / str(width), max_steps=2, feature_noise=width, drafter="eagle")
         weights.append(last_state(tmp_path / str(width))["state_dict"]["drafter.fc.weight"])
     assert not torch.equal(weights[0], weights[1])
 
 
-def test_low_precision_follows_float32(hidden_store: Path, tmp_path: Path) -> None:
-    for precision in ("32-true", "bf16-mixed"):
-        run(hidden_store, tmp_path / precision, max_steps=3, validate_every=3, log_every=1, **EAGLE | {
-            "precision": precision})  # fmt: skip
-    full, low = read_metrics(tmp_path / "32-true"), read_metrics(tmp_path / "bf16-mixed")
-    for name in ("train/loss", "train/forward_kl", "val/kl"):
-        assert [v for _, v in low[name]] == pytest.approx([v for _, v in full[name]], rel=0.03), name
+def test_eagle3_drafts_the_most_frequent_tokens(hidden_store: Path) -> None:
+    store, config = ActivationStore(hidden_store), settings(hidden_store, **own("eagle3"))
+    module = build_module(store, config, data := StoreDataModule(store, config))
+    counts = torch.zeros(VOCABULARY, dtype=torch.int64)
+    for i in data.train_sequences:
+        responses = store.read(i, "tokens")[store.read(i, "response_mask") > 0]
+        counts += torch.bincount(torch.from_numpy(responses).long(), minlength=VOCABULARY)
+    chosen = module.drafter.draft_tokens
+    assert counts[chosen].min() >= counts[~module.drafter.t2d].max() > 0
 
 
-def test_only_what_the_drafter_needs_is_read(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ActivationStore(store_path)
-    config, eagle = settings(store_path), settings(store_path, **EAGLE)
+@pytest.mark.parametrize("kind", HIDDEN_ALONE)
+def test_only_what_the_drafter_needs_is_read(store_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    store, config = ActivationStore(store_path), settings(store_path, drafter=kind)
     asked = []
     real = ActivationStore.read_batch
 
@@ -107,151 +124,72 @@ def test_only_what_the_drafter_needs_is_read(store_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(ActivationStore, "read_batch", read_batch)
     sequences = np.arange(3)
-    inputs, _ = BatchReader(store, eagle, torch.device("cpu")).read(sequences, store.lengths[sequences])
+    inputs, _ = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
     assert asked == [["tokens", "response_mask", "hidden/last"]]
     assert inputs.kv is None
     assert inputs.entering_hidden is None
-    ratio = sequence_bytes(store, config, 10) / sequence_bytes(store, eagle, 10)
+    ratio = sequence_bytes(store, settings(store_path), 10) / sequence_bytes(store, config, 10)
     assert ratio == 1 + 3 * 2 * 2 * 8 / 32, "keys and values of three layers beside a hidden state"
 
 
-def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingField, match=r"lacks kv; add with `moa-data add .* --model MODEL --activations kv`"):
-        run(hidden_store, tmp_path / "run", max_steps=2)
-    bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
-    with pytest.raises(MissingField, match=r"lacks hidden/last; add with .*--activations hidden:last`"):
-        run(bare, tmp_path / "run", max_steps=2, **EAGLE)
-    assert not (tmp_path / "run").exists()
-
-
-def test_glide_learns_resumes_and_decodes(store_path: Path, tmp_path: Path) -> None:
-    own = GLIDE | {"block_size": 4, "self_attention_mlp_width": 40}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(store_path, whole, max_steps=30, **own)
-    run(store_path, parts, max_steps=30, stop_after_steps=16, **own)
-    report = run(store_path, parts, max_steps=30, resume=True, **own)
-    for name, value in last_state(whole)["state_dict"].items():
-        assert torch.equal(value, last_state(parts)["state_dict"][name]), name
-    metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
-    assert metrics["val/kl"][-1] < 0.9 * metrics["val/kl"][0]
-    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
-    drafter = load_drafter(parts)
-    assert isinstance(drafter, GlideDrafter)
-    assert (drafter.config.block_size, drafter.config.self_attention_mlp_width) == (4, 40)
-    target, tree = Target(tiny_model()), TreeShape(3, 2, 6)
-    prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
-    fast = generate_batch(target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree)
-    for prompt, got in zip(prompts, fast, strict=True):
-        assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
-
-
-def test_glide_in_parts_and_in_low_precision(store_path: Path, tmp_path: Path) -> None:
-    for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):
-        run(store_path, tmp_path / name, max_steps=4, validate_every=4, log_every=1, **GLIDE | changes)
-    for name, value in last_state(tmp_path / "one")["state_dict"].items():
-        torch.testing.assert_close(value, last_state(tmp_path / "parts")["state_dict"][name], rtol=1e-3, atol=2e-5)
-    for name in ("train/loss", "val/kl"):
-        low, full = (read_metrics(tmp_path / run_name)[name] for run_name in ("bf16", "one"))
-        assert [v for _, v in low] == pytest.approx([v for _, v in full], rel=0.03), name
+def read_rows(path: Path, codec: str, tmp_path: Path, config: Any) -> tuple[ActivationStore, Any, Any]:
+    """Three sequences of a store that is recoded first: the store, the decoded inputs and the codes."""
+    if codec != "lossless":
+        recode(path, codec, path := tmp_path / "store")
+    store, sequences = ActivationStore(path), np.array(ROWS)
+    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
+    return store, Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded).decode().inputs, encoded
 
 
 @pytest.mark.parametrize("codec", ["lossless", "int8", "transform:2@layer", "transform:2,tokens@all"])
 def test_glide_reads_the_last_layer_alone(store_path: Path, tmp_path: Path, codec: str) -> None:
-    path = store_path
-    if codec != "lossless":
-        recode(store_path, codec, path := tmp_path / "store")
-    store = ActivationStore(path)
-    config = settings(path, **GLIDE)
-    sequences = np.array([5, 0, 17])
-    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
+    config = settings(store_path, drafter="glide")
+    store, inputs, encoded = read_rows(store_path, codec, tmp_path, config)
     assert bool(encoded) == (codec != "lossless")
     if codec == "transform:2@layer":
         assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)
-    kv = Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded).decode().inputs.kv
-    assert kv.shape[2:] == (1, 2 * 2 * 8)
-    for row, i in enumerate(sequences.tolist()):
+    assert inputs.kv.shape[2:] == (1, 2 * 2 * 8)
+    for row, i in enumerate(ROWS):
         n_tokens = int(store.lengths[i])
         expected = store.read(i, "kv", layers=[-1]).reshape(n_tokens, 1, -1)
-        np.testing.assert_allclose(kv[row, :n_tokens].numpy(), expected, atol=1e-4)
-        assert not kv[row, n_tokens:].any()
+        np.testing.assert_allclose(inputs.kv[row, :n_tokens].numpy(), expected, atol=1e-4)
+        assert not inputs.kv[row, n_tokens:].any()
     assert sequence_bytes(store, config, 10) == 10 * 4 * (2 * 2 * 8 + 32)
 
 
-@pytest.fixture(scope="module")
-def layers_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_store(
-        tmp_path_factory.mktemp("eagle3") / "store", activations=("hidden:last", "hidden:layer:0", "hidden:layer:1")
-    )
-
-
-def test_eagle3_learns_resumes_and_decodes(layers_store: Path, tmp_path: Path) -> None:
-    own = EAGLE3 | {"draft_vocabulary": 50, "test_time_steps": 3, "micro_batch_size": 4, "optimizer": "muon"}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(layers_store, whole, max_steps=30, **own)
-    run(layers_store, parts, max_steps=30, stop_after_steps=16, **own)
-    report = run(layers_store, parts, max_steps=30, resume=True, **own)
-    for name, value in last_state(whole)["state_dict"].items():
-        assert torch.equal(value, last_state(parts)["state_dict"][name]), name
-    metrics = {name: [value for _, value in points] for name, points in read_metrics(parts).items()}
-    assert metrics["val/kl"][-1] < 0.9 * metrics["val/kl"][0]
-    assert "train/feature_loss" not in metrics
-    assert report.best_expected_acceptance_length == pytest.approx(max(metrics["val/expected_acceptance_length"]))
-    drafter = load_drafter(parts)
-    assert isinstance(drafter, Eagle3Drafter)
-    assert (drafter.config.fused_layers, drafter.config.draft_vocabulary) == ((0, 1), 50)
-    store, counts = ActivationStore(layers_store), torch.zeros(VOCABULARY, dtype=torch.int64)
-    module = build_module(store, (config := settings(layers_store, **own)), (
-        data := StoreDataModule(store, config)))  # fmt: skip
-    for i in data.train_sequences:
-        counts += torch.bincount(torch.from_numpy(store.read(i, "tokens")[store.read(i, "response_mask") > 0]).long(),
-            minlength=VOCABULARY)  # fmt: skip
-    chosen = module.drafter.draft_tokens
-    assert counts[chosen].min() >= counts[~module.drafter.t2d].max() > 0
-    assert torch.equal(chosen, drafter.draft_tokens)
-    target, tree = Target(tiny_model()), TreeShape(3, 2, 6)
-    prompts = [[1, 2, 3, 4], [10, 12, 14], [5]]
-    fast = generate_batch(target, prompts, max_new_tokens=12, proposer=DrafterProposer(target, drafter), tree=tree)
-    for prompt, got in zip(prompts, fast, strict=True):
-        assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
-
-
-def test_eagle3_in_parts_and_in_low_precision(layers_store: Path, tmp_path: Path) -> None:
-    for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):
-        run(layers_store, tmp_path / name, max_steps=4, validate_every=4, log_every=1, **EAGLE3 | changes)
-    for name, value in last_state(tmp_path / "one")["state_dict"].items():
-        torch.testing.assert_close(value, last_state(tmp_path / "parts")["state_dict"][name], rtol=1e-3, atol=2e-5)
-    for name in ("train/loss", "train/forward_kl", "val/kl"):
-        full, low = (read_metrics(tmp_path / run_name)[name] for run_name in ("one", "bf16"))
-        assert [v for _, v in low] == pytest.approx([v for _, v in full], rel=0.03), name
-
-
 @pytest.mark.parametrize("codec", ["lossless", "int8"])
-def test_eagle3_reads_the_fused_layers_alone(store_path: Path, layers_store: Path, tmp_path: Path, codec: str) -> None:
-    path = layers_store
-    if codec != "lossless":
-        recode(layers_store, codec, path := tmp_path / "store")
-    store = ActivationStore(path)
-    config = settings(path, **EAGLE3)
-    sequences = np.array([5, 0, 17])
-    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(sequences, store.lengths[sequences])
-    batch = Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded).to(torch.device("cpu")).decode()
-    assert batch.inputs.kv is None
-    assert len(batch.inputs.layer_outputs) == 2
-    for layer, states in enumerate(batch.inputs.layer_outputs):
-        for row, i in enumerate(sequences.tolist()):
+def test_eagle3_reads_the_fused_layers_alone(hidden_store: Path, tmp_path: Path, codec: str) -> None:
+    config = settings(hidden_store, **EAGLE3)
+    store, inputs, _ = read_rows(hidden_store, codec, tmp_path, config)
+    assert inputs.kv is None
+    assert len(inputs.layer_outputs) == 2
+    for layer, states in enumerate(inputs.layer_outputs):
+        for row, i in enumerate(ROWS):
             n_tokens = int(store.lengths[i])
             np.testing.assert_allclose(states[row, :n_tokens], store.read(i, f"hidden/layer_{layer}"), atol=1e-6)
             assert not states[row, n_tokens:].any()
     assert sequence_bytes(store, config, 10) == 10 * 4 * 3 * 32
 
 
-def test_eagle3_refusals(store_path: Path, layers_store: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingField, match=r"lacks hidden/layer_0; add with .*--activations hidden:layer:0`"):
-        run(store_path, tmp_path / "run", max_steps=2, **EAGLE3)
-    for changes, message in (
-        ({"fused_layers": None}, "no three layers of a target with 3; choose them with --set drafter.fused_layers"),
-        ({"fused_layers": (0, 7)}, "between 0 and 2, got 0,7"),
+def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
+    bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
+    lacking = [
+        (bare, {"drafter": kind}, r"hidden/last; add with .*--activations hidden:last`")
+        for kind in ("moa", *HIDDEN_ALONE)
+    ]
+    lacking += [
+        (hidden_store, {}, r"kv; add with `moa-data add .* --model MODEL --activations kv`"),
+        (store_path, EAGLE3, r"hidden/layer_0; add with .*--activations hidden:layer:0`"),
+    ]
+    for store, changes, message in lacking:
+        with pytest.raises(MissingField, match=f"lacks {message}"):
+            run(store, tmp_path / "run", max_steps=2, **changes)
+    for fused, message in (
+        (None, "no three layers of a target with 3; choose them with --set drafter.fused_layers"),
+        ((0, 7), "between 0 and 2, got 0,7"),
     ):
         with pytest.raises(DrafterError, match=message):
-            run(layers_store, tmp_path / "run", max_steps=2, **EAGLE3 | changes)
+            run(hidden_store, tmp_path / "run", max_steps=2, drafter="eagle3", fused_layers=fused)
+    with pytest.raises(TrainingError, match="asks validation for more levels than the 2 that this medusa"):
+        run(hidden_store, tmp_path / "run", max_steps=2, drafter="medusa", medusa_heads=2)
     assert not (tmp_path / "run").exists()

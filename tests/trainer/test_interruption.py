@@ -59,24 +59,6 @@ def assert_same_run(whole: Any, parts: Any) -> None:
     assert not list(parts.rglob("*.partial"))
 
 
-@pytest.fixture
-def strike(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Send a signal to this process within the n-th call of a function."""
-
-    def prepare(owner: Any, name: Any, n_th: Any, signum: Any) -> None:
-        real, calls = getattr(owner, name), []
-
-        def struck(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            if len(calls) == n_th:
-                os.kill(os.getpid(), signum)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, struck)
-
-    return prepare
-
-
 def test_a_signal_in_each_phase(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any) -> None:
     """One run is stopped in each phase in turn, and ends as one that was not."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
