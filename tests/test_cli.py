@@ -1,7 +1,6 @@
 """Every command explains itself at once, errors are one line with exit code 2, findings give 1, Ctrl-C gives 130."""
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from moa_data import __version__
 from moa_data.cli import main
@@ -21,6 +19,8 @@ from moa_data.commands.console import ProgressLine, TokenStream, user_message
 from moa_data.commands.signals import SignalReceived
 from moa_data.commands.views import bars, decoding_view, format_bytes, sample_view, train_view
 from moa_data.errors import Interrupted
+from moa_data.tests.kit.chats import chat, write_jsonl
+from moa_data.tests.kit.command import refused, run
 from moa_data.trainer.run import TrainReport
 
 COMMANDS = (
@@ -28,20 +28,6 @@ COMMANDS = (
     "disconnect", "export", "import", "export-drafter", "demo",
 )  # fmt: skip
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(main, list(arguments))
-
-
-def assert_one_line(result: Any, *texts: str) -> None:
-    """The error is the last line, and the usage hint that click may put before it is no traceback."""
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("Error: ")
-    for text in texts:
-        assert text in last
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -92,41 +78,28 @@ def test_module_and_console_script_are_the_same() -> None:
 
 
 def test_missing_options_are_named() -> None:
-    assert_one_line(run("extract", "--model", "m"), "missing: --dataset, --out", "--config FILE")
-    assert_one_line(run("train"), "missing: --store, --out")
-
-
-def test_unknown_configuration_key_names_the_nearest(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("learning_rat: 1e-3\n", encoding="utf-8")
-    result = run("train", "store", "--out", "run", "--config", str(path))
-    assert_one_line(result, "unknown key 'learning_rat'", "did you mean 'optimizer.learning_rate'?")
-
-
-def test_unknown_preset_names_the_nearest() -> None:
-    assert_one_line(run("train", "store", "--out", "run", "--preset", "papper"), "did you mean 'paper'?")
+    refused(run("extract", "--model", "m"), "missing: --dataset, --out", "--config FILE")
+    refused(run("train"), "missing: --store, --out")
 
 
 def test_model_without_config_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    chats = tmp_path / "chats.jsonl"
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    chats.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    chats = write_jsonl(tmp_path / "chats.jsonl", [chat("Hi", "Hello")])
     arguments = ["--model", str(tmp_path / "model"), "--dataset", str(chats), "--out", str(tmp_path / "store")]
     for command in ("plan", "extract"):
-        assert_one_line(run(command, *arguments), "config.json")
+        refused(run(command, *arguments), "config.json")
         assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["inspect", "--sample", "0"], ["verify"], ["train", "--out", "OUT"]])
 def test_folder_that_is_no_store_is_one_line(tmp_path: Path, command: list[str]) -> None:
     words = [str(tmp_path / "run") if word == "OUT" else word for word in command]
-    assert_one_line(run(*words, str(tmp_path / "absent")), str(tmp_path / "absent"))
+    refused(run(*words, str(tmp_path / "absent")), str(tmp_path / "absent"))
 
 
 def test_generate_with_a_missing_model_is_one_line(tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
-    assert_one_line(run("generate", "--model", absent, "--drafter", absent, "--prompt", "Hi"), absent)
+    refused(run("generate", "--model", absent, "--drafter", absent, "--prompt", "Hi"), absent)
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str, function: Callable[..., Any]) -> None:
@@ -147,16 +120,9 @@ EXTRACT = ("extract", "--model", "m", "--dataset", "d", "--out", "s")
 def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(KeyboardInterrupt()))
     result = run(*EXTRACT)
-    assert result.exit_code == 130
-    assert "run the same command again to go on" in result.stderr
-
-
-def test_a_stage_that_was_interrupted_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
-
+    refused(result, "run the same command again to go on", exit_code=130)
     replaced(monkeypatch, "moa_data.trainer.run", "train", raising(Interrupted("stopped at step 3; --resume")))
-    result = run("train", "store", "--out", "run")
-    assert result.exit_code == 130
-    assert "stopped at step 3; --resume" in result.stderr
+    refused(run("train", "store", "--out", "run"), "stopped at step 3; --resume", exit_code=130)
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +130,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     error = DatasetError("empty")
     replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
-    assert_one_line(run(*EXTRACT), "empty")
+    refused(run(*EXTRACT), "empty")
     shown = run("--debug", *EXTRACT)
     assert shown.exit_code == 2
     assert "Traceback" in shown.stderr

@@ -14,14 +14,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+from moa_data.tests.kit.command import DEMO_OPTIONS, error_line
+from moa_data.tests.kit.runs import assert_same_run
 
-SIZES = {
-    "n-chats": 80, "n-store-chats": 60, "n-held-out": 11, "vocab-size": 300, "hidden-size": 16, "n-layers": 2,
-    "n-heads": 2, "n-kv-heads": 1, "target-steps": 4, "target-batch-tokens": 512, "drafter-steps": 8,
-    "drafter-batch-size": 4, "n-eval-prompts": 2, "max-new-tokens": 6, "draft-length": 2,
-}  # fmt: skip
-TINY = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
 # Sends a signal to itself the first time that a function is called, in the middle of a phase of the demo.
 STRIKE = """
@@ -69,11 +65,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def one_line(done: subprocess.CompletedProcess[str], number: int = signal.SIGINT) -> str:
-    assert done.returncode == 128 + number, done.stderr
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1, done.stderr
-    return lines[0]
+    return error_line(done.returncode, done.stderr, 128 + number)
 
 
 ENDING = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -138,7 +130,7 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_each_phase_of_the_demo(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "demo"
-    arguments = ("demo", "--out", str(out), *TINY)
+    arguments = ("demo", "--out", str(out), *DEMO_OPTIONS.split())
     for index, (phase, place) in enumerate(PHASES.items()):
         done = python(STRIKE, place, str(int(number)), *arguments)
         finished = list(json.loads((out / "demo.json").read_text())["phases"])
@@ -162,7 +154,7 @@ COMMANDS: dict[str, Any] = {
     "train": "train store --out OUT --max-steps 24 --batch-size 2 --accelerator cpu --checkpoint-every 4",
     "eval": "eval --model model --drafter run --prompts chats.jsonl --out OUT/report.json --n-prompts 6 "
     "--max-new-tokens 24 --method plain,chain,tree --device cpu",
-    "demo": f"demo --out OUT {' '.join(TINY)}",
+    "demo": f"demo --out OUT {DEMO_OPTIONS}",
 }
 N_MOMENTS = int(os.environ.get("N_MOMENTS", "20"))
 
@@ -225,11 +217,9 @@ def test_signals_at_random_moments(room: Path, tmp_path: Path, command: str) -> 
             moment_s = random.uniform(0.4, whole_s)  # until the program's first line, the signal is Python's
             code, said, _ = run_until(arguments(out), work, moment_s, number)
             assert "Traceback" not in said, said
-            lines = [line for line in said.replace("\r", "\n").splitlines() if line.startswith("Error: ")]
             if code == 0:
                 break  # it ended before the signal came
-            assert code == 128 + number, (code, said)
-            assert len(lines) == 1, said
+            error_line(code, said, 128 + number)
             n_struck += 1
         tries += 1
         assert tries < 4 * N_MOMENTS
@@ -237,5 +227,7 @@ def test_signals_at_random_moments(room: Path, tmp_path: Path, command: str) -> 
             code, said, _ = run_until(arguments(out), work, None, 0)
             assert code == 0, said
         assert data_files(work / out) == data_files(work / "whole")
+        if command == "train":
+            assert_same_run(work / "whole", work / out)
         assert not list((work / out).rglob("*.partial"))
         shutil.rmtree(work / out)

@@ -12,12 +12,9 @@ from moa_data.demo.errors import DemoError
 from moa_data.demo.run import run_demo
 from moa_data.demo.state import PHASES, DemoState
 from moa_data.errors import Interrupted, OptionInvalid
+from moa_data.tests.kit.command import DEMO
 
-TINY = DemoConfig.of(
-    n_chats=80, n_store_chats=30, n_held_out=11, vocab_size=300, hidden_size=16, n_layers=2, n_heads=2, n_kv_heads=1,
-    target_steps=4, target_batch_tokens=512, drafter_steps=4, drafter_batch_size=4, n_eval_prompts=2, max_new_tokens=6,
-    draft_length=2,
-)  # fmt: skip
+TINY = DemoConfig.of(**DEMO)
 
 
 @pytest.mark.draws

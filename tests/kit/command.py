@@ -17,6 +17,13 @@ from moa_data.moa.targets.live import Target
 from .chats import write_jsonl
 from .drafters import PAPER
 
+DEMO: dict[str, Any] = {
+    "n_chats": 80, "n_store_chats": 30, "n_held_out": 11, "vocab_size": 300, "hidden_size": 16, "n_layers": 2,
+    "n_heads": 2, "n_kv_heads": 1, "target_steps": 4, "target_batch_tokens": 512, "drafter_steps": 4,
+    "drafter_batch_size": 4, "n_eval_prompts": 2, "max_new_tokens": 6, "draft_length": 2,
+}  # fmt: skip
+"""Settings of the smallest demo."""
+DEMO_OPTIONS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in DEMO.items())
 TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
 
 

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moa_data.errors import Interrupted
-from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.tests.kit.runs import assert_same_run
 from moa_data.trainer import checkpoints, data, muon, run
-from moa_data.trainer.checkpoints import read_checkpoint
-from moa_data.trainer.curves import read_metrics
 from moa_data.trainer.module import DrafterModule
 
 from .test_run import settings
@@ -30,33 +27,6 @@ STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 def train(store: Any, out: Any, **changes: Any) -> Any:
     return run.train(settings(store, out, **(SETTINGS | changes)), None, False)
-
-
-def leaves(value: Any, name: str = "") -> Any:
-    """Everything in a checkpoint, with where it is."""
-    if isinstance(value, dict):
-        return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}/{key}")]
-    if isinstance(value, list | tuple):
-        return [leaf for index, item in enumerate(value) for leaf in leaves(item, f"{name}/{index}")]
-    return [(name, value)]
-
-
-def assert_same_run(whole: Any, parts: Any) -> None:
-    """Weights, moments, rates, counts, the best drafter and the logged figures are the same, bit for bit."""
-    one, other = (read_checkpoint(out / "checkpoints" / "last.ckpt") for out in (whole, parts))
-    for state in (one, other):
-        del state["loops"], state["epoch"]  # say how often a validation, and the whole, began
-        del state["callbacks"]["Throughput"]["n_bytes_read"]  # holds what a validation reads at the same time
-    for (name, value), (other_name, found) in zip(leaves(one), leaves(other), strict=True):
-        assert name == other_name
-        same = torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found
-        assert same, name
-    exported = load_drafter(parts).state_dict()
-    for name, weight in load_drafter(whole).state_dict().items():
-        assert torch.equal(weight, exported[name]), name
-    for name in ("train/loss", "val/kl"):
-        assert read_metrics(whole)[name] == read_metrics(parts)[name]
-    assert not list(parts.rglob("*.partial"))
 
 
 def test_a_signal_in_each_phase(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any) -> None:
@@ -167,39 +137,6 @@ def processes_of(out: Any) -> Any:
         if str(out).encode() in text:
             found.append(text)
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("signum", "code"), STOPS.items())
-def test_the_command_line_at_random_moments(store_path: Path, tmp_path: Path, signum: Any, code: Any) -> None:
-    """Twenty signals, as many as it takes to get them into a run; its weights are those of one without any."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    begun = time.monotonic()
-    assert subprocess.run([sys.executable, *command(store_path, whole)], capture_output=True).returncode == 0
-    seconds, rng, n_struck, n_runs = time.monotonic() - begun, random.Random(int(signum)), 0, 0
-    while n_struck < 20:
-        out = parts / str(n_runs)
-        while True:
-            begun, resumed = time.monotonic(), go_on(out)
-            with start([sys.executable, *command(store_path, out), *resumed]) as process:
-                try:
-                    process.wait(rng.uniform(0, seconds) if n_struck < 20 else None)
-                    if not resumed:
-                        seconds = min(seconds, time.monotonic() - begun)  # other work may have slowed the first one
-                except subprocess.TimeoutExpired:
-                    process.send_signal(signum)
-                _, stderr = process.communicate(timeout=300)
-            if process.returncode == 0:
-                break
-            n_struck += 1
-            assert process.returncode in (code, -signum), stderr
-            assert "Traceback" not in stderr
-            if process.returncode == code:  # otherwise before the program's first line
-                [line] = said(stderr)
-                assert "ame command" in line
-                assert "--resume" in line or go_on(out) == resumed, line
-        assert_same_run(whole, out)
-        n_runs += 1
 
 
 @pytest.mark.slow
