@@ -51,11 +51,7 @@ class Setting(NamedTuple):
 
 
 class Config(BaseModel):
-    """Settings that are checked when they are made.
-
-    Raises:
-        OptionInvalid: naming every setting that cannot be used.
-    """
+    """Settings that are checked when they are made."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False,
@@ -212,11 +208,7 @@ def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings; dashes in keys count as underscores.
-
-    Raises:
-        OptionInvalid: it can't be read, or holds no mapping.
-    """
+    """Read a YAML file of settings; dashes in keys count as underscores."""
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -235,11 +227,7 @@ def _with_underscores(values: Any) -> Any:
 
 
 def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Read ``group.key=value`` texts; ``none`` is no value.
-
-    Raises:
-        OptionInvalid: a text is no such thing.
-    """
+    """Read ``group.key=value`` texts; ``none`` is no value."""
     keys: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -259,10 +247,7 @@ def resolve(
     """Merge defaults, preset, file, assignments and flags, from weak to strong.
 
     Args:
-        config_class: of the stage.
         flags: key to value, those that were given.
-        config_path: a YAML file.
-        assignments: what ``--set`` got.
         presets: nested values by name; the key ``preset`` of any source picks one.
 
     Raises:

@@ -42,12 +42,7 @@ class StandardOutput(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print as ``Console.print`` does.
-
-        Raises:
-            ReaderGone: whoever read it closed it.
-            StageFailure: it can't be written otherwise.
-        """
+        """Print as ``Console.print`` does."""
         try:
             super().print(*args, **kwargs)
         except OSError as error:
@@ -84,12 +79,7 @@ _GO_ON = {
 
 
 class StageFailure(click.ClickException):
-    """Ends a command with one line on stderr: the input can't be used.
-
-    Args:
-        line: what was wrong and what to do.
-        exit_code: of the command; by default that of the class.
-    """
+    """Ends a command with one line on stderr: the input can't be used."""
 
     exit_code = 2
 

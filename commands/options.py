@@ -47,7 +47,6 @@ def config_options(
     """Decorate a click command so that it is called with ``config``, besides its other parameters.
 
     Args:
-        config_class: of the stage.
         arguments: names of settings that are given by position; one that is a list takes several.
         shown: heading to names of the settings that get a flag, separated by spaces; by default all get one.
         presets: named sets of values, offered as ``--preset``.

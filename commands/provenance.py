@@ -18,9 +18,6 @@ _PACKAGES = (
 def collect_provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Describes this run; the answer differs from run to run, so keep it out of files that must be reproducible.
 
-    Args:
-        argv: The command; ``sys.argv`` if None.
-
     Returns:
         A JSON-serialisable dict: argv, time_utc, git_sha and git_dirty (None outside a checkout), versions, python,
         platform, machine, n_cpus.

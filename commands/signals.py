@@ -27,9 +27,6 @@ class SignalReceived(KeyboardInterrupt):
 
     SIGINT has it too: a plain ``KeyboardInterrupt`` that passes through ``exec`` of a text, as named tuples and
     dataclasses run theirs, makes Python end with that signal after everything was handled.
-
-    Attributes:
-        signum: number of the signal.
     """
 
     def __init__(self, signum: int) -> None:

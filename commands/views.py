@@ -155,10 +155,8 @@ def sample_view(
     """One sequence with its trained response in colour.
 
     Args:
-        row: The sequence's row in the plan.
         tokens: Token ids, [n_tokens].
         mask: 1 on response tokens, [n_tokens].
-        decode: Token ids to text, special tokens included.
 
     Returns:
         The facts, a legend and the text. Responses also stand in ⟦ ⟧, for terminals without colour.
@@ -202,9 +200,6 @@ def decoding_view(
     """Speculative decoding beside plain decoding of the same prompts.
 
     Args:
-        drafted: The generations with a drafter.
-        plain: The generations without, or None.
-        shape: Of the drafts.
         sampled: Whether tokens were sampled: then the two differ by chance.
     """
     table = Table(box=SIMPLE_HEAD)

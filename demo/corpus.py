@@ -35,12 +35,9 @@ class CorpusStats:
     """How varied a set of chats is.
 
     Attributes:
-        n_chats: Number of chats.
-        n_chars: Characters of all messages together.
         zlib_ratio: Raw bytes over zlib bytes (level 6); 1 for noise, hundreds for constant text.
         word_entropy_bits: Unigram entropy of the whitespace-separated words, in bits per word.
         distinct_openings: Share of chats whose opening (the text before the first answer) is unique.
-        by_category: Number of chats of each task family.
     """
 
     n_chats: int
@@ -78,12 +75,7 @@ def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
     """Generate the corpus; equal arguments give equal rows on every machine.
 
     Args:
-        n_train: Training chats.
         n_held_out: Held-out chats; families take turns, so that each is represented.
-        seed: Seed of the one random generator.
-
-    Returns:
-        The training and held-out rows.
 
     Raises:
         DemoError: If a count is below 1, or a family cannot give as many different prompts.
@@ -123,14 +115,7 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
 
 
 def corpus_stats(rows: list[dict[str, object]]) -> CorpusStats:
-    """Measure the variety of `rows`.
-
-    Args:
-        rows: Rows as `generate_corpus` returns them.
-
-    Returns:
-        Counts, compression ratio and word entropy.
-    """
+    """Measure the variety of `rows`."""
     texts = [message["content"] for row in rows for message in _messages(row)]
     raw = "\n".join(texts).encode("utf-8")
     words = Counter(word for text in texts for word in text.split())

@@ -13,12 +13,7 @@ DPI = 130
 
 
 def target_curves(report: TargetReport, path: Path) -> None:
-    """Draw the target's training and held-out loss against the step.
-
-    Args:
-        report: What its training gave.
-        path: Of the PNG file.
-    """
+    """Draw the target's training and held-out loss against the step."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*report.train_loss, strict=True), label="training (answers, prompts at a tenth)")
@@ -32,12 +27,7 @@ def target_curves(report: TargetReport, path: Path) -> None:
 
 
 def bytes_per_token(summary: StoreSummary, path: Path) -> None:
-    """Draw the raw and the stored bytes per token of each field, on a logarithmic axis.
-
-    Args:
-        summary: Of the store.
-        path: Of the PNG file.
-    """
+    """Draw the raw and the stored bytes per token of each field, on a logarithmic axis."""
     fields = sorted(summary.fields, key=lambda item: -item.raw_bytes)
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()

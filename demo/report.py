@@ -25,8 +25,6 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
     """Write `report.md` and `figures/` from what the finished phases left.
 
     Args:
-        folder: The demo's folder.
-        config: Its settings.
         state: Finished phases; all but the report itself must be among them.
         provenance: Command, versions and the like, shown at the end.
 

@@ -25,15 +25,11 @@ class DemoReport:
     """What the demo gave.
 
     Attributes:
-        folder: The demo's folder.
-        report: The Markdown report.
         acceptance_length: Tokens committed per target call, bonus token included.
         speedup: Tokens per second with the drafter over tokens per second without.
         identical: Whether every answer equalled plain greedy decoding.
-        bytes_per_token: Stored bytes per token.
         stored_share: Stored bytes over raw bytes.
         seconds: Seconds of each phase, in order; reused phases count what they took when they ran.
-        reused: Phases that were already finished.
     """
 
     folder: Path
@@ -215,12 +211,7 @@ def run_demo(
     """Run the demo, or what is left of it: finished phases are reused, interrupted ones go on or start again.
 
     Args:
-        config: Sizes, seed and the output folder.
         progress: Called as (done, total, message) all the way.
-        provenance: Command, versions and the like, recorded with what the phases write.
-
-    Returns:
-        The figures and where the report is.
 
     Raises:
         DemoError: If the folder holds something else.

@@ -49,7 +49,6 @@ class TargetReport:
     """What the training of the target gave.
 
     Attributes:
-        n_parameters: Weights of the target.
         train_loss: Pairs of step and loss (nats per token, prompt tokens at weight `PROMPT_WEIGHT`).
         validation_loss: Pairs of step and held-out loss (nats per answer token).
         validation_accuracy: Share of held-out answer tokens that the target ranks first, at the end.
@@ -82,7 +81,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template; digits stay apart.
 
     Args:
-        texts: Training texts.
         vocab_size: Entries, the special tokens and the 256 bytes included.
 
     Returns:
@@ -122,10 +120,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
 def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return the untrained target: float32, untied, grouped-query attention.
 
-    Args:
-        config: Sizes and seed.
-        tokenizer: Gives the vocabulary size and the special ids.
-
     Returns:
         The model, with a greedy generation config that stops at the end of a turn.
     """
@@ -163,14 +157,8 @@ def train_target(
     """Train tokenizer and target on the corpus and save them; a finished folder is reused as it is.
 
     Args:
-        train: Training rows (`messages`).
         held_out: Held-out rows: the validation loss is taken on their answers.
-        config: Sizes, steps and seed.
-        folder: Where the Hugging Face folder goes.
         progress: Called as (step, steps, message).
-
-    Returns:
-        Losses, sizes and time.
     """
     if (folder / MARKER).is_file():
         return TargetReport.load(folder)
@@ -352,13 +340,7 @@ def _validate(model: LlamaForCausalLM, examples: list[_Example], batch_tokens: i
 
 @torch.no_grad()
 def greedy_answers(folder: Path, prompts: Sequence[list[dict[str, str]]], max_new_tokens: int) -> list[str]:
-    """Return the target's greedy answers as text, one prompt at a time.
-
-    Args:
-        folder: The target's folder.
-        prompts: Messages up to the answer.
-        max_new_tokens: Longest answer.
-    """
+    """Return the target's greedy answers as text, one prompt at a time."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     model: Any = LlamaForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
     answers = []

@@ -58,10 +58,7 @@ class CutRow:
     """One cut of one answer.
 
     Attributes:
-        prompt_id: of the prompt.
-        category: of the prompt.
         cut: which of the answer's cuts, from 0.
-        n_prompt_tokens: tokens of the prompt.
         n_written: tokens of the answer before the cut.
         by_writer: ``target`` and each drafter -> what it wrote.
     """
@@ -94,10 +91,6 @@ class _Cut:
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
     """Where an answer is cut: after how many of its tokens.
 
-    Args:
-        n_answer_tokens: of the answer.
-        n_cuts: wanted.
-
     Returns:
         Ascending numbers from 1 to ``n_answer_tokens - 1``, evenly spaced; fewer where there is no room.
     """
@@ -120,14 +113,10 @@ def measure_disconnections(
     """Cut the greedy answers to prompts and let every drafter go on from each cut.
 
     Args:
-        target: with its tokenizer.
-        drafters: by name.
         prompts: of which the first turns are answered; one without room for an answer is left out.
         n_tokens: that are written behind each cut, at most; fewer where the target's positions or the text end.
-        n_cuts: per answer.
         max_new_tokens: cuts lie within this many tokens of an answer.
         batch_size: prompts answered, and cuts continued, at once.
-        scorer: of answers.
         progress: called with (done, total, message) per batch.
 
     Raises:
@@ -214,10 +203,8 @@ def continuation_log_probs(
     """The target's log-probability of each token of a continuation, given everything before it.
 
     Args:
-        target: the loaded target.
         cache: with everything before the roots committed; it is left so.
         roots: the token before each continuation.
-        continuations: per row.
 
     Returns:
         Per row and token, in nats.

@@ -37,9 +37,7 @@ class Figure:
     """A mean with its interval; None where nothing was counted.
 
     Attributes:
-        mean: of the counted values.
         interval: 95 %; None for fewer than two prompts.
-        n: counted values.
     """
 
     mean: float | None
@@ -57,11 +55,8 @@ class WriterSummary:
 
     Attributes:
         writer: ``target`` or a drafter's name.
-        n_cuts: continuations.
         common_prefix: tokens in common with the target's continuation.
-        agreement: over all places.
         log_prob: per token, over all tokens written.
-        score: of answers.
         agreement_by_offset: the same by tokens since the cut.
         log_prob_by_offset: the same by tokens since the cut.
     """
@@ -81,13 +76,9 @@ class DisconnectionReport:
     """A whole measurement.
 
     Attributes:
-        config: settings, as plain values.
-        environment: device, dtype, threads and the like.
-        provenance: command, versions and commit of the code.
         prompts: kind, file, and how many were there, used, cut and skipped.
         drafters: name -> facts of a drafter.
         writers: a summary of each, the target first.
-        rows: every cut.
     """
 
     config: dict[str, Any]
@@ -99,11 +90,7 @@ class DisconnectionReport:
     rows: list[CutRow]
 
     def writer(self, name: str) -> WriterSummary:
-        """The summary of a writer by its name.
-
-        Raises:
-            KeyError: not measured.
-        """
+        """The summary of a writer by its name."""
         return {summary.writer: summary for summary in self.writers}[name]
 
     def to_json(self) -> dict[str, Any]:
@@ -123,15 +110,7 @@ def build_disconnection_report(
     """Sum up a measurement.
 
     Args:
-        rows: at least one.
-        config: settings, as plain values.
-        environment: device, dtype, threads and the like.
-        provenance: command, versions and commit.
         prompts: where the prompts come from, and ``n_used`` of them.
-        drafters: facts of each.
-
-    Raises:
-        EvaluationError: there is no row.
     """
     if not rows:
         raise EvaluationError(

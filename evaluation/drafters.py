@@ -31,15 +31,12 @@ class DrafterFacts:
     """What a drafter is, and how it was trained; what its folder does not say is None or empty.
 
     Attributes:
-        folder: where it was loaded from.
-        kind: of the drafter.
         n_parameters: trained weights.
         n_steps: optimizer steps of its run.
         n_tokens: tokens that its run trained on; of a run that recorded no total, those of its last invocation.
         n_bytes_read: bytes of the store that its run read for these tokens.
         expected_acceptance_length: the best of its validations.
         store: identity of the store: sequences, tokens, hashes, codec.
-        settings: of the run.
     """
 
     folder: str
@@ -67,8 +64,6 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 
     Args:
         folders: runs of ``moa-data train``, or folders with a drafter.
-        target: that they were trained for.
-        dtype: of the weights.
 
     Raises:
         DrafterError: one cannot be loaded, or belongs to another target.

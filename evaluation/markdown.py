@@ -49,13 +49,7 @@ def markdown_report(report: EvaluationReport) -> str:
 
 
 def write_report(values: dict[str, Any], markdown: str, path: Path) -> None:
-    """Write a JSON file and a Markdown file beside it; each replaces its predecessor in one step.
-
-    Args:
-        values: of the JSON file.
-        markdown: text of the Markdown file.
-        path: of the JSON file.
-    """
+    """Write a JSON file and a Markdown file beside it; each replaces its predecessor in one step."""
     text = json.dumps(values, indent=1, allow_nan=False) + "\n"  # may fail, and then nothing is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path.with_suffix(".md"), printable(markdown))

@@ -28,14 +28,11 @@ class MethodRun:
 
     Attributes:
         n_tokens: generated tokens, the one of the prefill included.
-        n_drafted: tokens proposed by the drafter.
         committed_per_call: tokens committed by each target call after the prefill, bonus token included.
         seconds: of the whole generation, prefill included. Of several repeats the one of median length counts; of a
             batch, the row's equal share.
         prefill_s: seconds of the prompt's forward.
-        draft_s: seconds of drafting.
         verify_s: seconds of target calls after the prefill.
-        repeats_s: seconds of each repeat.
         first_divergence: index of the first generated token that differs from the baseline's; None where none does.
         top2_gap: difference of the two highest target logits there, after the repetition penalty; tiny values mean a
             tie that rounding decided.
@@ -68,8 +65,6 @@ class PromptRow:
     """One answered turn.
 
     Attributes:
-        prompt_id: of the prompt.
-        category: of the prompt.
         turn: which answer, from 0.
         n_prompt_tokens: tokens before the answer.
         order: names of the methods in the order in which they ran.
@@ -89,8 +84,6 @@ class SkippedTurn:
     """A turn without an answer: it or a turn before it leaves no position to generate into, or follows such an answer.
 
     Attributes:
-        prompt_id: of the prompt.
-        turn: which answer, from 0.
         n_prompt_tokens: tokens before the answer of the turn that was too long; 0 where the answer before it spells a
             control token, so that it cannot be part of a prompt.
     """
@@ -123,12 +116,9 @@ def measure(
     """Decode every turn of every prompt with every method; the order of the methods turns round from batch to batch.
 
     Args:
-        target: with its tokenizer.
         methods: name -> method. The first is the baseline: its answers make the history of later turns, and the
             other methods' tokens are compared with its tokens.
-        prompts: to answer.
         warmup: prompts that each method decodes first, unmeasured.
-        batch_size: prompts decoded together.
         repeats: times that each method decodes each batch, in alternation.
         seed: prompt i draws from seed + i.
         progress: called with (done, total, message) per batch.
@@ -163,11 +153,7 @@ def measure(
 
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of the first turns of prompts; those that leave no position to generate into are left out.
-
-    Raises:
-        PromptsError: the chat template refuses a prompt.
-    """
+    """Token ids of the first turns of prompts; those that leave no position to generate into are left out."""
     _check_prompts(target, prompts)
     openings = [_tokens(target, prompt, list(prompt.turns[0])) for prompt in prompts]
     return [tokens for tokens in openings if len(tokens) < target.max_positions]

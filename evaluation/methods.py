@@ -23,7 +23,6 @@ class Methods:
 
     Attributes:
         by_name: the methods, the baseline first.
-        policies: of those named auto.
     """
 
     by_name: dict[str, Generate] = field(default_factory=dict)

@@ -13,13 +13,9 @@ class DrafterPair:
     """A drafter over another one by the same method.
 
     Attributes:
-        method: how both drafted.
-        drafter: its name.
-        over: the other's name.
         acceptance_length: of the drafter over that of the other; None where a prompt has no target call.
         acceptance_length_interval: 95 %, prompts paired; None for fewer than two prompts.
         speed: tokens/s of the drafter over those of the other.
-        speed_interval: likewise.
     """
 
     method: str
@@ -35,7 +31,6 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[Dr
     """Each drafter over the first one, for all methods that both were measured by.
 
     Args:
-        rows: at least one.
         drafters: their names, as in those of the methods.
     """
     return [

@@ -28,8 +28,6 @@ class Prompt:
     """One conversation to be answered, turn by turn.
 
     Attributes:
-        prompt_id: names it in the report.
-        category: group of the per-category table.
         turns: for each answer, the messages that come before it and after the answer before.
         tools: JSON schemas of the tools that the target may call, None where there are none.
         system: text of the system column, which the chat template has to show; else empty.
@@ -49,7 +47,6 @@ class PromptFile:
     Attributes:
         kind: ``chats`` or ``spec-bench``.
         n_in_file: prompts in the file, before any were left out.
-        prompts: the ones to use.
     """
 
     kind: str

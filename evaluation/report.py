@@ -51,16 +51,11 @@ class MethodSummary:
     """One method over some rows.
 
     Attributes:
-        method: its name.
         n_answers: answered turns.
         n_tokens: generated tokens.
         n_target_calls: target calls after the prefills.
-        n_drafted: tokens proposed by the drafter.
         seconds: of all generations.
-        prefill_s: seconds of prefills.
-        draft_s: seconds of drafting.
         verify_s: seconds of target calls after the prefill.
-        tokens_per_s: n_tokens / seconds.
         acceptance_length: tokens committed per target call, bonus included; None without a call.
         acceptance_length_interval: 95 %; None for fewer than two prompts with a call.
         accepted_drafts: number of target calls that committed k + 1 tokens, by k.
@@ -108,13 +103,9 @@ class EvaluationReport:
     """A whole evaluation.
 
     Attributes:
-        config: settings, as plain values.
-        environment: device, dtype, threads and the like.
-        provenance: command, versions and commit of the code.
         prompts: kind, file, and how many were there, used and skipped.
         methods: one summary per method, the baseline first.
         categories: category -> the same over its rows.
-        measurement: every row.
         policies: method -> how often ``auto`` drafted.
         drafters: name -> what a drafter is and how it was trained, see ``DrafterFacts``.
         warnings: why the drafters are not comparable, one line each; empty where they were trained alike.
@@ -134,11 +125,7 @@ class EvaluationReport:
     pairs: list[DrafterPair]
 
     def method(self, name: str) -> MethodSummary:
-        """The summary of a method by its name.
-
-        Raises:
-            KeyError: not measured.
-        """
+        """The summary of a method by its name."""
         return {summary.method: summary for summary in self.methods}[name]
 
     def to_json(self) -> dict[str, Any]:
@@ -178,16 +165,7 @@ def build_report(
     """Sum up a measurement.
 
     Args:
-        measurement: with at least one row.
-        config: settings, as plain values.
-        environment: device, dtype, threads and the like.
-        provenance: command, versions and commit.
-        prompts: where the prompts come from.
         policies: what those named auto did.
-        drafters: facts of each by name.
-
-    Raises:
-        EvaluationError: there is no row.
     """
     rows = measurement.rows
     if not rows:
@@ -268,7 +246,6 @@ def check_output(path: str | Path, kind: str = KIND) -> Path:
     """The file that a report goes to.
 
     Args:
-        path: of its JSON file.
         kind: of the report; an earlier one of this kind may be there.
 
     Raises:

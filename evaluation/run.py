@@ -30,9 +30,7 @@ def evaluate(
     """Measure ways of decoding beside plain decoding of the same prompts.
 
     Args:
-        config: what to measure.
         progress: called with (done, total, message) per prompt.
-        provenance: command, versions and commit, for the report.
 
     Returns:
         The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
@@ -83,12 +81,7 @@ def disconnect(
     """Measure what drafters write when the target can no longer be reached.
 
     Args:
-        config: what to measure.
         progress: called with (done, total, message) per batch.
-        provenance: command, versions and commit, for the report.
-
-    Returns:
-        The report, which was also written: JSON at ``config.out``, Markdown and a figure beside it.
 
     Raises:
         EvaluationError: settings, prompts or a scorer that cannot be used, or an output that holds something else.

@@ -67,8 +67,6 @@ class BatchReader:
     """Reads given sequences of a store into right-padded batches, on reused memory.
 
     Args:
-        store: to read from.
-        config: of the run.
         device: that trains. On the CPU the thread that reads also decodes; another device decodes for itself, so that
             only codes travel to it.
     """
@@ -89,8 +87,6 @@ class BatchReader:
         """Read sequences with the given token counts; padding is zero.
 
         Args:
-            sequences: indices into the store.
-            lengths: tokens of each of them.
             response: bool [B, at least T], their response masks where they were read before.
 
         Returns:

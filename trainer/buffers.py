@@ -35,12 +35,7 @@ class BufferPool:
         return sum(self._in_use.values()) + sum(len(buffer) for buffer in self._free)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor with arbitrary content; the memory is free again when no tensor shares it any more.
-
-        Args:
-            shape: of the tensor.
-            dtype: of the tensor.
-        """
+        """Return a tensor with arbitrary content; the memory is free again when no tensor shares it any more."""
         n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         buffer = self._find(n_bytes)
         self._in_use[id(buffer)] = len(buffer)

@@ -85,12 +85,7 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
 
 
 class ExportBest(L.Callback):
-    """Writes ``drafter/`` and ``best.ckpt`` whenever the expected acceptance length reaches a new best.
-
-    Args:
-        folder: where the drafter goes.
-        file: where the state goes.
-    """
+    """Writes ``drafter/`` and ``best.ckpt`` whenever the expected acceptance length reaches a new best."""
 
     def __init__(self, folder: Path, file: Path) -> None:
         self.folder, self.file = folder, file
@@ -117,12 +112,7 @@ class ExportBest(L.Callback):
 
 
 class KeepLast(L.Callback):
-    """Saves the state every so many steps.
-
-    Args:
-        every_n_steps: steps between saves.
-        file: of the checkpoint.
-    """
+    """Saves the state every so many steps."""
 
     def __init__(self, every_n_steps: int, file: Path) -> None:
         self.every_n_steps, self.file = every_n_steps, file

@@ -22,11 +22,6 @@ _ADAM, _MUON = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
 def check_for(trainer: L.Trainer, module: DrafterModule, max_steps: int) -> Callable[[dict[str, Any], Path], None]:
     """Make the check of a run's checkpoints, which is called once the trainer has the module.
 
-    Args:
-        trainer: before its first step.
-        module: with weights of the right shapes.
-        max_steps: of the run.
-
     Returns:
         What checks a checkpoint from a file and replaces in it what the settings decide; it raises
         ``CheckpointInvalid``.

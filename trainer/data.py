@@ -46,12 +46,6 @@ def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tupl
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
     """Length-grouped random batches of one epoch; a random rest that fills no batch is left out.
 
-    Args:
-        n_tokens: length of each sequence.
-        batch_size: sequences per batch.
-        seed: of the run.
-        epoch: 0-based.
-
     Returns:
         [n_batches, batch_size] positions into ``n_tokens``.
     """
@@ -89,12 +83,9 @@ class TrainingStream:
     """Endless micro-batches from a given step on, read ahead of the trainer.
 
     Args:
-        reader: reads the batches.
         sequences: indices of the training sequences.
         lengths: tokens of each of them.
         max_steps: of the run, for the curriculum.
-        rank: of this device.
-        n_ranks: devices.
 
     Attributes:
         steps_per_epoch: optimizer steps in which all sequences were seen, but for a rest.
@@ -187,7 +178,6 @@ def micro_batch_size(config: TrainConfig, n_ranks: int, sequence_bytes: int = 0)
 
     Args:
         config: of the run; its own ``micro_batch_size`` is taken where it is given.
-        n_ranks: devices.
         sequence_bytes: activations of the longest sequence; as many sequences as stay below ``MICRO_BATCH_BYTES``.
 
     Raises:
@@ -251,10 +241,7 @@ class ValidationBatches:
     Blocks have draft_length steps with a fixed phase per sequence.
 
     Args:
-        reader: reads the batches.
         sequences: indices of the validation sequences, ascending by length.
-        lengths: tokens of each of them.
-        batch_size: sequences per batch.
     """
 
     def __init__(self, reader: BatchReader, sequences: np.ndarray, lengths: np.ndarray, batch_size: int) -> None:

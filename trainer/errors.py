@@ -18,12 +18,7 @@ class RunExists(TrainingError):
 
 
 class CheckpointInvalid(TrainingError):
-    """A file is no checkpoint, or one that the run cannot go on from; nothing of it was used.
-
-    Args:
-        path: of the file.
-        reason: what was found instead.
-    """
+    """A file is no checkpoint, or one that the run cannot go on from; nothing of it was used."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(

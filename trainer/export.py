@@ -37,12 +37,7 @@ class DrafterExportReport:
     """What an export did.
 
     Attributes:
-        folder: where the drafter lies.
-        format: the layout.
         reader: who loads it.
-        kind: of the drafter.
-        n_tensors: in the file.
-        written_bytes: of the file.
         notes: what to know before it is used.
     """
 
@@ -78,14 +73,7 @@ class TargetPieces:
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     """Write a drafter in another layout; the folder gets its name when it has been loaded again and is equal.
 
-    Args:
-        config: what, and to where.
-
-    Returns:
-        What was done.
-
     Raises:
-        OptionInvalid: an option cannot be used.
         FolderOccupied: the folder holds something.
         TargetUnknown: the layout needs the target, and it is not to be found.
         DrafterError: the drafter cannot be loaded, is of another kind, would be run differently by the other program,
@@ -128,8 +116,6 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool) -> Targ
 
     Args:
         model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
-        drafter: the run.
-        with_embeddings: read the embeddings, too.
 
     Raises:
         TargetUnknown: the run names no store that is there.
@@ -176,11 +162,7 @@ def _read_tensor(files: list[Path], name: str, folder: Path) -> Tensor:
 
 
 def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
-    """Load what was written and compare it with what was meant.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Load what was written and compare it with what was meant."""
     again = load_drafter(folder)
     if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(drafter.config.to_dict(), sort_keys=True):
         raise CheckpointError(f"{folder} does not load with the same sizes. Report this drafter.json.")

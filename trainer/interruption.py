@@ -23,11 +23,7 @@ REPEAT_S = 1.0
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """Ctrl-C was pressed again before the state could be saved.
-
-    Attributes:
-        signum: of the signal.
-    """
+    """Ctrl-C was pressed again before the state could be saved."""
 
     signum = signal.SIGINT
 
@@ -36,9 +32,6 @@ class StopGuard(L.Callback):
     """Takes note of signals while it is entered, and stops training at the next micro-batch.
 
     Signals that are ignored stay ignored. SIGUSR1, with which SLURM has Lightning save and queue again, is Lightning's.
-
-    Args:
-        checkpoint: where the state goes.
 
     Attributes:
         signum: of the first signal noted; 0 before.

@@ -21,9 +21,6 @@ class DrafterModule(L.LightningModule):
     """Trains a drafter; the frozen target pieces are kept out of its parameters and checkpoints.
 
     Args:
-        drafter: with its initial weights.
-        frozen: target pieces.
-        config: of the run.
         decay_end_step: step at which the learning rate reaches its final value.
     """
 

@@ -22,10 +22,6 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
     """Return matrices with the same singular vectors and singular values near 1 (between about 0.7 and 1.2).
 
-    Args:
-        matrices: float32 [N, rows, columns].
-        n_iterations: Newton-Schulz iterations.
-
     Returns:
         float32 [N, rows, columns].
     """
@@ -48,9 +44,7 @@ class Muon(torch.optim.Optimizer):
         lr: step of the matrices: the root mean square change of a square matrix times the square root of its side.
         others_lr: AdamW's learning rate.
         momentum: of the matrices.
-        betas: of AdamW.
         weight_decay: of both, decoupled.
-        n_iterations: Newton-Schulz iterations.
         block_rows: orthogonalise a matrix in blocks of so many rows, which costs a fraction; None for whole matrices.
     """
 

@@ -76,11 +76,6 @@ class TrainReport:
 def train(config: TrainConfig, provenance: dict[str, Any] | None = None, progress_bar: bool = True) -> TrainReport:
     """Train a drafter from a store.
 
-    Args:
-        config: of the run.
-        provenance: written beside the checkpoints.
-        progress_bar: show Lightning's progress bar on a terminal.
-
     Returns:
         Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
 
@@ -326,11 +321,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_run(out: Path) -> Iterator[None]:
-    """Keep other trainings out of the folder while this one runs.
-
-    Raises:
-        RunExists: another process trains there.
-    """
+    """Keep other trainings out of the folder while this one runs."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         lock = lock_file(out / LOCK_FILE)

@@ -6,9 +6,7 @@ def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, dec
 
     Args:
         step: optimizer step, 0-based; step 0 has factor 0 when there is a warm-up.
-        warmup_steps: length of the warm-up in steps.
         peak_multiplier: factor at the end of the warm-up.
-        decay_end_step: step at which the factor reaches 1.
     """
     if step < warmup_steps:
         return peak_multiplier * step / warmup_steps

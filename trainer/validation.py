@@ -92,10 +92,6 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
 def agreement_by_distance(found: Comparison, draft_length: int) -> tuple[Tensor, Tensor]:
     """Count agreement by how far a draft is from the last verified position, whatever the drafts before it said.
 
-    Args:
-        found: of one batch.
-        draft_length: most drafts of a round.
-
     Returns:
         Agreements and drafted positions at distance 1, 2, ..., each [draft_length] int64. A round that begins at
         position 0 of a row counts, though it has verified one token alone.
@@ -113,7 +109,6 @@ def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
     """Length of the leading run of agreements in every complete round.
 
     Args:
-        agree: [B, T] bool.
         drafted: [B, T] bool; a round is a context position followed by ``draft_length`` drafted ones.
         draft_length: drafts per round.
 
