@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
@@ -314,12 +313,9 @@ class TokenStream:
         self.decode = decode
         self.tokens: list[int] = []
         self.shown = ""
-        self.first_s: float | None = None
 
     def feed(self, tokens: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
         """Yields (new text, whether its token was drafted) for each token that completes some text."""
-        if self.first_s is None:
-            self.first_s = time.perf_counter()
         for token, is_drafted in zip(tokens, drafted, strict=True):
             self.tokens.append(token)
             text = self.decode(self.tokens)

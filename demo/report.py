@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ..storage.care.summary import StoreSummary, summarize_store
+from ..storage.disk.durable import write_atomic
 from ..text import printable
 from ..trainer.files import CURVES_FILE
 from . import figures
@@ -43,7 +43,8 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
     ):
         shutil.copyfile(source, pictures / name)
     rows = _one_of_each_category(read_jsonl(folder / "corpus" / HELD_OUT_FILE))[:N_SAMPLES]
-    answers = greedy_answers(folder / "target", [_prompt(row) for row in rows], config.evaluation.max_new_tokens)
+    prompts = [row["messages"][:-1] for row in rows]  # without the reference answer
+    answers = greedy_answers(folder / "target", prompts, config.evaluation.max_new_tokens)
     lines = [
         *_headline(state, summary),
         *_corpus_section(state),
@@ -54,9 +55,7 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
         *_time_section(state, config),
         *_provenance_section(provenance),
     ]
-    partial = folder / (REPORT_FILE + ".partial")
-    partial.write_text(printable("\n".join(lines) + "\n"), encoding="utf-8")
-    os.replace(partial, folder / REPORT_FILE)
+    write_atomic(folder / REPORT_FILE, printable("\n".join(lines) + "\n").encode())
     return summary
 
 
@@ -66,12 +65,6 @@ def _one_of_each_category(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         first.setdefault(row["category"], row)
     return list(first.values())
-
-
-def _prompt(row: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the messages before the reference answer."""
-    messages: list[dict[str, str]] = row["messages"][:-1]
-    return messages
 
 
 def _headline(state: DemoState, summary: StoreSummary) -> list[str]:

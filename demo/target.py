@@ -253,7 +253,8 @@ def _fit(
     train_loss: list[tuple[int, float]] = []
     validation: list[tuple[int, float]] = []
     accuracy, n_tokens, started = 0.0, 0, time.perf_counter()
-    pad_id = _pad_id(model)
+    pad_id = model.config.pad_token_id
+    assert pad_id is not None
     pending: list[np.ndarray] = []
     model.train()
     for step in range(config.target.target_steps):
@@ -281,13 +282,6 @@ def _fit(
             progress(done, config.target.target_steps, f"loss {loss.item():.3f}{held}, {rate:,.0f} tok/s")
     model.eval()
     return train_loss, validation, accuracy, n_tokens
-
-
-def _pad_id(model: LlamaForCausalLM) -> int:
-    """Return the padding token that `build_target` set."""
-    pad_id = model.config.pad_token_id
-    assert pad_id is not None
-    return pad_id
 
 
 def _optimizers(model: LlamaForCausalLM, config: DemoConfig) -> list[torch.optim.Optimizer]:

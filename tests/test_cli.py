@@ -55,10 +55,6 @@ def test_main_help_documents_the_exit_codes() -> None:
         assert text in page
 
 
-def test_version() -> None:
-    assert __version__ in run("--version").output
-
-
 def test_help_imports_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "lightning", "datasets", "zarr", "matplotlib")
     code = (

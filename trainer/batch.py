@@ -60,8 +60,6 @@ class Batch:
     """What sums over loss positions are divided by; unequal micro-batches and devices then weigh by their positions."""
     n_tokens: int
     """Real tokens, without padding."""
-    read_s: float = 0.0
-    """Seconds that the reader threads spent on it."""
     n_bytes_read: int = 0
     """Bytes of the store that were read for it."""
     encoded: dict[str, EncodedField] = field(default_factory=dict)

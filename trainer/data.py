@@ -135,7 +135,7 @@ class TrainingStream:
 
     def _read(self, plan: _Step, part: np.ndarray) -> Batch:
         """Read one micro-batch; the one thread that reads ahead calls this."""
-        began, n_bytes_before = time.perf_counter(), self._reader.store.n_bytes_read
+        n_bytes_before = self._reader.store.n_bytes_read
         if plan.response is None:
             plan.response = self._reader.response_masks(self._sequences[plan.rows])
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
@@ -147,8 +147,7 @@ class TrainingStream:
         n_tokens = int(self._lengths[rows].sum())
         batch = Batch(inputs, own, plan.denominator, n_tokens, encoded=encoded)
         batch = batch.decode() if self._reader.decodes else batch
-        n_bytes_read = self._reader.store.n_bytes_read - n_bytes_before
-        return replace(batch, read_s=time.perf_counter() - began, n_bytes_read=n_bytes_read)
+        return replace(batch, n_bytes_read=self._reader.store.n_bytes_read - n_bytes_before)
 
 
 def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:

@@ -157,15 +157,11 @@ def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path
     )
 
 
-def changed(config: DisconnectConfig, **values: Any) -> DisconnectConfig:
-    return config.replaced(**values)
-
-
 @pytest.mark.draws
 def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text("def length(prompt, answer):\n    assert prompt and '<' not in prompt\n    return len(answer)\n")
-    report = disconnect(changed(config, scorer=f"{scorer}:length"), provenance={"argv": ["moa-data"]})
+    report = disconnect(config.replaced(scorer=f"{scorer}:length"), provenance={"argv": ["moa-data"]})
     out = Path(config.out)
     written = json.loads(out.read_text())
     assert written["kind"] == KIND
@@ -182,7 +178,7 @@ def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> No
 
 def test_prompts_without_room_are_counted(config: DisconnectConfig, tmp_path: Path) -> None:
     prompts = write_jsonl(tmp_path / "mixed.jsonl", [chat(text) for text in ("hello", "x" * MAX_POSITIONS, "why")])
-    report = disconnect(changed(config, prompts=str(prompts)))
+    report = disconnect(config.replaced(prompts=str(prompts)))
     text = Path(config.out).with_suffix(".md").read_text()
     assert [report.prompts[name] for name in ("n_used", "n_cut_prompts", "n_skipped")] == [3, 2, 1]
     assert f"{len(report.rows)} cuts of answers to 2 prompts of " in text
@@ -207,7 +203,7 @@ def test_a_scorer_without_a_number_is_named_and_nothing_is_replaced(
     scorer, out = tmp_path / "scores.py", Path(config.out)
     scorer.write_text(f"def score(prompt, answer):\n    {body}\n")
     with pytest.raises(EvaluationError, match=message):
-        disconnect(changed(config, scorer=f"{scorer}:score"))
+        disconnect(config.replaced(scorer=f"{scorer}:score"))
     assert not list(out.parent.glob("report*"))
 
 
@@ -228,16 +224,16 @@ def test_a_scorer_whose_module_cannot_be_imported(tmp_path: Path) -> None:
 
 def test_refusals(config: DisconnectConfig, tmp_path: Path) -> None:
     with pytest.raises(OptionInvalid, match=r"n_tokens is 0.*cuts is 0"):
-        changed(config, n_tokens=0, cuts=0)
+        config.replaced(n_tokens=0, cuts=0)
     with pytest.raises(OptionInvalid, match="expected module:function"):
-        changed(config, scorer="scores")
+        config.replaced(scorer="scores")
     with pytest.raises(OptionInvalid, match="no drafter is given"):
-        changed(config, drafter=())
+        config.replaced(drafter=())
     with pytest.raises(EvaluationError, match=r"no_such_module cannot be imported"):
-        disconnect(changed(config, scorer="no_such_module:score"))
+        disconnect(config.replaced(scorer="no_such_module:score"))
     with pytest.raises(EvaluationError, match="json has no function 'score'"):
-        disconnect(changed(config, scorer="json:score"))
+        disconnect(config.replaced(scorer="json:score"))
     notes = tmp_path / "notes.json"
     notes.write_text("{}")
     with pytest.raises(EvaluationError, match="not a moa-data disconnection report"):
-        disconnect(changed(config, out=str(notes)))
+        disconnect(config.replaced(out=str(notes)))

@@ -34,10 +34,6 @@ def config(target_folder: Path, drafter_folder: Path, chats_file: Path, tmp_path
     )
 
 
-def changed(config: EvalConfig, **values: Any) -> EvalConfig:
-    return config.replaced(**values)
-
-
 @pytest.mark.draws
 def test_report_files(config: EvalConfig) -> None:
     report = evaluate(config, provenance={"argv": ["moa-data", "eval"]})
@@ -65,7 +61,7 @@ def test_report_files(config: EvalConfig) -> None:
 
 @pytest.mark.draws
 def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file: Path) -> None:
-    report = evaluate(changed(config, prompts=str(questions_file), n_prompts=5))
+    report = evaluate(config.replaced(prompts=str(questions_file), n_prompts=5))
     assert set(report.categories) == {"math", "writing", "qa"}
     assert report.prompts["n_answers"] == len(report.measurement.rows) == 8
     assert [row.turn for row in report.measurement.rows if row.prompt_id == "1"] == [0, 1]
@@ -74,7 +70,7 @@ def test_spec_bench_questions_with_categories(config: EvalConfig, questions_file
 
 
 def test_plain_alone_needs_no_drafter(config: EvalConfig) -> None:
-    report = evaluate(changed(config, method=("plain", "plain"), drafter=(), n_prompts=2))
+    report = evaluate(config.replaced(method=("plain", "plain"), drafter=(), n_prompts=2))
     first, second = report.methods
     assert [first.method, second.method] == ["plain", "plain#2"]
     assert first.n_tokens == second.n_tokens
@@ -83,7 +79,7 @@ def test_plain_alone_needs_no_drafter(config: EvalConfig) -> None:
 
 def test_all_methods_give_the_tokens_of_plain_decoding(config: EvalConfig) -> None:
     methods = ("plain", "chain", "tree", "auto", "prompt-lookup")
-    report = evaluate(changed(config, method=methods, tree="3x2x5", n_prompts=3))
+    report = evaluate(config.replaced(method=methods, tree="3x2x5", n_prompts=3))
     assert [summary.method for summary in report.methods] == list(methods)
     for summary in report.methods:
         assert summary.n_exact == summary.n_answers == 3, summary.method
@@ -95,7 +91,7 @@ def test_all_methods_give_the_tokens_of_plain_decoding(config: EvalConfig) -> No
 def test_several_drafters_and_batches(config: EvalConfig, drafter_folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(drafter_folder, other)
-    together = evaluate(changed(config, drafter=(str(drafter_folder), str(other)), batch_size=2))
+    together = evaluate(config.replaced(drafter=(str(drafter_folder), str(other)), batch_size=2))
     names = [summary.method for summary in together.methods]
     assert names == ["plain", f"chain {drafter_folder.name}", "chain other"]
     weights = sum(weight.numel() for weight in load_drafter(drafter_folder).parameters())
@@ -111,8 +107,8 @@ def test_several_drafters_and_batches(config: EvalConfig, drafter_folder: Path, 
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
-    sampled = changed(config, temperature=0.9, top_k=20, seed=7)
-    reports = [evaluate(changed(sampled, batch_size=size)) for size in (1, 3)]
+    sampled = config.replaced(temperature=0.9, top_k=20, seed=7)
+    reports = [evaluate(sampled.replaced(batch_size=size)) for size in (1, 3)]
     for name in ("plain", "chain"):
         committed = [[row.runs[name].committed_per_call for row in report.measurement.rows] for report in reports]
         assert committed[0] == committed[1]
@@ -138,16 +134,16 @@ def test_sampled_answers_do_not_depend_on_the_batch(config: EvalConfig) -> None:
 )
 def test_bad_settings_are_refused_together(config: EvalConfig, values: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionInvalid, match=message):
-        changed(config, **values)
+        config.replaced(**values)
 
 
 def test_other_files_are_not_overwritten(config: EvalConfig, tmp_path: Path) -> None:
     notes = tmp_path / "notes.json"
     notes.write_text('{"mine": 1}')
     with pytest.raises(EvaluationError, match="not a moa-data evaluation report"):
-        evaluate(changed(config, out=str(notes)))
+        evaluate(config.replaced(out=str(notes)))
     with pytest.raises(EvaluationError, match=r"does not end in \.json"):
-        evaluate(changed(config, out=str(tmp_path)))
+        evaluate(config.replaced(out=str(tmp_path)))
     assert notes.read_text() == '{"mine": 1}'
 
 
@@ -157,7 +153,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loaded the target"))
     for out in (tmp_path / ("x" * 300) / "a" / "report.json", tmp_path / "new" / ("x" * 245 + ".json")):
         with pytest.raises(EvaluationError, match=r"^--out .*json cannot be written \(.+\); choose another --out\.$"):
-            evaluate(changed(config, out=str(out)))
+            evaluate(config.replaced(out=str(out)))
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(Path, "touch", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(EvaluationError, match=r"report\.json cannot be written \(Permission denied\)"):
@@ -168,7 +164,7 @@ def test_a_markdown_file_of_no_report_is_not_replaced(config: EvalConfig, tmp_pa
     notes = tmp_path / "notes.md"
     notes.write_text("mine")
     with pytest.raises(EvaluationError, match=r"would replace .*notes\.md, which belongs to no report"):
-        evaluate(changed(config, out=str(tmp_path / "notes.json")))
+        evaluate(config.replaced(out=str(tmp_path / "notes.json")))
     assert notes.read_text() == "mine"
 
 
@@ -180,12 +176,12 @@ def test_an_output_folder_is_made_late(tmp_path: Path) -> None:
 
 def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"device 'nothing' cannot be used.*--device cpu"):
-        evaluate(changed(config, device="nothing"))
+        evaluate(config.replaced(device="nothing"))
     with pytest.raises(DrafterError, match="holds no drafter"):
-        evaluate(changed(config, drafter=(str(tmp_path),)))
+        evaluate(config.replaced(drafter=(str(tmp_path),)))
     stranger = MoADrafter(MoASizes.from_target(target.config, target={"weights_sha256": "0" * 64}))
     stranger.initialize(torch.Generator().manual_seed(0))
     save_drafter(stranger, tmp_path / "stranger")
     with pytest.raises(TargetMismatch, match="trained for a target with weights 0000"):
-        evaluate(changed(config, drafter=(str(tmp_path / "stranger"),)))
+        evaluate(config.replaced(drafter=(str(tmp_path / "stranger"),)))
     assert not Path(config.out).exists()

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import TrainingStream, ValidationBatches, draw
-from moa_data.trainer.run import train
+
+from .test_run import run
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +53,6 @@ def test_codes_decode_to_what_the_store_reads(int8_path: Any) -> None:
             assert not values[row, n:].any()
 
 
-def test_values_predicted_from_tokens_decode_on_the_training_device(store_path: Path, tmp_path: Path) -> None:
-    recode(store_path, "transform:2,tokens@all", tmp_path / "store")
-    rows = np.array([4, 0, 11])
-    store, batch = read_batch(tmp_path / "store", rows)
-    assert batch.encoded["kv"].codec.needs_tokens
-    kv = batch.to(torch.device("cpu")).decode().inputs.kv
-    for row, sequence in enumerate(rows.tolist()):
-        n = int(store.lengths[sequence])
-        expected = store.read(sequence, "kv").reshape(n, *kv.shape[2:])
-        np.testing.assert_allclose(kv[row, :n].numpy(), expected, atol=1e-4)
-        assert not kv[row, n:].any()
-
-
 def test_codes_are_smaller_than_values(int8_path: Any) -> None:
     _, batch = read_batch(int8_path, np.arange(4))
     n_codes = sum(rows.nbytes for item in batch.encoded.values() for rows in item.rows.values())
@@ -75,12 +62,7 @@ def test_codes_are_smaller_than_values(int8_path: Any) -> None:
 
 def test_a_drafter_trains_from_codes(tmp_path: Path) -> None:
     store = build_store(tmp_path / "store", n_sequences=40, codec="int6")
-    config = TrainConfig.of(
-        store=str(store), out=str(tmp_path / "run"), batch_size=8, max_steps=3, validate_every=3, warmup_steps=1,
-        checkpoint_every=3, log_every=1, draft_length=3, step_bound_min=3, step_bound_max=6, accelerator="cpu",
-        precision="32-true", validation_fraction=0.2, peak_multiplier=3.0, decay_steps=-1,
-    )  # fmt: skip
-    report = train(config, {}, False)
+    report = run(store, tmp_path / "run", max_steps=3, validate_every=3)
     assert report.n_steps == 3
     assert np.isfinite(report.best_expected_acceptance_length)
 

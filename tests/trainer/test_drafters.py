@@ -146,6 +146,8 @@ def test_glide_reads_the_last_layer_alone(store_path: Path, tmp_path: Path, code
     config = settings(store_path, drafter="glide")
     store, inputs, encoded = read_rows(store_path, codec, tmp_path, config)
     assert bool(encoded) == (codec != "lossless")
+    if "tokens" in codec:
+        assert encoded["kv"].codec.needs_tokens
     if codec == "transform:2@layer":
         assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)
     assert inputs.kv.shape[2:] == (1, 2 * 2 * 8)
