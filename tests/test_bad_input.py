@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.chats import RejectReason
+from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import TRAIN, copied, refused, run
 
 
@@ -123,13 +124,9 @@ def test_store_without_a_committed_part(room: Path, tmp_path: Path) -> None:
     refused(run("train", store, "--out", tmp_path / "run", *TRAIN), "0 committed training sequences")
 
 
-@pytest.mark.parametrize("samples", ["0", "-3"])
-def test_audit_of_no_samples(room: Path, samples: str) -> None:
-    refused(run("audit", room / "store", "--model", room / "model", "--samples", samples), "--samples")
-
-
-def test_audit_of_a_seed_below_zero(room: Path) -> None:
-    refused(run("audit", room / "store", "--model", room / "model", "--seed", "-1"), "'--seed'")
+@pytest.mark.parametrize(("option", "value"), [("--samples", "0"), ("--samples", "-3"), ("--seed", "-1")])
+def test_audit_of_no_samples_or_a_seed_below_zero(room: Path, option: str, value: str) -> None:
+    refused(run("audit", room / "store", "--model", room / "model", option, value), option)
 
 
 def test_unknown_device(room: Path, tmp_path: Path) -> None:
@@ -181,16 +178,13 @@ def test_run_without_checkpoint_starts_again_and_a_damaged_one_is_named(room: Pa
     refused(run(*train, "--resume"), "last.ckpt is damaged", "another --out")
 
 
-def test_empty_prompt() -> None:
-    refused(run("generate", "--model", "m", "--drafter", "d", "--prompt", " "), "the prompt is empty")
-
-
 @pytest.mark.parametrize(
     ("given", "standard_input"), [("-", "Un café".encode("latin-1")), ("Un caf\udce9", b""), ("-", b"\xff\xfeH\0i\0")]
 )
 def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
     result = run("generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input)
     refused(result, "the prompt is no UTF-8 text", "iconv")
+    refused(run("generate", "--model", "m", "--drafter", "d", "--prompt", " "), "the prompt is empty")
 
 
 @pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])
@@ -205,14 +199,11 @@ def test_latin_1_on_the_real_standard_input(locale: str) -> None:
 
 
 def test_control_tokens_in_prompts(room: Path, tmp_path: Path) -> None:
-    target = Target.load(str(room / "model"), torch.float32, "cpu")
-    save_drafter(MoADrafter(MoASizes.from_target(target.config, target.identity)), tmp_path / "own")
-    token = target.tokenizer.all_special_tokens[0]
-    model = ("--model", room / "model", "--device", "cpu", "--drafter", tmp_path / "own")
+    token = AutoTokenizer.from_pretrained(room / "model").all_special_tokens[0]
+    model = ("--model", room / "model", "--device", "cpu", "--drafter", room / "drafter")
     refused(run("generate", *model, "--prompt", f"Hi {token}"), f"message 0 contains '{token}'", "Mend the text")
-    prompts = tmp_path / "prompts.jsonl"
     questions = [["Hi?", "Why?"], ["Hi?", f"Why?{token}"]]
-    prompts.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions), encoding="utf-8")
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"turns": turns} for turns in questions])
     for command in ("eval", "disconnect"):
         result = run(command, *model, "--prompts", prompts, "--out", tmp_path / "report.json")
         refused(result, f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT}: message 1 contains '{token}'")
@@ -252,16 +243,15 @@ def test_decoding_options_are_checked_before_the_target_is_loaded(option: str, v
 
 def test_prompts_and_drafters_that_do_not_fit_the_target(room: Path, tmp_path: Path) -> None:
     target = Target.load(str(room / "model"), torch.float32, "cpu")
-    for name, identity in (("own", target.identity), ("strange", {"weights_sha256": "0" * 64})):
-        save_drafter(MoADrafter(MoASizes.from_target(target.config, identity)), tmp_path / name)
+    strange = MoADrafter(MoASizes.from_target(target.config, {"weights_sha256": "0" * 64}))
+    save_drafter(strange, tmp_path / "strange")
     generate = ("generate", "--model", room / "model", "--device", "cpu", "--max-new-tokens", "4", "--prompt")
     refused(run(*generate, "Hi", "--drafter", tmp_path / "strange"), "trained for a target with weights 0000")
     long = "word " * target.max_positions
-    refused(run(*generate, long, "--drafter", tmp_path / "own"), f"the target has {target.max_positions} positions")
-    chats = tmp_path / "long.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": long}]}) + "\n", encoding="utf-8")
+    refused(run(*generate, long, "--drafter", room / "drafter"), f"the target has {target.max_positions} positions")
+    chats = write_jsonl(tmp_path / "long.jsonl", [chat(long)])
     arguments = ("eval", "--model", room / "model", "--prompts", chats, "--out", tmp_path / "report.json")
-    refused(run(*arguments, "--drafter", tmp_path / "own"), "give shorter prompts")
+    refused(run(*arguments, "--drafter", room / "drafter"), "give shorter prompts")
     assert not (tmp_path / "report.json").exists()
 
 
@@ -361,13 +351,9 @@ def test_what_cannot_be_read_is_no_damage(room: Path, tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_commands_on_many_parts_with_64_descriptors(room: Path, tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "It is. " * 30}]}
-        for n in range(90)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    chats = write_jsonl(tmp_path / "chats.jsonl", [chat(f"What is {n}?", "It is. " * 30) for n in range(90)])
     store, model = tmp_path / "store", room / "model"
-    options = ("--dataset", tmp_path / "chats.jsonl", "--part-tokens", "256", "--device", "cpu")
+    options = ("--dataset", chats, "--part-tokens", "256", "--device", "cpu")
     assert run("extract", "--model", model, "--out", store, *options).exit_code == 0
     assert len(list((store / "commits").glob("part-*.json"))) >= 81
     before = everything(store)
