@@ -271,7 +271,6 @@ class ProgressLine:
         self.bar: tqdm[Any] | None = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
-        """Shows ``done`` of ``total`` units and a message."""
         with contextlib.suppress(OSError):
             self._draw(done, total, message)
 
@@ -295,11 +294,9 @@ class ProgressLine:
                 bar.close()
 
     def __enter__(self) -> "ProgressLine":
-        """Nothing is drawn before the first call."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ends the line, also when the command fails."""
         self.close()
 
 

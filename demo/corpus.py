@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import zlib
 from collections import Counter
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..storage.disk.durable import write_atomic
 from . import families
 from .errors import DemoError
 from .families import Chat
@@ -139,14 +139,8 @@ def _messages(row: dict[str, object]) -> Chat:
 
 
 def write_jsonl(rows: list[dict[str, object]], path: Path) -> None:
-    """Write rows as JSON lines, atomically (a temporary file beside `path`, then a rename)."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    """Write rows as JSON lines, atomically."""
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
 
 def read_jsonl(path: Path) -> list[dict[str, object]]:
