@@ -271,6 +271,7 @@ class ProgressLine:
         self.bar: tqdm[Any] | None = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
+        """Shows ``done`` of ``total`` units and a message."""
         with contextlib.suppress(OSError):
             self._draw(done, total, message)
 

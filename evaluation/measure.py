@@ -113,7 +113,7 @@ def measure(
     progress: Progress | None = None,
     sampling: SamplingConfig = GREEDY,
 ) -> Measurement:
-    """Decode every turn of every prompt with every method; the order of the methods turns round from batch to batch.
+    """Decode every turn of every prompt with every method; the methods alternate from batch to batch in who comes first.
 
     Args:
         methods: name -> method. The first is the baseline: its answers make the history of later turns, and the
