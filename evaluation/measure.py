@@ -113,7 +113,7 @@ def measure(
     progress: Progress | None = None,
     sampling: SamplingConfig = GREEDY,
 ) -> Measurement:
-    """Decode every turn of every prompt with every method; the methods alternate from batch to batch in who comes first.
+    """Decode every turn of every prompt with every method; batches take turns in which method comes first.
 
     Args:
         methods: name -> method. The first is the baseline: its answers make the history of later turns, and the

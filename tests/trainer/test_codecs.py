@@ -12,10 +12,9 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.batch import Batch
 from moa_data.trainer.batch_reader import BatchReader
-from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import TrainingStream, ValidationBatches, draw
 
-from .test_run import run
+from .test_run import run, settings
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +22,17 @@ def int8_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build_store(tmp_path_factory.mktemp("int8") / "store", n_sequences=30, dtype="bfloat16", codec="int8")
 
 
-def read_batch(path: Path, rows: Any, **changes: Any) -> tuple[ActivationStore, Batch]:
-    store = ActivationStore(path)
-    config = TrainConfig.of(
-        store="", out="", batch_size=len(rows), target_layer_inference=1, reader_threads=1, **changes
-    )
-    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows].astype(np.int64))
-    return store, Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded)
-
-
 def test_codes_decode_to_what_the_store_reads(int8_path: Any) -> None:
     rows = np.array([4, 0, 11])
-    store, batch = read_batch(int8_path, rows)
+    store = ActivationStore(int8_path)
+    config = settings(int8_path, batch_size=3, target_layer_inference=1)
+    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows])
+    batch = Batch(inputs, draw(config, 0, 10), 1.0, 0, encoded=encoded)
     assert batch.inputs.kv.numel() == 0
     assert batch.encoded["kv"].rows["kv/key_codes"].dtype == torch.int8
+    n_code_bytes = sum(rows.nbytes for item in batch.encoded.values() for rows in item.rows.values())
     inputs = batch.to(torch.device("cpu")).decode().inputs
+    assert n_code_bytes < 0.75 * (inputs.kv.nbytes + inputs.hidden.nbytes + inputs.entering_hidden.nbytes)
     longest = int(store.lengths[rows].max())
     for values, field in (
         (inputs.kv, "kv"),
@@ -53,13 +48,6 @@ def test_codes_decode_to_what_the_store_reads(int8_path: Any) -> None:
             assert not values[row, n:].any()
 
 
-def test_codes_are_smaller_than_values(int8_path: Any) -> None:
-    _, batch = read_batch(int8_path, np.arange(4))
-    n_codes = sum(rows.nbytes for item in batch.encoded.values() for rows in item.rows.values())
-    inputs = batch.decode().inputs
-    assert n_codes < 0.75 * (inputs.kv.nbytes + inputs.hidden.nbytes + inputs.entering_hidden.nbytes)
-
-
 def test_a_drafter_trains_from_codes(tmp_path: Path) -> None:
     store = build_store(tmp_path / "store", n_sequences=40, codec="int6")
     report = run(store, tmp_path / "run", max_steps=3, validate_every=3)
@@ -71,7 +59,7 @@ def test_a_drafter_trains_from_codes(tmp_path: Path) -> None:
 def test_who_decodes(int8_path: Any, device: str) -> None:
     """On a CPU the thread that reads; elsewhere the training device, so that codes are what travels."""
     store = ActivationStore(int8_path)
-    config = TrainConfig.of(store="", out="", batch_size=4, target_layer_inference=1, reader_threads=1)
+    config = settings(int8_path, batch_size=4, target_layer_inference=1)
     reader = BatchReader(store, config, torch.device(device))
     rows = np.arange(8)
     (batch,) = itertools.islice(TrainingStream(reader, rows, store.lengths[rows].astype(np.int64), 10, 0, 1), 1)
