@@ -1,8 +1,6 @@
 """A tiny target and chats for it."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,13 +23,3 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chats_file(tmp_path: Path) -> Path:
     """24 chats as jsonl."""
     return write_jsonl(tmp_path / "chats.jsonl", random_chats(24))
-
-
-@pytest.fixture(scope="session")
-def tokenizer_for() -> Callable[..., Any]:
-    return build_tokenizer
-
-
-@pytest.fixture(scope="session")
-def model_for() -> Callable[..., Any]:
-    return build_text_model

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from moa_data.pipeline.prompts import tokenize_chat
 from moa_data.pipeline.rendering import MAX_CHAT_CHARS
 from moa_data.storage.parts.plan import plan_bytes
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 GOOD = [json.dumps(row) for row in random_chats(60)]
@@ -144,9 +144,9 @@ def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pyt
     assert rows[1::2] == [UnreadableRow("a line of more than 2,000 bytes")] * 2
 
 
-def test_a_chat_beyond_any_context_is_rejected(tokenizer_for: Callable[..., Any]) -> None:
+def test_a_chat_beyond_any_context_is_rejected() -> None:
     messages = [{"role": "user", "content": "a" * MAX_CHAT_CHARS}, {"role": "assistant", "content": "b"}]
-    rejection = tokenize_chat(tokenizer_for(LLAMA3_TEMPLATE), messages, 100)
+    rejection = tokenize_chat(build_tokenizer(LLAMA3_TEMPLATE), messages, 100)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.TOO_LONG
 
@@ -160,17 +160,15 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_that_does_not_end_is_refused_or_its_rows_are(
-    tokenizer_for: Callable[..., Any], template: str
-) -> None:
+def test_a_template_that_does_not_end_is_refused_or_its_rows_are(template: str) -> None:
     messages = [{"role": "user", "content": "long question"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(TemplateError, match="the chat template does not end: "):
-        tokenize_chat(tokenizer_for(template + LLAMA3_TEMPLATE), messages, 100)
+        tokenize_chat(build_tokenizer(template + LLAMA3_TEMPLATE), messages, 100)
     some = "{% if messages[0]['content'] | length > 5 %}" + template + "{% endif %}"
     if "macro" in template:
         some = template.replace("{{ again() }}{% endmacro %}{{ again() }}", "{{ again() }}{% endmacro %}")
         some += "{% if messages[0]['content'] | length > 5 %}{{ again() }}{% endif %}"
-    tokenizer = tokenizer_for(some + LLAMA3_TEMPLATE)
+    tokenizer = build_tokenizer(some + LLAMA3_TEMPLATE)
     rejection = tokenize_chat(tokenizer, messages, 100)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.TEMPLATE_FAILED
@@ -181,18 +179,16 @@ def test_a_template_that_does_not_end_is_refused_or_its_rows_are(
 
 @pytest.mark.parametrize("fault", ["{{ 1 // (messages | length - 1) }}", "{{ messages[0].content.index('z') }}",
                                    "{{ [][7].upper() }}", "{{ messages[0]['content'].no.way }}"])  # fmt: skip
-def test_whatever_a_template_raises_is_a_rejection(tokenizer_for: Callable[..., Any], fault: str) -> None:
+def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
     guarded = "{% if messages | length != 1 %}" + fault + "{% endif %}" if "messages[0]" not in fault else fault
-    tokenizer = tokenizer_for(guarded.replace("- 1)", "- 2)") + LLAMA3_TEMPLATE)
+    tokenizer = build_tokenizer(guarded.replace("- 1)", "- 2)") + LLAMA3_TEMPLATE)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rejection = tokenize_chat(tokenizer, messages, 100)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.TEMPLATE_FAILED
 
 
-def test_a_plan_over_an_endless_template_is_refused(
-    target_folder: Path, tokenizer_for: Callable[..., Any], chats_file: Path, tmp_path: Path
-) -> None:
+def test_a_plan_over_an_endless_template_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for file in target_folder.iterdir():

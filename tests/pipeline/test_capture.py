@@ -1,6 +1,5 @@
 """A batch gives each sequence what a plain forward of it alone gives, for every supported architecture."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from moa_data.errors import OptionInvalid
 from moa_data.pipeline.capture import capture
 from moa_data.pipeline.config import ActivationSpec, parse_activations
 from moa_data.pipeline.errors import NonFiniteActivation
+from moa_data.tests.kit.models import build_text_model
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -28,8 +28,8 @@ def draw_sequences() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_batch_equals_single_forwards(model_for: Callable[..., Any], architecture: str) -> None:
-    model = model_for(architecture, **ARCHITECTURES[architecture])
+def test_a_batch_equals_single_forwards(architecture: str) -> None:
+    model = build_text_model(architecture, **ARCHITECTURES[architecture])
     sequences = draw_sequences()
     captured = capture(model, sequences, SPEC, torch.float32)
     host = captured.to_host()
@@ -47,8 +47,8 @@ def test_a_batch_equals_single_forwards(model_for: Callable[..., Any], architect
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_kv_is_bit_equal_to_the_cache_of_a_single_forward(model_for: Callable[..., Any], architecture: str) -> None:
-    model = model_for(architecture)
+def test_kv_is_bit_equal_to_the_cache_of_a_single_forward(architecture: str) -> None:
+    model = build_text_model(architecture)
     tokens = draw_sequences()[0]
     with torch.inference_mode():
         cache = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=True).past_key_values
@@ -59,18 +59,18 @@ def test_kv_is_bit_equal_to_the_cache_of_a_single_forward(model_for: Callable[..
         assert torch.equal(kv[:, layer, :, 1], cache.layers[layer].values[0].transpose(0, 1))
 
 
-def test_keys_beyond_a_sliding_window_are_kept(model_for: Callable[..., Any]) -> None:
+def test_keys_beyond_a_sliding_window_are_kept() -> None:
     """The first layer's keys depend on the token and its position only, so a wide window must give the same ones."""
     tokens = draw_sequences()[0]
-    narrow = capture(model_for("mistral", sliding_window=5), [tokens], SPEC, torch.float32)
-    wide = capture(model_for("mistral", sliding_window=None), [tokens], SPEC, torch.float32)
+    narrow = capture(build_text_model("mistral", sliding_window=5), [tokens], SPEC, torch.float32)
+    wide = capture(build_text_model("mistral", sliding_window=None), [tokens], SPEC, torch.float32)
     assert narrow.fields["kv"].shape[1] == len(tokens)
     assert torch.equal(narrow.fields["kv"][:, :, 0], wide.fields["kv"][:, :, 0])
     assert not torch.allclose(narrow.fields["hidden/last"][:, 6:], wide.fields["hidden/last"][:, 6:])
 
 
-def test_sequences_of_one_batch_do_not_see_each_other_or_a_shared_prefix(model_for: Callable[..., Any]) -> None:
-    model = model_for("llama")
+def test_sequences_of_one_batch_do_not_see_each_other_or_a_shared_prefix() -> None:
+    model = build_text_model("llama")
     draw = np.random.default_rng(2)
     shared = draw.integers(0, 400, 64).astype(np.int32)
     sequences = [np.concatenate([shared, draw.integers(0, 400, n).astype(np.int32)]) for n in (9, 2)]
@@ -81,23 +81,21 @@ def test_sequences_of_one_batch_do_not_see_each_other_or_a_shared_prefix(model_f
         np.testing.assert_allclose(host.rows("kv", index), alone.rows("kv", 0), atol=2e-5)
 
 
-def test_bfloat16_comes_as_its_bits(model_for: Callable[..., Any]) -> None:
-    captured = capture(model_for("llama"), draw_sequences(), SPEC, torch.bfloat16)
+def test_bfloat16_comes_as_its_bits() -> None:
+    captured = capture(build_text_model("llama"), draw_sequences(), SPEC, torch.bfloat16)
     bits = captured.to_host().rows("hidden/last", 1)
     assert bits.dtype == np.uint16
     assert torch.equal(torch.from_numpy(bits.copy()).view(torch.bfloat16), captured.fields["hidden/last"][1, :17])
 
 
-def test_only_what_was_asked_for_is_captured(model_for: Callable[..., Any]) -> None:
-    captured = capture(model_for("llama"), draw_sequences(), ActivationSpec(False, False, (1,)), torch.float32)
+def test_only_what_was_asked_for_is_captured() -> None:
+    captured = capture(build_text_model("llama"), draw_sequences(), ActivationSpec(False, False, (1,)), torch.float32)
     assert list(captured.fields) == ["hidden/layer_1"]
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e6, torch.float16)])
-def test_values_that_are_not_finite_are_named_by_sequence_and_layer(
-    model_for: Callable[..., Any], value: float, dtype: torch.dtype
-) -> None:
-    model = model_for("llama")
+def test_values_that_are_not_finite_are_named_by_sequence_and_layer(value: float, dtype: torch.dtype) -> None:
+    model = build_text_model("llama")
     tokens = [np.array([1, 2, 3, 4], np.int32), np.array([5, 6], np.int32)]
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = value
@@ -106,8 +104,8 @@ def test_values_that_are_not_finite_are_named_by_sequence_and_layer(
         host.check_finite(["first", "second"])
 
 
-def test_a_bad_sequence_is_named_and_its_neighbours_and_padding_are_not(model_for: Callable[..., Any]) -> None:
-    model = model_for("llama")
+def test_a_bad_sequence_is_named_and_its_neighbours_and_padding_are_not() -> None:
+    model = build_text_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = float("inf")
     tokens = [np.array([1, 2, 3, 4], np.int32), np.array([5, 7], np.int32)]

@@ -29,7 +29,7 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
 from moa_data.storage.parts import shard
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.models import build_tokenizer
+from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.stores import read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
@@ -249,11 +249,9 @@ def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
     assert read_tree(config.out) == read_tree(elsewhere(config).out)
 
 
-def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
-    config: ExtractConfig, model_for: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: ExtractConfig, tmp_path: Path) -> None:
     folder = tmp_path / "target"
-    model = model_for("llama")
+    model = build_text_model("llama")
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[:] = float("nan")
     model.save_pretrained(folder)

@@ -16,6 +16,7 @@ from moa_data.pipeline.errors import DatasetError, NotEnoughDisk, SequenceTooLon
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan, format_bytes
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.models import build_text_model
 
 
 def make_config(target: Path, dataset: Path, tmp_path: Path, **overrides: Any) -> ExtractConfig:
@@ -146,12 +147,10 @@ def test_a_model_without_chat_template_is_refused(target_folder: Path, chats_fil
         build_plan(make_config(folder, chats_file, tmp_path))
 
 
-def test_a_tokenizer_of_another_model_is_refused(
-    model_for: Callable[..., Any], target_folder: Path, chats_file: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_of_another_model_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "target"
     shutil.copytree(target_folder, folder)
-    model_for("llama", vocab_size=100).save_pretrained(folder)
+    build_text_model("llama", vocab_size=100).save_pretrained(folder)
     with pytest.raises(DatasetError, match=r"vocabulary has 100 entries.*does not belong to this model"):
         build_plan(make_config(folder, chats_file, tmp_path))
 

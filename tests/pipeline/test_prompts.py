@@ -1,6 +1,5 @@
 """Masks cover exactly what the assistant writes, found on the one rendering that is encoded."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from moa_data.pipeline.chats import Rejection, RejectReason
 from moa_data.pipeline.errors import TemplateError
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
 Messages = list[dict[str, str]]
@@ -34,9 +34,9 @@ def turns(*contents: str) -> Messages:
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(contents)]
 
 
-def make(tokenizer_for: Callable[..., Any], name: str) -> tuple[Any, str]:
+def make(name: str) -> tuple[Any, str]:
     template, bos, eos = TEMPLATES[name]
-    return tokenizer_for(template, bos, eos), eos
+    return build_tokenizer(template, bos, eos), eos
 
 
 def marked_texts(tokenizer: Any, chat: TokenizedChat) -> list[str]:
@@ -53,10 +53,8 @@ def tokenized(tokenizer: Any, messages: Messages, max_length: int = 4096) -> Tok
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("content", CONTENTS)
-def test_mask_covers_exactly_the_responses_of_three_turns(
-    tokenizer_for: Callable[..., Any], name: str, content: str
-) -> None:
-    tokenizer, eot = make(tokenizer_for, name)
+def test_mask_covers_exactly_the_responses_of_three_turns(name: str, content: str) -> None:
+    tokenizer, eot = make(name)
     answers = ["first", content, "last " + content]
     chat = tokenized(tokenizer, turns("one?", answers[0], "two " + content, answers[1], "three", answers[2]))
     found = marked_texts(tokenizer, chat)
@@ -66,8 +64,8 @@ def test_mask_covers_exactly_the_responses_of_three_turns(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tokens_are_those_of_the_template_and_begin_with_one_bos(tokenizer_for: Callable[..., Any], name: str) -> None:
-    tokenizer, _ = make(tokenizer_for, name)
+def test_tokens_are_those_of_the_template_and_begin_with_one_bos(name: str) -> None:
+    tokenizer, _ = make(name)
     messages = turns("hello", "hi there", "how?", "well")
     chat = tokenized(tokenizer, messages)
     assert chat.tokens.dtype == np.int32
@@ -79,42 +77,40 @@ def test_tokens_are_those_of_the_template_and_begin_with_one_bos(tokenizer_for: 
     assert tokenizer.decode(chat.tokens).startswith(tokenizer.decode(prompt_tokens(tokenizer, messages[:3])).rstrip())
 
 
-def test_generation_tags_give_the_mask_of_transformers(tokenizer_for: Callable[..., Any]) -> None:
-    tokenizer, _ = make(tokenizer_for, "generation")
+def test_generation_tags_give_the_mask_of_transformers() -> None:
+    tokenizer, _ = make("generation")
     messages = [{"role": "system", "content": "be kind"}, *turns("hello", "hi there", "how?", "well, thanks")]
     expected = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     assert tokenized(tokenizer, messages).response_mask.tolist() == expected["assistant_masks"]
 
 
-def test_generation_tags_and_derived_masks_agree(tokenizer_for: Callable[..., Any]) -> None:
-    tagged, derived = make(tokenizer_for, "generation")[0], make(tokenizer_for, "llama3")[0]
+def test_generation_tags_and_derived_masks_agree() -> None:
+    tagged, derived = make("generation")[0], make("llama3")[0]
     for content in CONTENTS:
         messages = turns("q " + content, content, "again", "x" + content)
         assert np.array_equal(tokenized(tagged, messages).response_mask, tokenized(derived, messages).response_mask)
 
 
-def test_end_of_turn_outside_the_tags_is_taken_in_and_white_space_is_left_out(
-    tokenizer_for: Callable[..., Any],
-) -> None:
+def test_end_of_turn_outside_the_tags_is_taken_in_and_white_space_is_left_out() -> None:
     body = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
     rest = "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     inside = body + "{%- generation -%}{{ m['content'] + '<|im_end|>\n' }}{%- endgeneration -%}" + rest
     outside = body + "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}" + rest
     for template in (inside, outside):
-        tokenizer = tokenizer_for(template, None, "<|im_end|>")
+        tokenizer = build_tokenizer(template, None, "<|im_end|>")
         found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "a b", "q2", "c")))
         assert found == ["a b<|im_end|>", "c<|im_end|>"]
 
 
-def test_a_chatml_template_without_generation_prompt_leaves_headers_out(tokenizer_for: Callable[..., Any]) -> None:
+def test_a_chatml_template_without_generation_prompt_leaves_headers_out() -> None:
     template = CHATML_TEMPLATE.split("{% if add_generation_prompt")[0]
-    tokenizer = tokenizer_for(template, None, "<|im_end|>")
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
     for content in ("assistant", "fine", "\nlines\n"):
         found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", content, "q", "ok")))
         assert found == [content + "<|im_end|>", "ok<|im_end|>"]
 
 
-def test_a_thinking_block_that_history_loses_does_not_shift_the_mask(tokenizer_for: Callable[..., Any]) -> None:
+def test_a_thinking_block_that_history_loses_does_not_shift_the_mask() -> None:
     """As Qwen3: the last answer gets an empty thinking block, earlier ones do not."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -122,36 +118,36 @@ def test_a_thinking_block_that_history_loses_does_not_shift_the_mask(tokenizer_f
         "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    tokenizer = tokenizer_for(template, None, "<|im_end|>")
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
     found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one", "q", "two")))
     assert found == ["one<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"]
 
 
-def test_a_generation_prompt_that_is_no_prefix_falls_back_to_the_text(tokenizer_for: Callable[..., Any]) -> None:
+def test_a_generation_prompt_that_is_no_prefix_falls_back_to_the_text() -> None:
     template = CHATML_TEMPLATE.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif").replace(
         "assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"
     )
-    tokenizer = tokenizer_for(template, None, "<|im_end|>")
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
     assert marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one"))) == ["one<|im_end|>"]
 
 
-def test_a_template_that_rewrites_the_response_is_rejected(tokenizer_for: Callable[..., Any]) -> None:
-    tokenizer = tokenizer_for(CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), None, "<|im_end|>")
+def test_a_template_that_rewrites_the_response_is_rejected() -> None:
+    tokenizer = build_tokenizer(CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), None, "<|im_end|>")
     rejection = tokenize_chat(tokenizer, turns("q", "one"), 100)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.TEMPLATE_REWRITES_RESPONSE
 
 
-def test_a_template_that_refuses_the_chat_is_a_rejection(tokenizer_for: Callable[..., Any]) -> None:
-    tokenizer, _ = make(tokenizer_for, "mistral")
+def test_a_template_that_refuses_the_chat_is_a_rejection() -> None:
+    tokenizer, _ = make("mistral")
     rejection = tokenize_chat(tokenizer, turns("q", "a")[::-1], 100)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.TEMPLATE_FAILED
     assert "alternate" in rejection.detail
 
 
-def test_truncation_cuts_tokens_and_mask_together(tokenizer_for: Callable[..., Any]) -> None:
-    tokenizer, _ = make(tokenizer_for, "llama3")
+def test_truncation_cuts_tokens_and_mask_together() -> None:
+    tokenizer, _ = make("llama3")
     messages = turns("question", "a long answer " * 20)
     whole = tokenized(tokenizer, messages)
     cut = tokenized(tokenizer, messages, 40)
@@ -164,8 +160,8 @@ def test_truncation_cuts_tokens_and_mask_together(tokenizer_for: Callable[..., A
     assert rejection.reason is RejectReason.TRUNCATED_AWAY
 
 
-def test_special_tokens_in_the_text_are_rejected(tokenizer_for: Callable[..., Any]) -> None:
-    tokenizer, _ = make(tokenizer_for, "llama3")
+def test_special_tokens_in_the_text_are_rejected() -> None:
+    tokenizer, _ = make("llama3")
     for messages in (turns("<|eot_id|> go", "a"), turns("q", "a<|begin_of_text|>")):
         rejection = tokenize_chat(tokenizer, messages, 100)
         assert isinstance(rejection, Rejection)
@@ -173,9 +169,9 @@ def test_special_tokens_in_the_text_are_rejected(tokenizer_for: Callable[..., An
 
 
 @pytest.mark.parametrize("prefix", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"])
-def test_exactly_one_bos_whatever_the_template_renders(tokenizer_for: Callable[..., Any], prefix: str) -> None:
+def test_exactly_one_bos_whatever_the_template_renders(prefix: str) -> None:
     template = prefix + LLAMA3_TEMPLATE.removeprefix("{{ bos_token }}")
-    tokenizer = tokenizer_for(template)
+    tokenizer = build_tokenizer(template)
     chat = tokenized(tokenizer, turns("q", "one", "q", "two"))
     assert (chat.tokens == tokenizer.bos_token_id).sum() == 1
     assert chat.tokens[0] == tokenizer.bos_token_id
@@ -183,19 +179,19 @@ def test_exactly_one_bos_whatever_the_template_renders(tokenizer_for: Callable[.
     assert prompt_tokens(tokenizer, turns("q")).count(tokenizer.bos_token_id) == 1
 
 
-def test_no_system_prompt_is_added(tokenizer_for: Callable[..., Any]) -> None:
-    tokenizer, _ = make(tokenizer_for, "llama3")
+def test_no_system_prompt_is_added() -> None:
+    tokenizer, _ = make("llama3")
     assert "system" not in tokenizer.decode(tokenized(tokenizer, turns("q", "a")).tokens)
 
 
-def test_a_date_in_the_template_is_always_the_same(tokenizer_for: Callable[..., Any]) -> None:
+def test_a_date_in_the_template_is_always_the_same() -> None:
     template = "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
-    tokenizer = tokenizer_for(template + "{{ date_string }}" + LLAMA3_TEMPLATE)
+    tokenizer = build_tokenizer(template + "{{ date_string }}" + LLAMA3_TEMPLATE)
     assert "26 Jul 2024" in tokenizer.decode(tokenized(tokenizer, turns("q", "a")).tokens)
 
 
-def test_no_chat_template_is_refused(tokenizer_for: Callable[..., Any]) -> None:
+def test_no_chat_template_is_refused() -> None:
     with pytest.raises(TemplateError, match=r"has no chat template.*chat_template\.jinja"):
-        tokenize_chat(tokenizer_for(None), turns("q", "a"), 100)
+        tokenize_chat(build_tokenizer(None), turns("q", "a"), 100)
     with pytest.raises(TemplateError, match=r"refuses the prompt: .*alternate"):
-        prompt_tokens(make(tokenizer_for, "mistral")[0], turns("q", "a")[::-1])
+        prompt_tokens(make("mistral")[0], turns("q", "a")[::-1])

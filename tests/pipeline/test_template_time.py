@@ -3,7 +3,6 @@
 import datetime as datetime_module
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from moa_data.pipeline.errors import DatasetError
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE, LLAMA31_TEMPLATE, LLAMA32_DATE
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -42,13 +42,11 @@ def model(target_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("template", [TIMED, LLAMA32_DATE + LLAMA31_TEMPLATE, "{% set strf = strftime_now %}"
                                       "{{ strf('%Y') }}" + LLAMA3_TEMPLATE])  # fmt: skip
-def test_tokens_and_prompts_are_those_of_one_day(
-    tokenizer_for: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
+def test_tokens_and_prompts_are_those_of_one_day(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     found = []
     for day in ("2025-01-31", "2026-12-24T18:00:00"):
         on_day(monkeypatch, day)
-        tokenizer = tokenizer_for(template)
+        tokenizer = build_tokenizer(template)
         chat = tokenize_chat(tokenizer, CHAT, 400)
         assert isinstance(chat, TokenizedChat)
         found.append((chat.tokens.tolist(), prompt_tokens(tokenizer, CHAT[:1])))

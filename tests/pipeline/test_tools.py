@@ -1,7 +1,6 @@
 """Tools, calls, results and system columns go through the template, masked by token, or are rejected and named."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.errors import PromptUnusable, TemplateError
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens
 from moa_data.pipeline.sequences import tokenize_row
+from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (
     CHATML_TEMPLATE,
     LLAMA3_TEMPLATE,
@@ -47,28 +47,28 @@ CHAT: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def llama(tokenizer_for: Callable[..., Any]) -> Any:
+def llama() -> Any:
     """As Llama-3.1: `<|reserved_special_token_5|>` is special without a name of its own."""
-    tokenizer = tokenizer_for(LLAMA31_TEMPLATE)
+    tokenizer = build_tokenizer(LLAMA31_TEMPLATE)
     tokenizer.add_tokens([AddedToken("<|reserved_special_token_5|>", special=True, normalized=False)])
     return tokenizer
 
 
-def qwen(tokenizer_for: Callable[..., Any], template: str) -> Any:
+def qwen(template: str) -> Any:
     """As Qwen: the tags of tools and thoughts are added tokens, but not special ones."""
-    tokenizer = tokenizer_for(template, None, "<|im_end|>")
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return tokenizer
 
 
 @pytest.fixture(scope="module")
-def qwen25(tokenizer_for: Callable[..., Any]) -> Any:
-    return qwen(tokenizer_for, QWEN25_TEMPLATE)
+def qwen25() -> Any:
+    return qwen(QWEN25_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def qwen3(tokenizer_for: Callable[..., Any]) -> Any:
-    return qwen(tokenizer_for, QWEN3_TEMPLATE)
+def qwen3() -> Any:
+    return qwen(QWEN3_TEMPLATE)
 
 
 def responses(tokenizer: Any, row: Any) -> list[str]:
@@ -169,11 +169,11 @@ def test_a_null_that_json_spells_out_stays_an_argument(qwen25: Any) -> None:
     assert '"arguments": {"city": null}' in responses(qwen25, row)[0]
 
 
-def test_a_template_that_ignores_tools_calls_or_results_is_named(tokenizer_for: Callable[..., Any], llama: Any) -> None:
-    plain = tokenizer_for(LLAMA3_TEMPLATE)
+def test_a_template_that_ignores_tools_calls_or_results_is_named(llama: Any) -> None:
+    plain = build_tokenizer(LLAMA3_TEMPLATE)
     rejected(plain, {"messages": [CHAT[0], CHAT[3]], "tools": [WEATHER]}, RejectReason.NOT_SHOWN, "tool get_weather")
     rejected(plain, {"messages": CHAT[:2]}, RejectReason.NOT_SHOWN, "message 1, a tool call")
-    without = tokenizer_for(LLAMA3_TEMPLATE.replace("m in messages", "m in messages if m['role'] != 'tool'"))
+    without = build_tokenizer(LLAMA3_TEMPLATE.replace("m in messages", "m in messages if m['role'] != 'tool'"))
     rejected(without, {"messages": [*CHAT[:1], CHAT[3], *CHAT[2:]]}, RejectReason.NOT_SHOWN, "message 2, a tool's")
     # Llama-3.1 drops what is said beside a call, and refuses two calls at once.
     spoken = [CHAT[0], CHAT[1] | {"content": "Let me look."}]
@@ -182,7 +182,7 @@ def test_a_template_that_ignores_tools_calls_or_results_is_named(tokenizer_for: 
     rejected(llama, {"messages": both, "tools": [WEATHER]}, RejectReason.TEMPLATE_FAILED, "single tool-calls")
 
 
-def test_generation_tags_that_leave_calls_out_do_not_halve_a_response(tokenizer_for: Callable[..., Any]) -> None:
+def test_generation_tags_that_leave_calls_out_do_not_halve_a_response() -> None:
     call = "{% for c in m.tool_calls or [] %}{{ '[CALL]' + c.function | tojson }}{% endfor %}"
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
@@ -192,7 +192,7 @@ def test_generation_tags_that_leave_calls_out_do_not_halve_a_response(tokenizer_
     )
     for tagged in (("", call), (call, "")):
         text = template.replace("INSIDE", tagged[0]).replace("OUTSIDE", tagged[1])
-        tokenizer = tokenizer_for(text, None, "<|im_end|>")
+        tokenizer = build_tokenizer(text, None, "<|im_end|>")
         expected = '[CALL]{"name": "get_weather", "arguments": {"city": "São Paulo"}}<|im_end|>'
         assert responses(tokenizer, {"messages": CHAT[:2]}) == [expected]
 
@@ -241,13 +241,13 @@ def test_a_system_column_becomes_the_system_message() -> None:
     assert once.messages == [system, *rest]
 
 
-def test_a_system_column_that_cannot_be_kept_is_rejected(tokenizer_for: Callable[..., Any], qwen25: Any) -> None:
+def test_a_system_column_that_cannot_be_kept_is_rejected(qwen25: Any) -> None:
     chat = [CHAT[0], CHAT[3]]
     assert "<|im_start|>system\nBe brief.<|im_end|>" in text_of(qwen25, {"messages": chat, "system": "Be brief."})
     both = [{"role": "system", "content": "Be long."}, *chat]
     rejected(qwen25, {"messages": both, "system": "Be brief."}, RejectReason.TWO_SYSTEM_TEXTS)
     rejected(qwen25, {"messages": chat, "system": ["Be brief."]}, RejectReason.MALFORMED_SYSTEM, "got list")
-    deaf = tokenizer_for(CHATML_TEMPLATE.replace("m in messages", "m in messages if m['role'] != 'system'"))
+    deaf = build_tokenizer(CHATML_TEMPLATE.replace("m in messages", "m in messages if m['role'] != 'system'"))
     rejected(deaf, {"messages": chat, "system": "Be brief."}, RejectReason.NOT_SHOWN, "the system column")
 
 
@@ -277,15 +277,13 @@ def test_special_tokens_are_refused_in_every_text(llama: Any, token: str) -> Non
         prompt_tokens(llama, [{"role": "user", "content": token}])
 
 
-def test_added_tokens_that_the_template_writes_are_refused_and_paired_tags_are_text(
-    tokenizer_for: Callable[..., Any], qwen25: Any
-) -> None:
+def test_added_tokens_that_the_template_writes_are_refused_and_paired_tags_are_text(qwen25: Any) -> None:
     """As DeepSeek-R1: the markers of its turns are no special tokens."""
     template = (
         "{{ bos_token }}{% for m in messages %}{{ '<｜' + m['role'].capitalize() + '｜>' + m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
     )
-    tokenizer = tokenizer_for(template)
+    tokenizer = build_tokenizer(template)
     markers = ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜unused｜>"]
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in markers])
     for marker in markers[:2]:
@@ -301,16 +299,14 @@ def test_added_tokens_that_the_template_writes_are_refused_and_paired_tags_are_t
         rejected(qwen25, row, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "</tool_call>")
 
 
-def test_prompts_take_tools_and_refuse_a_template_that_ignores_them(
-    tokenizer_for: Callable[..., Any], qwen25: Any
-) -> None:
+def test_prompts_take_tools_and_refuse_a_template_that_ignores_them(qwen25: Any) -> None:
     row = {"messages": CHAT, "tools": [WEATHER]}
     chat = parse_chat(row)
     assert isinstance(chat, Chat)
     prompt = prompt_tokens(qwen25, chat.messages[:3], chat.tools)
     assert qwen25.decode(prompt) == text_of(qwen25, row).removesuffix("It is 22 degrees.<|im_end|>\n")
     with pytest.raises(TemplateError, match=r"leaves out the tools.*: tool get_weather"):
-        prompt_tokens(tokenizer_for(LLAMA3_TEMPLATE), chat.messages[:1], chat.tools)
+        prompt_tokens(build_tokenizer(LLAMA3_TEMPLATE), chat.messages[:1], chat.tools)
 
 
 @pytest.mark.parametrize("unread", [{"thinking": "Hm."}, {"reasoning_content": "Hm."}, {"weight": 0}])
