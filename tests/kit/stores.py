@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from moa_data.storage.chunks.field import TOKENS
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.write.addition import StoreAddition
+from moa_data.storage.write.part import PartWriter
 from moa_data.storage.write.store import StoreWriter
 
 FIELDS = (tokens_field(), response_mask_field(), kv_field(4, 2, 8), hidden_field("last", 16))
 LENGTHS = (70, 3, 200, 64, 1, 129, 90, 33, 150, 64, 65, 12)
+Change = Callable[[str, dict[str, Any], np.ndarray], Any]
+"""What is written of a field for a row of the plan: (field's name, row, the recipe's values) -> values or codes."""
+
+
+def _as_they_are(name: str, row: dict[str, Any], values: np.ndarray) -> Any:
+    return values
 
 
 @dataclass(frozen=True)
@@ -37,19 +47,24 @@ class Recipe:
             return rng.integers(0, 100, shape, dtype=np.int32)
         return bfloat16_bits(rng.normal(size=shape).astype(np.float32))
 
-    def write_part(self, writer: StoreWriter, part: int) -> None:
+    def fill(self, out: PartWriter, change: Change = _as_they_are) -> None:
+        """Write the fields that a part takes, without a commit."""
+        for row in out.sequences.to_pylist():
+            values = {spec.name: change(spec.name, row, self.values(spec, row)) for spec in self.manifest.fields}
+            for name in out.fields:
+                out.write(name, row["first_token"], values[name], values[TOKENS])
+
+    def write_part(self, writer: StoreWriter | StoreAddition, part: int, change: Change = _as_they_are) -> None:
         """Write and commit one part."""
         with writer.part(part) as out:
-            for row in out.sequences.to_pylist():
-                for field in self.manifest.fields:
-                    out.write(field.name, row["first_token"], self.values(field, row))
+            self.fill(out, change)
             out.commit()
 
-    def write(self, path: Path) -> Path:
+    def write(self, path: Path, change: Change = _as_they_are, files: Mapping[str, bytes] | None = None) -> Path:
         """Write whatever of the store is missing."""
-        with StoreWriter.create_or_resume(path, self.manifest, self.plan) as writer:
+        with StoreWriter.create_or_resume(path, self.manifest, self.plan, files) as writer:
             for part in writer.pending_parts():
-                self.write_part(writer, part)
+                self.write_part(writer, part, change)
         return path
 
     def with_manifest(self, **changes: Any) -> Recipe:

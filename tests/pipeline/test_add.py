@@ -34,7 +34,7 @@ from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
-from moa_data.tests.kit.stores import read_tree
+from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.trainer.batch_reader import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
@@ -288,10 +288,7 @@ def test_a_damaged_added_field_is_extracted_again(config: ExtractConfig) -> None
     begun(config)
     add(addition(config))
     whole = read_tree(config.out)
-    path = next(Path(config.out).glob("parts/part-00001.zarr/hidden/layer_1/c/*/*"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(next(Path(config.out).glob("parts/part-00001.zarr/hidden/layer_1/c/*/*")))
     plan = plan_repair(config.out)
     assert plan.parts == (1,)
     assert repair(plan, config.model).n_parts_done == 1

@@ -30,7 +30,7 @@ from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
 from moa_data.storage.parts import shard
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
-from moa_data.tests.kit.stores import read_tree
+from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 
@@ -126,14 +126,8 @@ def replace_byte(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new, 1))
 
 
-def change_weights(folder: Path) -> None:
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
-
-
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "weights": (change_weights, r"identities\.target\.weights_sha256"),
+    "weights": (lambda folder: flip(folder / "model.safetensors", -1), r"identities\.target\.weights_sha256"),
     "config": (
         lambda folder: replace_byte(folder / "config.json", b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05'),
         r"identities\.target\.config_sha256",

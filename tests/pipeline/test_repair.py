@@ -15,7 +15,7 @@ from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import RepairImpossible, StoreMismatch
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
-from moa_data.tests.kit.stores import read_tree
+from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 
@@ -25,12 +25,6 @@ def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConf
         model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
         target_layers=1, part_tokens=512, batch_tokens=256,
     )  # fmt: skip
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.disk.durable import crc32c
-from moa_data.storage.dtypes import from_float32
 from moa_data.storage.errors import ManifestInvalid, ShardCorrupt, StoreError
 from moa_data.storage.parts.commit import PartCommit, read_part_commit
 from moa_data.storage.parts.manifest_commit import write_manifest_commit
@@ -35,7 +34,6 @@ from moa_data.storage.parts.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
-from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.hostile import (
     QUICK_AND_LONG,
     bounded_memory,
@@ -263,20 +261,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kv.rope, kv.embeddings = Rope(np.ones(4), np.float32(1)), rng.normal(size=(100, 16)).astype(np.float32)
     kv.calibrate([rng.normal(size=(300, 2, 1, 2, 8)).astype(np.float32)], [rng.integers(0, 100, 300)])
     last.calibrate([rng.normal(size=(300, 16)).astype(np.float32)])
-    manifest = recipe.with_manifest(codec=codec.describe()).manifest
     path = tmp_path_factory.mktemp("learned") / "store"
-    with StoreWriter.create_or_resume(path, manifest, recipe.plan, codec.files()) as writer:
-        for part in writer.pending_parts():
-            with writer.part(part) as out:
-                for row in out.sequences.to_pylist():
-                    tokens = recipe.values(fields[0], row)
-                    for spec in fields:
-                        shape = (row["n_tokens"], *spec.token_shape)
-                        values = from_float32(rng.normal(size=shape).astype(np.float32), "bfloat16")
-                        written = values if spec.dtype == "bfloat16" else recipe.values(spec, row)
-                        out.write(spec.name, row["first_token"], written, tokens)
-                out.commit()
-    return path
+    return recipe.with_manifest(codec=codec.describe()).write(path, files=codec.files())
 
 
 def use_believing(store: Path, basis: bytes) -> None:

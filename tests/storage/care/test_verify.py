@@ -13,7 +13,7 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import SchemaVersionError, StoreNotFound
 from moa_data.storage.schema import StoreManifest
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe, make_recipe
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 
 
 def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
@@ -28,11 +28,12 @@ def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
 
 
 def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recipe: Recipe) -> None:
-    def spoil(values: np.ndarray, row: dict[str, Any]) -> None:
-        values[0, 0, 0, 0, 0] = 0x7FC0
+    def spoil(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+        if name == "kv":
+            values[0, 0, 0, 0, 0] = 0x7FC0
+        return values
 
-    store = tmp_path / "store"
-    write_with(recipe, store, "kv", spoil)
+    store = recipe.write(tmp_path / "store", spoil)
     report = verify_store(store, values=False)
     assert report.ok
     assert (report.n_sequences, report.n_tokens) == (12, 881)
@@ -44,12 +45,6 @@ def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recip
 def canonical(document: dict[str, Any]) -> str:
     """The one way in which commits are written."""
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_every_flipped_byte_of_every_file_is_found(store: Path) -> None:
@@ -118,28 +113,14 @@ def test_damaged_commits_are_found(store: Path) -> None:
     assert damage.message == "a commit of a part that the plan does not have"
 
 
-def write_with(recipe: Recipe, path: Path, field: str, change: Any) -> None:
-    """Write a store in which one field of every sequence is changed."""
-    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
-        for part in writer.pending_parts():
-            with writer.part(part) as out:
-                for row in out.sequences.to_pylist():
-                    for spec in recipe.manifest.fields:
-                        values = recipe.values(spec, row)
-                        if spec.name == field:
-                            change(values, row)
-                        out.write(spec.name, row["first_token"], values)
-                out.commit()
-
-
 @pytest.mark.parametrize(("bits", "layer"), [(0x7FC0, 2), (0xFF80, 0)])
 def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe, bits: int, layer: int) -> None:
-    def spoil(values: np.ndarray, row: dict[str, Any]) -> None:
-        if row["source_row"] == 2:
+    def spoil(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+        if name == "kv" and row["source_row"] == 2:
             values[150, layer, 1, 0, 3] = bits
+        return values
 
-    write_with(recipe, tmp_path / "store", "kv", spoil)
-    (damage,) = verify_store(tmp_path / "store").damages
+    (damage,) = verify_store(recipe.write(tmp_path / "store", spoil)).damages
     assert damage.message == (
         f"sequence id-2 (source row 2): 1 values are NaN or infinite in layer {layer}; "
         f"the first at token 150, layer {layer}, kv_head 1, key_value 0, head_dim 3"
@@ -147,22 +128,21 @@ def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe
     assert damage.path == f"parts/part-{damage.part:05d}.zarr/kv"
 
 
-def test_masks_and_tokens_are_held_to_the_plan(tmp_path: Path, recipe: Recipe) -> None:
-    def clear(values: np.ndarray, row: dict[str, Any]) -> None:
-        if row["source_row"] == 0:
-            values[:] = 0
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("response_mask", 0, "response mask counts 0 tokens, the plan says 35"),
+        ("tokens", 100, "lie outside the vocabulary of 100"),
+    ],
+)
+def test_masks_and_tokens_are_held_to_the_plan(
+    tmp_path: Path, recipe: Recipe, field: str, value: int, message: str
+) -> None:
+    def spoil(name: str, row: dict[str, Any], values: np.ndarray) -> np.ndarray:
+        return np.full_like(values, value) if name == field and row["source_row"] == 0 else values
 
-    write_with(recipe, tmp_path / "masks", "response_mask", clear)
-    (damage,) = verify_store(tmp_path / "masks").damages
-    assert "response mask counts 0 tokens, the plan says 35" in damage.message
-
-    def raise_ids(values: np.ndarray, row: dict[str, Any]) -> None:
-        if row["source_row"] == 1:
-            values[0] = 100
-
-    write_with(recipe, tmp_path / "tokens", "tokens", raise_ids)
-    (damage,) = verify_store(tmp_path / "tokens").damages
-    assert "lie outside the vocabulary of 100" in damage.message
+    (damage,) = verify_store(recipe.write(tmp_path / "store", spoil)).damages
+    assert message in damage.message
 
 
 def test_unreadable_stores_raise(store: Path, tmp_path: Path, recipe: Recipe) -> None:

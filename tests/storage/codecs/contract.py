@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from moa_data.storage.dtypes import from_float32, to_float32
 from moa_data.storage.errors import CodecUnknown, StoreMismatch, WriteInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest
-from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import make_recipe, read_tree
 
 RECIPE = make_recipe()
@@ -83,16 +81,8 @@ class CodecContract:
 
     @classmethod
     def write(cls, path: Path, codec: StoreCodec) -> Path:
-        manifest = replace(RECIPE.manifest, codec=codec.describe())
-        with StoreWriter.create_or_resume(path, manifest, RECIPE.plan, codec.files()) as writer:
-            for part in writer.pending_parts():
-                with writer.part(part) as out:
-                    for row in out.sequences.to_pylist():
-                        sequence = SEQUENCES[ROWS.index(row)]
-                        for field, values in sequence.items():
-                            out.write(field, row["first_token"], values, sequence[TOKENS])
-                    out.commit()
-        return path
+        recipe = RECIPE.with_manifest(codec=codec.describe())
+        return recipe.write(path, lambda name, row, _: SEQUENCES[ROWS.index(row)][name], codec.files())
 
     @pytest.mark.parametrize("field", _ACTIVATIONS)
     @pytest.mark.parametrize("n_tokens", [0, 1, 64, 150])

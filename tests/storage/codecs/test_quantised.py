@@ -97,19 +97,16 @@ def test_fields_that_do_not_fit_are_refused() -> None:
 
 def write_kv(path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict[str, Any]], None]) -> Path:
     """Write a store whose codes of keys and values are changed before they are stored."""
-    recipe = recipe.with_manifest(codec=StoreCodec("int8", recipe.manifest.fields).describe())
-    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
-        for part in writer.pending_parts():
-            with writer.part(part) as out:
-                for row in out.sequences.to_pylist():
-                    for spec in recipe.manifest.fields:
-                        values: Any = recipe.values(spec, row)
-                        if spec.name == "kv":
-                            values = writer.codec.fields["kv"].encode(to_float32(values, "bfloat16"))
-                            change(values, row)
-                        out.write(spec.name, row["first_token"], values)
-                out.commit()
-    return path
+    codec = StoreCodec("int8", recipe.manifest.fields)
+
+    def encoded(name: str, row: dict[str, Any], values: np.ndarray) -> Any:
+        if name != "kv":
+            return values
+        codes = codec.fields["kv"].encode(to_float32(values, "bfloat16"))
+        change(codes, row)
+        return codes
+
+    return recipe.with_manifest(codec=codec.describe()).write(path, encoded)
 
 
 def test_scales_that_are_not_finite_are_damage(tmp_path: Path, recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk.checking import exists
 from moa_data.storage.errors import CheckIncomplete, StoreError
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
 QUICK = ("EMFILE", "EACCES", "MemoryError")
 OTHERS = ("ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP")
@@ -69,12 +69,6 @@ def once_at(n: int, lasting: bool) -> Callable[[str], bool]:
     """Whether this is the n-th call, or one after it."""
     count = itertools.count()
     return lambda path: (i := next(count)) == n or (lasting and i > n)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def n_calls(store: Path, action: Callable[[], Any]) -> int:
@@ -215,9 +209,7 @@ def test_a_part_stays_where_its_commit_cannot_be_seen(store: Path, recipe: Recip
     (store / "commits/part-00001.json").unlink()
     with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
         out = writer.part(1)
-        for row in out.sequences.to_pylist():
-            for field in recipe.manifest.fields:
-                out.write(field.name, row["first_token"], recipe.values(field, row))
+        recipe.fill(out)
         out.commit()
         with refusing(store, "EIO", lambda text: text.endswith("commits/part-00001.json")):
             out.discard()

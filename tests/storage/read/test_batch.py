@@ -23,7 +23,7 @@ from moa_data.storage.errors import ShardCorrupt, ShardMissing, SliceInvalid, St
 from moa_data.storage.parts import grid
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.stores import Recipe, make_recipe
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 
 NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
 KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
@@ -181,9 +181,7 @@ def test_wrong_requests_say_what_is_there(store: Path) -> None:
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_damage_is_named_and_ends_all_threads(store: Path, n_threads: int) -> None:
     reader = ActivationStore(store)
-    data = bytearray((store / KV_SHARD).read_bytes())
-    data[100] ^= 1
-    (store / KV_SHARD).write_bytes(data)
+    flip(store / KV_SHARD, 100)
     with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD}: chunk checksum is .*tokens from 0 of the shard"):
         reader.read_batch(range(len(reader)), "kv", n_threads=n_threads)
     reader.close()

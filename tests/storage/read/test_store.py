@@ -25,7 +25,7 @@ from moa_data.storage.errors import (
     UnknownField,
 )
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.stores import Recipe
+from moa_data.tests.kit.stores import Recipe, flip
 
 KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
 
@@ -176,12 +176,6 @@ def test_missing_file_is_refused_at_opening_and_later(store: Path) -> None:
         reader.read(i, "kv")
     with pytest.raises(ShardMissing, match=f"{KV_SHARD} is missing although it was committed"):
         ActivationStore(store)
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
 
 
 def test_flipped_byte_in_a_chunk_names_file_and_tokens(store: Path) -> None:

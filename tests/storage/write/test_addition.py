@@ -25,7 +25,7 @@ from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec, unfinished_fields
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
 OLD_WEIGHTS, NEW_WEIGHTS = b"norm" * 50, b"norm, layers" * 80
 
@@ -61,15 +61,6 @@ def opened(path: Path) -> StoreWriter:
     return StoreWriter.create_or_resume(path, read_manifest(path), read_plan(path / "plan.parquet"))
 
 
-def write_fields(addition: StoreAddition, wanted: Recipe, part: int) -> None:
-    with addition.part(part) as out:
-        for row in out.sequences.to_pylist():
-            for name in out.fields:
-                spec = next(spec for spec in wanted.manifest.fields if spec.name == name)
-                out.write(name, row["first_token"], wanted.values(spec, row))
-        out.commit()
-
-
 def add(path: Path, wanted: Recipe) -> None:
     """Do, or go on with, the addition."""
     with opened(path) as writer:
@@ -77,7 +68,7 @@ def add(path: Path, wanted: Recipe) -> None:
             write_bundle(writer, NEW_WEIGHTS)
         addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
         for part in addition.pending_parts():
-            write_fields(addition, wanted, part)
+            wanted.write_part(addition, part)
         addition.finish()
 
 
@@ -236,7 +227,7 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
     with opened(store) as writer:
         addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
         assert addition.pending_parts() == [0, 1]
-        write_fields(addition, wanted, 1)
+        wanted.write_part(addition, 1)
         with pytest.raises(PartIncomplete, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"):
             addition.finish()
         with pytest.raises(WriteInvalid, match="Part 1 lacks no field"):
@@ -277,10 +268,7 @@ def test_damage_of_an_added_field_is_named_and_repaired(recipe: Recipe, wanted: 
     add(store, wanted)
     whole = read_tree(store)
     for name in ("hidden/layer_2/c/0/0", "hidden/layer_1/zarr.json"):
-        path = store / "parts/part-00001.zarr" / name
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip(store / "parts/part-00001.zarr" / name)
         plan = plan_repair(store)
         assert plan.parts == (1,)
         assert any(name in damage.path for damage in plan.damages)

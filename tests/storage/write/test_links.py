@@ -17,7 +17,7 @@ from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe, make_recipe
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 
 NAMES = (
     "parts", "target", "commits", "codec", "runs", "store.json", "plan.parquet", "store.lock", "README.md",
@@ -48,8 +48,7 @@ def store(tmp_path: Path, recipe: Recipe) -> Path:
     (path / "codec/basis.safetensors").write_bytes(b"")
     (path / "README.md").write_text("card")
     for damaged in ("parts/part-00001.zarr/tokens/c/0", "target/more/weights"):
-        data = (path / damaged).read_bytes()
-        (path / damaged).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        flip(path / damaged, -1)
     return path
 
 

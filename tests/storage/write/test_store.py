@@ -88,9 +88,7 @@ def test_a_part_is_opened_once_at_a_time(writer: StoreWriter, recipe: Recipe) ->
     with writer.part(0) as out:
         with pytest.raises(WriteInvalid, match="Part 0 is being written already"):
             writer.part(0)
-        for row in out.sequences.to_pylist():
-            for field in recipe.manifest.fields:
-                out.write(field.name, row["first_token"], recipe.values(field, row))
+        recipe.fill(out)
         out.commit()
 
 
@@ -116,10 +114,7 @@ def test_wrong_writes_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
 
 def test_a_forgotten_sequence_is_not_committed(writer: StoreWriter, recipe: Recipe) -> None:
     with writer.part(0) as out:
-        for row in out.sequences.to_pylist():
-            for field in recipe.manifest.fields:
-                n = row["n_tokens"] - (field.name == "kv" and row["first_token"] == 0)
-                out.write(field.name, row["first_token"], recipe.values(field, row)[:n])
+        recipe.fill(out, lambda name, row, x: x[:-1] if name == "kv" and row["first_token"] == 0 else x)
         with pytest.raises(PartIncomplete, match=r"1 of \d sequences were not written to 'kv', the first at tokens 0"):
             out.commit()
     assert 0 in writer.pending_parts()

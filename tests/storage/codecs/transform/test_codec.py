@@ -21,7 +21,7 @@ from moa_data.storage.errors import CodecUnknown, ShardCorrupt, WriteInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe
+from moa_data.tests.kit.stores import Recipe, flip
 
 from .. import contract
 from ..contract import CodecContract
@@ -111,10 +111,7 @@ class TestTransformWithTokens(TransformContract):
 
     def test_another_table_of_features_is_damage(self, written: Path, tmp_path: Path) -> None:
         shutil.copytree(written, tmp_path / "store")
-        basis = tmp_path / "store/codec/basis.safetensors"
-        content = bytearray(basis.read_bytes())
-        content[-1] ^= 1
-        basis.write_bytes(content)
+        flip(tmp_path / "store/codec/basis.safetensors", -1)
         with pytest.raises(ShardCorrupt, match="sha256"):
             ActivationStore(tmp_path / "store")
 
