@@ -256,29 +256,15 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: Extrac
 
 
 KILL_SCRIPT = """
-    import os, signal, sys
+    import sys
     import torch
     from moa_data.pipeline import extract as extract_module, forwards as forwards_module
     from moa_data.pipeline.config import ExtractConfig
     from moa_data.storage.write import part as part_writer, store as writer
+    from moa_data.tests.kit.kills import die_at, kill_at_points
 
     torch.set_num_threads(1)
     model, dataset, out = sys.argv[1:]
-
-    def die(*_arguments, **_named):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def die_at(owner, name, at_call, after=False):
-        real, calls = getattr(owner, name), [0]
-        def wrapper(*arguments, **named):
-            calls[0] += 1
-            if calls[0] == at_call and not after:
-                die()
-            result = real(*arguments, **named)
-            if calls[0] == at_call:
-                die()
-            return result
-        setattr(owner, name, wrapper)
 
     POINTS = {
         "manifest": lambda: die_at(writer, "write_atomic", 2),
@@ -287,16 +273,9 @@ KILL_SCRIPT = """
         "before_commit": lambda: die_at(part_writer, "write_atomic", 1),
         "after_commit": lambda: die_at(part_writer, "write_atomic", 2, after=True),
     }
-    for name, arm in POINTS.items():
-        child = os.fork()
-        if child == 0:
-            arm()
-            extract_module.extract(ExtractConfig.of(model=model, dataset=dataset, out=f"{out}-{name}", max_length=128,
-                device="cpu", target_layers=1, part_tokens=512, batch_tokens=256))
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
-        print(name)
+    kill_at_points(POINTS, lambda name: extract_module.extract(ExtractConfig.of(
+        model=model, dataset=dataset, out=f"{out}-{name}", max_length=128, device="cpu", target_layers=1,
+        part_tokens=512, batch_tokens=256)))
 """
 
 
@@ -306,9 +285,7 @@ def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_
     arguments = [sys.executable, "-c", textwrap.dedent(KILL_SCRIPT), config.model, config.dataset, config.out]
     run = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
-    names = run.stdout.split()
-    assert len(names) == 5
-    for name in names:
+    for name in ("manifest", "bundle", "mid_part", "before_commit", "after_commit"):
         killed = elsewhere(config, f"store-{name}")
         if (Path(killed.out) / "store.json").exists():
             report = verify_store(killed.out)

@@ -66,20 +66,12 @@ print(n_struck, "kills,", n_done, "stores")
 """
 
 
-def random_kills(folder: Path, n_kills: int) -> None:
-    command = [sys.executable, "-c", RANDOM_KILLS, str(folder), str(n_kills)]
+@pytest.mark.parametrize("n_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_kill_at_random_instants(tmp_path: Path, n_kills: int) -> None:
+    command = [sys.executable, "-c", RANDOM_KILLS, str(tmp_path), str(n_kills)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) >= n_kills
-
-
-def test_kill_at_random_instants(tmp_path: Path) -> None:
-    random_kills(tmp_path, 10)
-
-
-@pytest.mark.slow
-def test_kill_at_two_hundred_random_instants(tmp_path: Path) -> None:
-    random_kills(tmp_path, 200)
 
 
 @pytest.fixture
@@ -106,16 +98,17 @@ def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
         yield content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
 
 
-def check_mutations(recipe: Recipe, folder: Path, positions: int, parts: str = "") -> None:
-    """Damage every file of a store in every way: it is named, and repaired to the very same bytes.
+@pytest.mark.parametrize(
+    ("positions", "parts"), [(1, ""), pytest.param(60, "part-00000", marks=pytest.mark.slow)], ids=["once", "many"]
+)
+def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: str) -> None:
+    """What is damaged is named, and repaired to the very same bytes.
 
-    Args:
-        recipe: of the store.
-        folder: where the store goes.
-        positions: places of a file at which a bit is flipped.
-        parts: only files with this in their name, if they belong to a part.
+    With many places only files of one part are damaged: each mutation opens the store five times for all its commits.
     """
-    store = write_all(recipe, folder / "store")
+    recipe = make_recipe((70, 3, 130), part_tokens=192)
+    assert recipe.manifest.n_parts == 2
+    store = write_all(recipe, tmp_path / "store")
     whole = read_tree(store)
     assert {"store.json", "plan.parquet", "commits/store.json", "commits/target.json", "target/config.json"} < set(
         whole
@@ -143,51 +136,21 @@ def check_mutations(recipe: Recipe, folder: Path, positions: int, parts: str = "
             assert read_tree(store) == whole, name
 
 
-def test_every_file_damaged_in_every_way(tmp_path: Path) -> None:
-    check_mutations(make_recipe((70, 3, 130), part_tokens=192), tmp_path, positions=1)
-
-
-@pytest.mark.slow
-def test_every_file_damaged_at_many_places(tmp_path: Path) -> None:
-    """Two parts, of which one is damaged: each mutation costs five openings of the store for all its commits."""
-    recipe = make_recipe((70, 3, 130), part_tokens=192)
-    assert recipe.manifest.n_parts == 2
-    check_mutations(recipe, tmp_path, positions=60, parts="part-00000")
-
-
 # A repair that drops one part, and mends by the way what an opening mends, is killed before each call that changes
 # something; each time on a copy of the same damaged store.
 KILLED_REPAIRS = """
-import os, shutil, signal, sys
+import shutil, sys
 from pathlib import Path
 
-from moa_data.tests.kit import stores as kit
 from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.tests.kit.kills import kill_at_every_change
 
-damaged, folder = Path(sys.argv[1]), Path(sys.argv[2])
+def repair(n, arm):
+    plan = plan_repair(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / str(n)))
+    arm()
+    drop_damage(plan)
 
-def kill_at(n):
-    left = [n]
-    for name in ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
-        def call(*arguments, real=getattr(os, name), **options):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **options)
-        setattr(os, name, call)
-
-for n in range(1, 10_000):
-    store = shutil.copytree(damaged, folder / str(n))
-    child = os.fork()
-    if child == 0:
-        plan = plan_repair(store)
-        kill_at(n)
-        drop_damage(plan)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status):
-        sys.exit(os.WEXITSTATUS(status))
-    assert os.WTERMSIG(status) == signal.SIGKILL
+kill_at_every_change(repair)
 """
 
 

@@ -323,38 +323,19 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 
 KILLED_RUNS = """
-import os, signal, sys
+import sys
 from pathlib import Path
 
-from moa_data.tests.kit import stores as kit
-recipe = kit.make_recipe()
+from moa_data.tests.kit.kills import kill_at_every_change
+from moa_data.tests.kit.stores import make_recipe
 
-def kill_at(n):
-    # A write is torn in the middle; everything else does not happen at all.
-    left = [n]
-    def wrap(name):
-        real = getattr(os, name)
-        def call(*arguments, **options):
-            left[0] -= 1
-            if left[0] == 0:
-                if name == "write":
-                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **options)
-        setattr(os, name, call)
-    for name in ("write", "fsync", "rename", "replace", "mkdir"):
-        wrap(name)
+recipe = make_recipe()
 
-for n in range(1, 10_000, int(sys.argv[2])):
-    child = os.fork()
-    if child == 0:
-        kill_at(n)
-        recipe.write(Path(sys.argv[1]) / str(n))
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status):
-        sys.exit(os.WEXITSTATUS(status))
-    assert os.WTERMSIG(status) == signal.SIGKILL
+def write(n, arm):
+    arm()
+    recipe.write(Path(sys.argv[1]) / str(n))
+
+kill_at_every_change(write, every=int(sys.argv[2]))
 """
 
 

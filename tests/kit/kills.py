@@ -1,0 +1,79 @@
+"""Kills of forks of this process, for scripts that run apart from pytest, whose process has threads."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+CHANGING_CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+def die() -> None:
+    """End this process as kill -9 does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(owner: Any, name: str, at_call: int, after: bool = False) -> None:
+    """Kill this process at a call of a function, before or after it is done."""
+    real, n_calls = getattr(owner, name), 0
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == at_call and not after:
+            die()
+        result = real(*arguments, **options)
+        if n_calls == at_call:
+            die()
+        return result
+
+    setattr(owner, name, call)
+
+
+def _die_at_change(n: int) -> None:
+    """Kill this process at the n-th call that changes the disk: a write is torn, any other call does not happen."""
+    left = n
+
+    def wrap(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                if name == "write":
+                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                die()
+            return real(*arguments, **options)
+
+        setattr(os, name, call)
+
+    for name in CHANGING_CALLS:
+        wrap(name)
+
+
+def _status_of(action: Callable[[], object]) -> int:
+    """Run an action in a fork."""
+    child = os.fork()
+    if child == 0:
+        action()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def kill_at_points(points: dict[str, Callable[[], None]], action: Callable[[str], object]) -> None:
+    """Run an action once for each point, at which it must die."""
+    for name, arm in points.items():
+        status = _status_of(lambda name=name, arm=arm: (arm(), action(name)))  # type: ignore[misc]
+        assert os.WIFSIGNALED(status), (name, status)
+        assert os.WTERMSIG(status) == signal.SIGKILL, (name, status)
+
+
+def kill_at_every_change(action: Callable[[int, Callable[[], None]], object], every: int = 1) -> None:
+    """Run an action until it ends, killed at a later change each time; it is given a call that arms the kill."""
+    for n in range(1, 10_000, every):
+        status = _status_of(lambda n=n: action(n, lambda: _die_at_change(n)))  # type: ignore[misc]
+        if os.WIFEXITED(status):
+            sys.exit(os.WEXITSTATUS(status))
+        assert os.WTERMSIG(status) == signal.SIGKILL
