@@ -86,7 +86,7 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp
                 np.testing.assert_array_equal(out[f"{row['sequence_id']}:{spec.name}"], recipe.values(spec, row))
 
 
-def test_zarr_python_reads_all_fields_by_the_steps_of_the_document(tmp_path: Path) -> None:
+def test_zarr_python_reads_by_the_steps_of_the_document_added_fields_too(tmp_path: Path) -> None:
     recipe = kit.make_recipe(lengths=(70, 3, 200), part_tokens=300)
     store = recipe.write(tmp_path / "store")
     more = recipe.with_manifest(fields=(*recipe.manifest.fields, schema.hidden_field("layer_2", 16)))

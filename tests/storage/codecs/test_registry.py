@@ -7,15 +7,8 @@ import pytest
 
 from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.errors import CodecUnknown, ManifestInvalid
-from moa_data.storage.schema import kv_field
+from moa_data.storage.errors import ManifestInvalid
 from moa_data.tests.kit.stores import Recipe
-
-
-@pytest.mark.parametrize("name", ["int3", "int4", "fp8"])
-def test_unknown_codec_is_refused(name: str) -> None:
-    with pytest.raises(CodecUnknown, match=rf"Unknown codec '{name}'. Use one of: lossless"):
-        StoreCodec(name, (kv_field(4, 2, 8),))
 
 
 @pytest.mark.parametrize(

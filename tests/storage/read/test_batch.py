@@ -191,23 +191,25 @@ def test_damage_is_named_and_ends_all_threads(store: Path, n_threads: int) -> No
     reader.read_batch(range(len(reader)), "tokens", n_threads=n_threads)
 
 
-def checksum(reader: ActivationStore) -> int:
-    return int(reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64))
+def checksums(reader: ActivationStore) -> tuple[int, int]:
+    """Checksums of all keys and values, read together and one by one."""
+    together = reader.read_batch(range(len(reader)), "kv", n_threads=3)["kv"].sum(dtype=np.int64)
+    return int(together), sum(int(reader.read(i, "kv").sum(dtype=np.int64)) for i in range(len(reader)))
 
 
-def put_checksum(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
-    queue.put(checksum(reader))
+def put_checksums(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
+    queue.put(checksums(reader))
 
 
 def test_threads_and_forked_children_read_the_same(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalFile, "max_read_bytes", 3000)  # enough reads for several threads
     with ActivationStore(store) as reader:
-        expected = checksum(reader)
+        expected = checksums(reader)
         with ThreadPoolExecutor(4) as pool:
-            running = [pool.submit(checksum, reader) for _ in range(12)]
+            running = [pool.submit(checksums, reader) for _ in range(12)]
             context = multiprocessing.get_context("fork")
             queue = context.Queue()
-            child = context.Process(target=put_checksum, args=(reader, queue))
+            child = context.Process(target=put_checksums, args=(reader, queue))
             child.start()
             assert queue.get(timeout=30) == expected
             child.join(30)

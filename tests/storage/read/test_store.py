@@ -1,19 +1,15 @@
 """Reading parts of sequences, into buffers, from threads and forks; and saying clearly what cannot be read."""
 
 import json
-import multiprocessing
 import pickle
 import shutil
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moa_data.storage.disk import open_files
 from moa_data.storage.errors import (
     ManifestInvalid,
     PartUncommitted,
@@ -94,55 +90,11 @@ def test_wrong_requests_say_what_is_there(reader: ActivationStore) -> None:
         reader.read_into(0, "hidden/last", np.zeros((1, 16), np.uint16))
 
 
-def test_threads_read_the_same_with_few_open_shards(
-    store: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(open_files, "MAX_OPEN_FILES", 2)
-    reader = ActivationStore(store)
-    expected = {i: recipe.values(reader.fields["kv"], row) for i, row in enumerate(rows(reader))}
-    with ThreadPoolExecutor(8) as pool:
-        jobs = [(i, pool.submit(reader.read, i, "kv")) for _ in range(20) for i in expected]
-        for i, job in jobs:
-            np.testing.assert_array_equal(job.result(), expected[i])
-
-
-def read_in_child(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
-    queue.put([reader.read(i, "kv").sum(dtype=np.int64) for i in range(len(reader))])
-
-
-def test_a_forked_child_reads_while_a_thread_of_the_parent_reads(reader: ActivationStore) -> None:
-    expected = [reader.read(i, "kv").sum(dtype=np.int64) for i in range(len(reader))]
-    stop = threading.Event()
-
-    def keep_reading() -> None:
-        while not stop.is_set():
-            reader.read(0, "kv")
-
-    thread = threading.Thread(target=keep_reading)
-    thread.start()
-    try:
-        context = multiprocessing.get_context("fork")
-        for _ in range(3):
-            queue = context.Queue()
-            child = context.Process(target=read_in_child, args=(reader, queue))
-            child.start()
-            assert queue.get(timeout=30) == expected
-            child.join(30)
-            assert child.exitcode == 0
-    finally:
-        stop.set()
-        thread.join()
-
-
-def test_pickles_and_reads_again(reader: ActivationStore) -> None:
-    copy = pickle.loads(pickle.dumps(reader))
-    np.testing.assert_array_equal(copy.read(0, "kv"), reader.read(0, "kv"))
-
-
-def test_reads_again_after_close(reader: ActivationStore) -> None:
+def test_reads_again_after_close_and_pickled(reader: ActivationStore) -> None:
     before = reader.read(0, "kv")
     reader.close()
-    np.testing.assert_array_equal(reader.read(0, "kv"), before)
+    for again in (reader, pickle.loads(pickle.dumps(reader))):
+        np.testing.assert_array_equal(again.read(0, "kv"), before)
 
 
 def test_a_part_without_commit_does_not_exist(store: Path, recipe: Recipe) -> None:
@@ -178,20 +130,16 @@ def test_missing_file_is_refused_at_opening_and_later(store: Path) -> None:
         ActivationStore(store)
 
 
-def test_flipped_byte_in_a_chunk_names_file_and_tokens(store: Path) -> None:
-    flip(store / KV_SHARD, 100)
+@pytest.mark.parametrize(
+    ("at", "message"), [(100, "chunk checksum is .*tokens from 0 of the shard"), (-20, "index checksum is")]
+)
+def test_a_flipped_byte_names_file_and_tokens(store: Path, at: int, message: str) -> None:
+    flip(store / KV_SHARD, at)
     reader = ActivationStore(store)
     i = reader.sequences["part"].to_pylist().index(1)
-    with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD}: chunk checksum is .*tokens from 0 of the shard"):
+    with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD}: {message}"):
         reader.read(i, "kv")
     reader.read(i, "tokens")
-
-
-def test_flipped_byte_in_the_index_is_noticed(store: Path) -> None:
-    flip(store / KV_SHARD, -20)
-    reader = ActivationStore(store)
-    with pytest.raises(ShardCorrupt, match="index checksum is"):
-        reader.read(reader.sequences["part"].to_pylist().index(1), "kv")
 
 
 def test_truncation_after_opening_is_noticed(store: Path) -> None:
