@@ -5,6 +5,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moa_data.pipeline.chats import Rejection, RejectReason
+from moa_data.pipeline.prompts import TokenizedChat
+
 from .models import TEXT
 
 WORDS = TEXT.split()
@@ -14,6 +19,21 @@ def chat(*contents: str, **extra: Any) -> dict[str, Any]:
     """A chat of alternating user and assistant messages."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)], **extra}
+
+
+def rejected(found: object, reason: RejectReason, *details: str) -> None:
+    """Check that a row was rejected for a reason, with these texts in what it says."""
+    assert isinstance(found, Rejection), found
+    assert found.reason is reason, found
+    for detail in details:
+        assert detail in found.detail
+
+
+def marked_texts(tokenizer: Any, chat: object) -> list[str]:
+    """The text of each run of marked tokens."""
+    assert isinstance(chat, TokenizedChat), chat
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], chat.response_mask, [0]])))
+    return [tokenizer.decode(chat.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def random_chats(n_chats: int, seed: int = 0) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from .templates import BYTES_TEMPLATE
+from .templates import BYTES_TEMPLATE, LLAMA3_TEMPLATE
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -72,6 +73,13 @@ def build_text_model(family: str = "llama", seed: int = 0, **overrides: Any) -> 
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 9,
     }  # fmt: skip
     return build_model(family, seed, **(sizes | overrides))
+
+
+def write_target(folder: Path, **changes: Any) -> Path:
+    """Write a Llama target in bfloat16 with a Llama-3-like template."""
+    build_text_model(**changes).to(torch.bfloat16).save_pretrained(folder)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
+    return folder
 
 
 def random_prompts(n: int, seed: int, longest: int = 20) -> list[list[int]]:

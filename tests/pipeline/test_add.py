@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zarr
-from transformers import AutoModelForCausalLM
 
 from moa_data.errors import Interrupted, OptionInvalid
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -33,9 +31,8 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
-from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
-from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.trainer.batch_reader import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.errors import MissingField
@@ -277,24 +274,6 @@ def test_a_damaged_added_field_is_extracted_again(config: ExtractConfig) -> None
     assert read_tree(config.out) == whole
 
 
-def test_the_new_field_is_what_a_plain_forward_gives_and_plain_zarr_reads_it(config: ExtractConfig) -> None:
-    config = config.replaced(batch_tokens=1)  # one sequence per forward, so that every bit can agree
-    extract(config)
-    add(addition(config))
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-    with ActivationStore(config.out) as store:
-        for i, row in enumerate(store.sequences.to_pylist()[::5]):
-            i *= 5
-            tokens = torch.from_numpy(store.read(i, "tokens").astype(np.int64))[None]
-            with torch.inference_mode():
-                expected = model(tokens, output_hidden_states=True).hidden_states[1][0].bfloat16()
-            got = store.read(i, "hidden/layer_0")
-            assert torch.equal(torch.from_numpy(got).view(torch.bfloat16), expected)
-            part = zarr.open_group(Path(config.out) / f"parts/part-{row['part']:05d}.zarr", mode="r")
-            span = slice(row["first_token"], row["first_token"] + row["n_tokens"])
-            np.testing.assert_array_equal(part["hidden/layer_0"][span], got)
-
-
 def test_a_recoded_store_takes_fields_too(config: ExtractConfig, tmp_path: Path) -> None:
     begun(config)
     recode(config.out, "int8", tmp_path / "int8")
@@ -315,9 +294,7 @@ def test_another_target_and_another_device_are_refused(
     config: ExtractConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = begun(config)
-    other = tmp_path / "other"
-    build_text_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
-    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(other)
+    other = write_target(tmp_path / "other", seed=1)
     with pytest.raises(StoreMismatch, match=r"identities\.target\.weights_sha256: store has"):
         add(addition(config, model=str(other)))
     with pytest.raises(StoreMismatch, match=r"extraction\.device: store has 'cpu', given 'meta'"):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from moa_data.pipeline import audit as audit_module
 from moa_data.pipeline.audit import audit
@@ -16,6 +15,7 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import TargetDiffers
 from moa_data.pipeline.extract import extract
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.stores import flip
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,10 @@ def test_the_seed_picks_the_sequences(store: Path, target_folder: Path) -> None:
     assert chosen(1) != chosen(2)
 
 
-def test_another_target_is_refused(store: Path, target_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "other"
-    shutil.copytree(target_folder, folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] += 1
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+def test_another_target_is_refused(store: Path, model: Path) -> None:
+    flip(model / "model.safetensors", -1)
     with pytest.raises(TargetDiffers, match=r"another target than .*weights_sha256.*extract again"):
-        audit(store, str(folder), 2, 0, "cpu")
+        audit(store, str(model), 2, 0, "cpu")
 
 
 @pytest.mark.parametrize("field", ["tokens", "response_mask", "kv", "hidden/last", "hidden/layer_1"])

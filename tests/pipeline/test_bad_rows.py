@@ -18,7 +18,7 @@ from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.pipeline.prompts import tokenize_chat
 from moa_data.pipeline.rendering import MAX_CHAT_CHARS
 from moa_data.storage.parts.plan import plan_bytes
-from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.chats import random_chats, rejected, write_jsonl
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
@@ -96,9 +96,7 @@ def test_an_arrow_row_that_is_no_text_is_one_bad_row(tmp_path: Path, suffix: str
     chats = [parse_chat(row) for _, row in ChatSource(str(path), None).rows()]
     assert isinstance(chats[0], Chat)
     assert isinstance(chats[2], Chat)
-    assert isinstance(chats[1], Rejection)
-    assert chats[1].reason is RejectReason.MALFORMED_ROW
-    assert "utf-8" in chats[1].detail
+    rejected(chats[1], RejectReason.MALFORMED_ROW, "utf-8")
 
 
 @pytest.mark.parametrize("kind", ["zstd", "none", "stream", "file"])
@@ -146,9 +144,7 @@ def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pyt
 
 def test_a_chat_beyond_any_context_is_rejected() -> None:
     messages = [{"role": "user", "content": "a" * MAX_CHAT_CHARS}, {"role": "assistant", "content": "b"}]
-    rejection = tokenize_chat(build_tokenizer(LLAMA3_TEMPLATE), messages, 100)
-    assert isinstance(rejection, Rejection)
-    assert rejection.reason is RejectReason.TOO_LONG
+    rejected(tokenize_chat(build_tokenizer(LLAMA3_TEMPLATE), messages, 100), RejectReason.TOO_LONG)
 
 
 ENDLESS = [
@@ -170,8 +166,8 @@ def test_a_template_that_does_not_end_is_refused_or_its_rows_are(template: str) 
         some += "{% if messages[0]['content'] | length > 5 %}{{ again() }}{% endif %}"
     tokenizer = build_tokenizer(some + LLAMA3_TEMPLATE)
     rejection = tokenize_chat(tokenizer, messages, 100)
+    rejected(rejection, RejectReason.TEMPLATE_FAILED)
     assert isinstance(rejection, Rejection)
-    assert rejection.reason is RejectReason.TEMPLATE_FAILED
     assert rejection.detail
     short = [messages[0] | {"content": "short"}, messages[1]]
     assert not isinstance(tokenize_chat(tokenizer, short, 100), Rejection)
@@ -183,17 +179,10 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
     guarded = "{% if messages | length != 1 %}" + fault + "{% endif %}" if "messages[0]" not in fault else fault
     tokenizer = build_tokenizer(guarded.replace("- 1)", "- 2)") + LLAMA3_TEMPLATE)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rejection = tokenize_chat(tokenizer, messages, 100)
-    assert isinstance(rejection, Rejection)
-    assert rejection.reason is RejectReason.TEMPLATE_FAILED
+    rejected(tokenize_chat(tokenizer, messages, 100), RejectReason.TEMPLATE_FAILED)
 
 
-def test_a_plan_over_an_endless_template_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in target_folder.iterdir():
-        (model / file.name).symlink_to(file)
-    (model / "chat_template.jinja").unlink()
+def test_a_plan_over_an_endless_template_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(ENDLESS[0] + LLAMA3_TEMPLATE)
     with pytest.raises(TemplateError, match=r"model: the chat template does not end: .*Mend the template"):
         plan_of(model, chats_file, tmp_path)

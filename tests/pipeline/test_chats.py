@@ -11,6 +11,7 @@ import pytest
 from moa_data.pipeline.chats import Chat, Rejection, RejectReason, parse_chat
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.errors import DatasetError
+from moa_data.tests.kit.chats import rejected
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -50,9 +51,7 @@ def test_text_parts_are_joined() -> None:
     ],
 )
 def test_unusable_rows_are_rejected_with_their_reason(row: Any, reason: RejectReason) -> None:
-    rejection = parse_chat(row)
-    assert isinstance(rejection, Rejection)
-    assert rejection.reason is reason
+    rejected(parse_chat(row), reason)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,49 +109,41 @@ def test_a_sequence_longer_than_the_positions_is_named(target_folder: Path, tmp_
     ],
 )
 def test_an_incomplete_model_folder_is_refused(
-    target_folder: Path, chats_file: Path, tmp_path: Path, removed: str, message: str
+    model: Path, chats_file: Path, tmp_path: Path, removed: str, message: str
 ) -> None:
-    folder = tmp_path / "target"
-    shutil.copytree(target_folder, folder)
-    (folder / removed).unlink()
+    (model / removed).unlink()
     with pytest.raises(TargetError, match=message):
-        build_plan(make_config(folder, chats_file, tmp_path))
+        build_plan(make_config(model, chats_file, tmp_path))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 @pytest.mark.parametrize("command", [build_plan, extract])
 def test_a_rotation_that_no_drafter_can_use_is_refused(
-    target_folder: Path, chats_file: Path, tmp_path: Path, rope_type: str, command: Callable[..., Any]
+    model: Path, chats_file: Path, tmp_path: Path, rope_type: str, command: Callable[..., Any]
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(target_folder, folder)
-    document = json.loads((folder / "config.json").read_text())
+    document = json.loads((model / "config.json").read_text())
     factors = [1.0] * 4
     document["rope_parameters"] = {
         "rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "short_factor": factors, "long_factor": factors,
         "original_max_position_embeddings": 128,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(document))
-    config = make_config(folder, chats_file, tmp_path)
+    (model / "config.json").write_text(json.dumps(document))
+    config = make_config(model, chats_file, tmp_path)
     with pytest.raises(TargetError, match=f"rope type '{rope_type}' changes with the length.*llama3, yarn"):
         command(config)
     assert not Path(config.out).exists()
 
 
-def test_a_model_without_chat_template_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    shutil.copytree(target_folder, folder)
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(TemplateError, match=rf"{folder}: the tokenizer has no chat template"):
-        build_plan(make_config(folder, chats_file, tmp_path))
+def test_a_model_without_chat_template_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(TemplateError, match=rf"{model}: the tokenizer has no chat template"):
+        build_plan(make_config(model, chats_file, tmp_path))
 
 
-def test_a_tokenizer_of_another_model_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    shutil.copytree(target_folder, folder)
-    build_text_model("llama", vocab_size=100).save_pretrained(folder)
+def test_a_tokenizer_of_another_model_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
+    build_text_model("llama", vocab_size=100).save_pretrained(model)
     with pytest.raises(DatasetError, match=r"vocabulary has 100 entries.*does not belong to this model"):
-        build_plan(make_config(folder, chats_file, tmp_path))
+        build_plan(make_config(model, chats_file, tmp_path))
 
 
 def test_all_problems_of_the_configuration_are_named_at_once(target_folder: Path, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.pipeline.chats import Rejection, RejectReason
+from moa_data.pipeline.chats import RejectReason
 from moa_data.pipeline.errors import TemplateError
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
@@ -37,12 +38,6 @@ def turns(*contents: str) -> Messages:
 def make(name: str) -> tuple[Any, str]:
     template, bos, eos = TEMPLATES[name]
     return build_tokenizer(template, bos, eos), eos
-
-
-def marked_texts(tokenizer: Any, chat: TokenizedChat) -> list[str]:
-    """The text of each run of marked tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], chat.response_mask, [0]])))
-    return [tokenizer.decode(chat.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def tokenized(tokenizer: Any, messages: Messages, max_length: int = 4096) -> TokenizedChat:
@@ -133,17 +128,12 @@ def test_a_generation_prompt_that_is_no_prefix_falls_back_to_the_text() -> None:
 
 def test_a_template_that_rewrites_the_response_is_rejected() -> None:
     tokenizer = build_tokenizer(CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), None, "<|im_end|>")
-    rejection = tokenize_chat(tokenizer, turns("q", "one"), 100)
-    assert isinstance(rejection, Rejection)
-    assert rejection.reason is RejectReason.TEMPLATE_REWRITES_RESPONSE
+    rejected(tokenize_chat(tokenizer, turns("q", "one"), 100), RejectReason.TEMPLATE_REWRITES_RESPONSE)
 
 
 def test_a_template_that_refuses_the_chat_is_a_rejection() -> None:
     tokenizer, _ = make("mistral")
-    rejection = tokenize_chat(tokenizer, turns("q", "a")[::-1], 100)
-    assert isinstance(rejection, Rejection)
-    assert rejection.reason is RejectReason.TEMPLATE_FAILED
-    assert "alternate" in rejection.detail
+    rejected(tokenize_chat(tokenizer, turns("q", "a")[::-1], 100), RejectReason.TEMPLATE_FAILED, "alternate")
 
 
 def test_truncation_cuts_tokens_and_mask_together() -> None:
@@ -155,17 +145,13 @@ def test_truncation_cuts_tokens_and_mask_together() -> None:
     assert not whole.truncated
     assert cut.tokens.tolist() == whole.tokens[:40].tolist()
     assert cut.response_mask.tolist() == whole.response_mask[:40].tolist()
-    rejection = tokenize_chat(tokenizer, messages, 4)
-    assert isinstance(rejection, Rejection)
-    assert rejection.reason is RejectReason.TRUNCATED_AWAY
+    rejected(tokenize_chat(tokenizer, messages, 4), RejectReason.TRUNCATED_AWAY)
 
 
 def test_special_tokens_in_the_text_are_rejected() -> None:
     tokenizer, _ = make("llama3")
     for messages in (turns("<|eot_id|> go", "a"), turns("q", "a<|begin_of_text|>")):
-        rejection = tokenize_chat(tokenizer, messages, 100)
-        assert isinstance(rejection, Rejection)
-        assert rejection.reason is RejectReason.SPECIAL_TOKEN_IN_CONTENT
+        rejected(tokenize_chat(tokenizer, messages, 100), RejectReason.SPECIAL_TOKEN_IN_CONTENT)
 
 
 @pytest.mark.parametrize("prefix", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"])

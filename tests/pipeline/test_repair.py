@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from moa_data.pipeline import calibrate
 from moa_data.pipeline.config import ExtractConfig
@@ -14,17 +13,8 @@ from moa_data.pipeline.repair import recorded_config, repair
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import RepairImpossible, StoreMismatch
-from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
-from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
-
-
-@pytest.fixture
-def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConfig:
-    return ExtractConfig.of(
-        model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu",
-        target_layers=1, part_tokens=512, batch_tokens=256,
-    )  # fmt: skip
 
 
 def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Path) -> None:
@@ -36,9 +26,7 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     plan = plan_repair(store)
     assert (plan.parts, plan.target, plan.manifest) == ((1,), True, False)
 
-    other = tmp_path / "other"
-    build_text_model("llama", seed=1).to(torch.bfloat16).save_pretrained(other)
-    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(other)
+    other = write_target(tmp_path / "other", seed=1)
     before = read_tree(store)
     with pytest.raises(StoreMismatch, match="weights_sha256"):
         repair(plan, str(other))

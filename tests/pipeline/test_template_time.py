@@ -2,7 +2,6 @@
 
 import datetime as datetime_module
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,9 @@ def on_day(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
 
 
 @pytest.fixture
-def model(target_folder: Path, tmp_path: Path) -> Path:
-    folder = Path(shutil.copytree(target_folder, tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text(TIMED)
-    return folder
+def model(model: Path) -> Path:
+    (model / "chat_template.jinja").write_text(TIMED)
+    return model
 
 
 @pytest.mark.parametrize("template", [TIMED, LLAMA32_DATE + LLAMA31_TEMPLATE, "{% set strf = strftime_now %}"

@@ -4,17 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AddedToken
 
-from moa_data.pipeline.chats import Chat, Rejection, RejectReason, parse_chat
+from moa_data.pipeline.chats import Chat, RejectReason, parse_chat
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.errors import PromptUnusable, TemplateError
 from moa_data.pipeline.prompts import TokenizedChat, prompt_tokens
 from moa_data.pipeline.sequences import tokenize_row
+from moa_data.tests.kit import chats as kit
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (
     CHATML_TEMPLATE,
@@ -72,11 +72,7 @@ def qwen3() -> Any:
 
 
 def responses(tokenizer: Any, row: Any) -> list[str]:
-    """The text of each run of marked tokens."""
-    chat = tokenize_row(tokenizer, row, 4096)
-    assert isinstance(chat, TokenizedChat), chat
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], chat.response_mask, [0]])))
-    return [tokenizer.decode(chat.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return kit.marked_texts(tokenizer, tokenize_row(tokenizer, row, 4096))
 
 
 def text_of(tokenizer: Any, row: Any) -> str:
@@ -86,11 +82,7 @@ def text_of(tokenizer: Any, row: Any) -> str:
 
 
 def rejected(tokenizer: Any, row: Any, reason: RejectReason, *details: str) -> None:
-    found = tokenize_row(tokenizer, row, 4096)
-    assert isinstance(found, Rejection), found
-    assert found.reason is reason, found
-    for detail in details:
-        assert detail in found.detail
+    kit.rejected(tokenize_row(tokenizer, row, 4096), reason, *details)
 
 
 QWEN_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo"}}\n</tool_call><|im_end|>'
@@ -314,9 +306,7 @@ def test_content_that_is_not_read_is_counted(unread: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "refusal": None, "weight": 1}]
     assert isinstance(parse_chat({"messages": messages, "documents": []}), Chat)
     for row in ({"messages": [messages[0], messages[1] | unread]}, {"messages": messages, "documents": ["a text"]}):
-        found = parse_chat(row)
-        assert isinstance(found, Rejection)
-        assert found.reason is RejectReason.CONTENT_NOT_READ
+        kit.rejected(parse_chat(row), RejectReason.CONTENT_NOT_READ)
 
 
 def test_a_system_prompt_column_is_a_system_message() -> None:

@@ -3,24 +3,19 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.tests.kit.chats import random_chats, write_jsonl
-from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import make_recipe
-from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 LAYERS = (1, 3, 4, 7)
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    build_text_model(num_hidden_layers=8).to(torch.bfloat16).save_pretrained(folder)
-    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
-    return folder
+    return write_target(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
 
 
 @pytest.fixture(scope="session")
