@@ -19,17 +19,9 @@ from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 
 
-def config(target_folder: Path, chats_file: Path, out: Path, **changes: Any) -> ExtractConfig:
-    base = ExtractConfig.of(
-        model=str(target_folder), dataset=str(chats_file), out=str(out), device="cpu", part_tokens=512, target_layers=1,
-        batch_tokens=512,
-    )  # fmt: skip
-    return base.replaced(**changes)
-
-
 @pytest.fixture
-def lossless(target_folder: Path, chats_file: Path, tmp_path: Path) -> Path:
-    extract(config(target_folder, chats_file, tmp_path / "lossless"))
+def lossless(config: ExtractConfig, tmp_path: Path) -> Path:
+    extract(config.replaced(out=str(tmp_path / "lossless")))
     return tmp_path / "lossless"
 
 
@@ -46,12 +38,12 @@ def data(store: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("codec", ["int8", "int6"])
 def test_recoding_gives_the_bytes_of_extracting(
-    lossless: Path, target_folder: Path, chats_file: Path, tmp_path: Path, codec: str
+    lossless: Path, config: ExtractConfig, tmp_path: Path, codec: str
 ) -> None:
     report = recode(lossless, codec, tmp_path / "recoded")
     assert report.n_parts_done == report.n_parts > 1
     assert codec in report.describe()
-    extract(config(target_folder, chats_file, tmp_path / "extracted", codec=codec))
+    extract(config.replaced(out=str(tmp_path / "extracted"), codec=codec))
     assert data(tmp_path / "recoded") == data(tmp_path / "extracted")
     assert verify_store(tmp_path / "recoded").ok
     with ActivationStore(tmp_path / "recoded") as store:
@@ -121,15 +113,13 @@ def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folde
     assert audit(lossless, str(target_folder), samples=1, device="cpu").worst()["kv"].tolerance < 0.1
 
 
-def test_keys_and_values_are_predicted_from_tokens(
-    lossless: Path, target_folder: Path, chats_file: Path, tmp_path: Path
-) -> None:
+def test_keys_and_values_are_predicted_from_tokens(lossless: Path, config: ExtractConfig, tmp_path: Path) -> None:
     codec = "transform:3,tokens@all"
     recode(lossless, codec, tmp_path / "recoded")
     recode(lossless, codec, tmp_path / "again")
     assert data(tmp_path / "recoded") == data(tmp_path / "again")
-    extract(config(target_folder, chats_file, tmp_path / "extracted", codec=codec))
-    assert audit(tmp_path / "extracted", str(target_folder), samples=1, device="cpu").ok
+    extract(config.replaced(out=str(tmp_path / "extracted"), codec=codec))
+    assert audit(tmp_path / "extracted", config.model, samples=1, device="cpu").ok
     values: dict[str, Any] = {}
     for name in ("lossless", "recoded", "extracted"):
         with ActivationStore(tmp_path / name) as store:

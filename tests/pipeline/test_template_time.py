@@ -38,6 +38,11 @@ def model(model: Path) -> Path:
     return model
 
 
+def extraction(model: Path, dataset: Path, store: Path, **options: Any) -> ExtractConfig:
+    options = {"max_length": 128, "device": "cpu"} | options
+    return ExtractConfig.of(model=str(model), dataset=str(dataset), out=str(store), **options)
+
+
 @pytest.mark.parametrize("template", [TIMED, LLAMA32_DATE + LLAMA31_TEMPLATE, "{% set strf = strftime_now %}"
                                       "{{ strf('%Y') }}" + LLAMA3_TEMPLATE])  # fmt: skip
 def test_tokens_and_prompts_are_those_of_one_day(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
@@ -57,9 +62,7 @@ def test_tokens_and_prompts_are_those_of_one_day(monkeypatch: pytest.MonkeyPatch
 def test_a_store_is_resumed_and_audited_on_another_day(
     model: Path, chats_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ExtractConfig.of(
-        model=str(model), dataset=str(chats_file), out=str(tmp_path / "store"), max_length=128, device="cpu"
-    )
+    config = extraction(model, chats_file, tmp_path / "store")
     on_day(monkeypatch, "2025-01-31")
     assert extract(config).n_parts_done == 1
     manifest = json.loads((tmp_path / "store" / "store.json").read_text())
@@ -77,7 +80,7 @@ def test_an_early_store_of_such_a_template_is_audited_by_its_hashes(
 ) -> None:
     """It does not say which day it was rendered on."""
     store = tmp_path / "store"
-    extract(ExtractConfig.of(model=str(model), dataset=str(chats_file), out=str(store), max_length=128, device="cpu"))
+    extract(extraction(model, chats_file, store))
     manifest = json.loads((store / "store.json").read_text())
     del manifest["extraction"]["template_time"]
     (store / "store.json").write_text(json.dumps(manifest))
@@ -95,9 +98,7 @@ def test_a_store_whose_template_does_not_ask_records_no_time(
     model: Path, chats_file: Path, tmp_path: Path, template: str
 ) -> None:
     (model / "chat_template.jinja").write_text(template)
-    plan = build_plan(
-        ExtractConfig.of(model=str(model), dataset=str(chats_file), out=str(tmp_path / "store"), device="cpu")
-    )
+    plan = build_plan(extraction(model, chats_file, tmp_path / "store"))
     assert "template_time" not in plan.manifest.extraction
 
 
@@ -108,16 +109,10 @@ def test_the_default_split_that_early_runs_recorded_is_the_only_one(
     chats, store = tmp_path / "chats", tmp_path / "store"
     chats.mkdir()
     chats_file.rename(chats / "train.jsonl")
-    extract(
-        ExtractConfig.of(model=str(target_folder), dataset=str(chats), out=str(store), max_length=128, device="cpu")
-    )
+    extract(extraction(target_folder, chats, store))
     (record,) = (store / "runs").glob("*.json")
     run = json.loads(record.read_text())
     record.write_text(json.dumps(run | {"config": run["config"] | {"split": "train_sft"}}))
     assert "tokenised again" in audit(store, str(target_folder), 1, 0, "cpu").worst()["tokens"].detail
     with pytest.raises(DatasetError, match="holds the split train"):
-        build_plan(
-            ExtractConfig.of(
-                model=str(target_folder), dataset=str(chats), out=str(store), split="train_sft", device="cpu"
-            )
-        )
+        build_plan(extraction(target_folder, chats, store, split="train_sft"))
