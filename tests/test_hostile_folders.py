@@ -68,6 +68,10 @@ def put_code(folder: Path, native: bool) -> None:
     change_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
 
 
+def generate(model: Path, drafter: str | Path = "d") -> Any:
+    return run("generate", "--model", model, "--drafter", drafter, "--prompt", "Hi", "--device", "cpu")
+
+
 def with_model(room: Path, model: Path, out: Path) -> Iterator[tuple[str, Arguments]]:
     """Every command that takes --model."""
     extract = ("--model", model, "--dataset", room / "chats.jsonl", "--out", out / "new", "--device", "cpu")
@@ -118,9 +122,7 @@ def test_no_command_runs_code_of_a_store(room: Path, tmp_path: Path, native: boo
 def test_auto_map_is_refused_in_every_configuration(room: Path, tmp_path: Path, name: str) -> None:
     model = copied(room, "model", tmp_path)
     (model / name).write_text(json.dumps({"auto_map": AUTO_MAP}))
-    refused(
-        run("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu"), f"{name}: auto_map"
-    )
+    refused(generate(model), f"{name}: auto_map")
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "_experts_implementation", "experts_implementation"])
@@ -138,8 +140,7 @@ def test_code_beside_drafters_and_chats_is_no_input(room: Path, tmp_path: Path) 
     (drafter / "evil.py").write_text(CODE)
     (drafter / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": AUTO_MAP}))
     save_file({"layer_self_attention.a": torch.zeros(2)}, drafter / "model.safetensors")
-    generate = ("generate", "--model", room / "model", "--prompt", "Hi", "--device", "cpu")
-    refused(run(*generate, "--drafter", drafter), "config.json is not the target's config")
+    refused(generate(room / "model", drafter), "config.json is not the target's config")
     chats = tmp_path / "chats"
     chats.mkdir()
     (chats / "chats.py").write_text(CODE)
@@ -196,17 +197,16 @@ def test_every_call_that_loads_refuses_foreign_code() -> None:
 
 def test_pickled_weights_and_adapters_are_no_weights(room: Path, tmp_path: Path) -> None:
     model = copied(room, "model", tmp_path)
-    generate = ("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu")
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
-    refused(run(*generate), "adapter_config.json: an adapter would be put on top of the weights")
+    refused(generate(model), "adapter_config.json: an adapter would be put on top of the weights")
     (model / "adapter_config.json").unlink()
     torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
     (model / "model.safetensors").rename(model / "other.safetensors")
-    refused(run(*generate), "no file named model.safetensors")
+    refused(generate(model), "no file named model.safetensors")
     for place in ("pytorch_model.bin", "../model.safetensors"):
         index = {"metadata": {}, "weight_map": {"model.norm.weight": place}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
-        refused(run(*generate), f"the weights are said to lie in '{place}'")
+        refused(generate(model), f"the weights are said to lie in '{place}'")
 
 
 BUNDLE_CHANGES: list[tuple[dict[str, Any], str]] = [
@@ -319,8 +319,7 @@ def test_small_files_that_ask_for_much_memory(
     drafter.mkdir()
     (drafter / "config.json").write_text("{}")
     shutil.copy(tmp_path / "eagle" / "data_0.ckpt", drafter / "pytorch_model.bin")
-    generate = ("generate", "--model", room / "model", "--prompt", "Hi", "--device", "cpu", "--drafter", drafter)
-    refused(run(*generate), "cannot read", "pytorch_model.bin", message)
+    refused(generate(room / "model", drafter), "cannot read", "pytorch_model.bin", message)
 
 
 @pytest.mark.parametrize(
@@ -334,15 +333,14 @@ def test_small_files_that_ask_for_much_memory(
 def test_drafters_of_absurd_sizes(room: Path, tmp_path: Path, name: str, value: Any) -> None:
     drafter = copied(room, "drafter", tmp_path)
     change_json(drafter / "drafter.json", **{name: value})
-    refused(run("generate", "--model", room / "model", "--prompt", "Hi", "--device", "cpu", "--drafter", drafter))
+    refused(generate(room / "model", drafter))
 
 
 def test_weights_that_are_fewer_than_the_config_calls_for(room: Path, tmp_path: Path) -> None:
     model = copied(room, "model", tmp_path)
     change_json(model / "config.json", hidden_size=1 << 14, intermediate_size=1 << 16, num_hidden_layers=1000)
-    generate = ("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu")
     with bounded_memory():
-        refused(run(*generate), "config.json calls for more than")
+        refused(generate(model), "config.json calls for more than")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="FIFOs")
@@ -351,4 +349,4 @@ def test_weights_that_are_fewer_than_the_config_calls_for(room: Path, tmp_path: 
 def test_files_of_a_model_folder_that_never_end(room: Path, tmp_path: Path, name: str, kind: str) -> None:
     model = copied(room, "model", tmp_path)
     with bounded_memory(), endless(model / name, kind):
-        refused(run("generate", "--model", model, "--drafter", "d", "--prompt", "Hi", "--device", "cpu"), str(model))
+        refused(generate(model), str(model))

@@ -78,23 +78,6 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     assert list(ChatSource(str(path), "train").rows()) == list(enumerate(rows))
 
 
-def test_a_dataset_saved_by_datasets_is_read(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}]
-    datasets.DatasetDict(
-        {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:1])}
-    ).save_to_disk(tmp_path / "saved")
-    assert [row for _, row in ChatSource(str(tmp_path / "saved"), "train").rows()] == rows
-    assert [row for _, row in ChatSource(str(tmp_path / "saved"), "test").rows()] == rows[:1]
-
-
-def test_a_folder_is_read_in_the_order_of_names_and_the_split_selects(tmp_path: Path) -> None:
-    for name, content in (("train_sft-00001", "b"), ("train_sft-00000", "a"), ("test_sft-00000", "c")):
-        write_rows(tmp_path / f"{name}.jsonl", [{"id": content}])
-    assert [row["id"] for _, row in ChatSource(str(tmp_path), "train_sft").rows()] == ["a", "b"]
-    assert [row["id"] for _, row in ChatSource(str(tmp_path), None).rows()] == ["a", "b"]
-
-
 def test_a_malformed_line_is_one_malformed_row(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n{broken\n\n[1, 2]\n")

@@ -148,12 +148,6 @@ def test_truncation_cuts_tokens_and_mask_together() -> None:
     rejected(tokenize_chat(tokenizer, messages, 4), RejectReason.TRUNCATED_AWAY)
 
 
-def test_special_tokens_in_the_text_are_rejected() -> None:
-    tokenizer, _ = make("llama3")
-    for messages in (turns("<|eot_id|> go", "a"), turns("q", "a<|begin_of_text|>")):
-        rejected(tokenize_chat(tokenizer, messages, 100), RejectReason.SPECIAL_TOKEN_IN_CONTENT)
-
-
 @pytest.mark.parametrize("prefix", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"])
 def test_exactly_one_bos_whatever_the_template_renders(prefix: str) -> None:
     template = prefix + LLAMA3_TEMPLATE.removeprefix("{{ bos_token }}")
