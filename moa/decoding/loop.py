@@ -139,18 +139,12 @@ def generate_batch(
     that took part.
 
     Args:
-        target: the loaded target.
         prompts: token ids, each at least one.
         max_new_tokens: bound on generated tokens of each; also bounded by the target's positions.
         proposer: proposes the drafts; None for plain decoding.
         tree: shape of the drafts, or a policy that chooses it; needed with a proposer.
-        sampling: how the next token is chosen.
         seed: random seed; row r uses ``seed + r``, or its own of a sequence.
         on_tokens: called at each commit; for a single prompt only.
-        on_round: called after each verification.
-
-    Returns:
-        A generation per prompt, in their order.
 
     Raises:
         DrafterError: an empty or too long prompt, or settings that make no sense.

@@ -19,7 +19,6 @@ class PromptLookupProposer(Proposer):
     """Proposes the continuation of the latest earlier occurrence of the last n tokens, the longest n first.
 
     Args:
-        device: of the drafts.
         max_ngram: longest n that is looked up.
     """
 

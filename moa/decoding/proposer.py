@@ -31,13 +31,12 @@ class Proposer(Protocol):
         """Start a generation, before the target reads the prompts.
 
         Args:
-            cache: the target's KV of its rows.
-            generators: one per row, of the draws.
+            generators: random generators, one per row.
         """
         ...
 
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Take note of a target call, the prefill included.
+        """Receive the results of a target call, the prefill included.
 
         Args:
             hidden: [B, n, E], the target's hidden states after its final norm.
@@ -46,11 +45,10 @@ class Proposer(Protocol):
         ...
 
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
-        """Propose the next tokens of each row.
+        """Propose the next tokens of each row, in the given shape.
 
         Args:
             committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
-            shape: of the drafts.
         """
         ...
 
@@ -63,13 +61,8 @@ class DrafterProposer(Proposer):
     """Drafts with a trained drafter.
 
     Args:
-        target: the loaded target.
-        drafter: trained for the target.
         frozen: target weights for the drafter, with its N layers; None takes them from the live target.
-        sampling: with a temperature above 0 chains are drawn from the drafter's distribution under it.
-
-    Raises:
-        DrafterError: drafter and target weights differ in dtype.
+        sampling: with a temperature above 0, chains are sampled from the drafter's distribution under it.
     """
 
     def __init__(
@@ -105,11 +98,7 @@ class DrafterProposer(Proposer):
     @override
     @torch.inference_mode()
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
-        """Grow a chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660).
-
-        Raises:
-            DrafterError: the shape has more levels than the drafter can make, or chains are drawn and it stops them.
-        """
+        """Grow a chain, a static tree or a dynamic one (EAGLE-2, section 4.1; official inference lines 622-660)."""
         self.drafter.config.check_depth(shape.depth)
         features = self.drafter.draft_root(self.state, self.frozen, committed, self.cache)
         if isinstance(shape, StaticTree):
@@ -224,7 +213,7 @@ class DrafterProposer(Proposer):
         return DraftTree(torch.cat(tokens, dim=1), parents_of_all)
 
     def _seen(self, shape: StaticTree, nodes: list[int], fed: list[int]) -> Tensor:
-        """Which fed tokens each of some nodes sees, itself included: [B, b, n] bool."""
+        """Find which fed tokens each of some nodes sees, itself included: [B, b, n] bool."""
         seen = torch.zeros(len(nodes), len(fed), dtype=torch.bool)
         for row, node in enumerate(nodes):
             while node >= 0:

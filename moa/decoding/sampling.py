@@ -1,4 +1,4 @@
-"""Which tokens the target accepts of a draft tree: greedy, or sampled so that the output has the target's distribution.
+"""Verification of draft trees: greedy, or by sampling that keeps the target's distribution.
 
 Shapes: N nodes, V vocabulary.
 
@@ -19,7 +19,7 @@ from ..errors import DrafterError
 from .tree import NO_DRAFT, DraftTree, Shape, TreeShape
 
 _N_LIKELY = 1024
-"""Tokens among which those that top-p keeps are looked for; only where they have too little mass are all sorted."""
+"""Most likely tokens that top-p looks at first; the whole vocabulary is sorted only if their mass is too small."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse values without a meaning."""
         if not 0 <= self.temperature < float("inf"):
             raise DrafterError(f"temperature must be a number from 0 up, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
@@ -58,12 +57,9 @@ class SamplingConfig:
         return self.temperature == 0 and self.repetition_penalty == 1
 
     def check_shape(self, shape: Shape) -> None:
-        """Refuse chains that stop by their probability where drafts are drawn.
+        """Refuse chains that stop by their probability where drafts are sampled.
 
-        How many are drawn would depend on the other rows of a batch, and with it the answer that a seed gives.
-
-        Raises:
-            DrafterError: such a chain, and a temperature above 0.
+        Their length would depend on the other rows of a batch, and so would the answer that a seed gives.
         """
         if self.temperature > 0 and isinstance(shape, TreeShape) and shape.stop_below:
             raise DrafterError(
@@ -76,22 +72,17 @@ GREEDY = SamplingConfig()
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not take, nor those of a few prompts more.
-
-    Raises:
-        DrafterError: it does not fit into 64 bits with a sign.
-    """
+    """Refuse a seed that torch's generators do not accept: they take 64 bits with a sign."""
     if not -(2**63) <= seed < 2**63:
         raise DrafterError(f"seed must be from -2^63 to 2^63 - 1, got {seed}.")
 
 
 def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig) -> Tensor:
-    """Distribution of the next token; with temperature 0 all mass is on the most likely one.
+    """The distribution of the next token; with temperature 0 all mass is on the most likely one.
 
     Args:
         logits: [V].
         previous: prompt and all tokens so far.
-        config: what to apply.
 
     Returns:
         [V] float64 on CPU, sums to 1.
@@ -107,16 +98,7 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
 
 
 def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
-    """Logits after the repetition penalty.
-
-    Args:
-        logits: [V].
-        previous: prompt and all tokens so far.
-        penalty: 1 changes nothing.
-
-    Returns:
-        [V] float64 on CPU.
-    """
+    """Apply the repetition penalty to logits [V], given all tokens so far: [V] float64 on CPU."""
     scores = logits.detach().cpu().double()
     if penalty == 1 or not previous:
         return scores
@@ -126,7 +108,7 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
 
 
 def _likeliest(probability: Tensor, top_p: float) -> Tensor:
-    """A distribution [V] that keeps only the likeliest tokens up to a mass, at least one."""
+    """Restrict a distribution [V] to its most likely tokens up to a cumulative probability, at least one."""
     ordered, order = probability.topk(min(_N_LIKELY, len(probability)))
     mass = ordered.cumsum(0)
     if mass[-1] < top_p:
@@ -138,15 +120,14 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
 
 
 def draw(probability: Tensor, generator: torch.Generator | None) -> int:
-    """One token from a distribution [V], which need not be normalised."""
+    """Draw a token from a distribution [V], which need not be normalised."""
     return int(torch.multinomial(probability, 1, generator=generator))
 
 
 def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
-    """Greedy verification: follow the target's argmax from the root as far as there are such nodes.
+    """Greedy verification: follow the target's argmax from the root as long as the tree has that node.
 
     Args:
-        tokens: of N nodes.
         parents: node indices, -1 for the root.
         predicted: N + 1 argmax tokens: after the root, then after each node.
 
@@ -175,12 +156,8 @@ def accept_sampled(
     """Sampled verification of one row; also greedy decoding with a repetition penalty.
 
     Args:
-        tree: the drafts.
-        row: of the tree.
         logits: [N + 1, V], the target's after the root and after each node.
         previous: prompt and committed tokens, the root included.
-        config: what the target's distribution is.
-        generator: of the draws.
 
     Returns:
         As :func:`accept_argmax`.
@@ -212,7 +189,7 @@ def _accepts(probability: Tensor, token: int, proposal: Tensor | None, generator
 
 
 def _rest(probability: Tensor, token: int, proposal: Tensor | None) -> Tensor:
-    """Distribution of the next token, given that the draft was rejected."""
+    """The distribution of the next token, given that the draft was rejected."""
     if proposal is None:
         rest = probability.clone()
         rest[token] = 0

@@ -1,9 +1,9 @@
-"""Draft trees: their shape, fixed or grown, which candidates are kept, and who is whose ancestor.
+"""Draft trees: shapes, fixed or grown, the choice of candidates, and ancestor masks.
 
 Shapes: B rows, N nodes (without the root), C candidates.
 
-Nodes stand in level order. Parents are node indices, -1 for the root. The root is the last committed token; it is no
-node, but :func:`ancestors` puts it in front, because the target verifies it together with the nodes.
+Nodes stand in level order. Parents are node indices, -1 for the root. The root is the last committed token; it is not a
+node, but :func:`ancestors` puts it first, because the target verifies it together with the nodes.
 """
 
 import heapq
@@ -18,14 +18,14 @@ from ..errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
 NO_DRAFT = -1
-"""Token of a node that fills up the drafts of a row with fewer than its neighbours; never accepted."""
+"""Padding token of rows with fewer drafts than the others; never accepted."""
 RANK_ACCEPTANCE = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
-"""How often the first, second, ... choice of a trained drafter is the target's token; for the form of static trees."""
+"""How often the first, second, ... choice of a trained drafter is the target's token; shapes static trees."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How many drafts a round proposes.
+    """The shape of the drafts of a round: a chain, or a tree grown by the drafter's probabilities.
 
     Attributes:
         depth: levels of drafts below the root (the official depth less one).
@@ -41,7 +41,6 @@ class TreeShape:
     stop_below: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1, and a bound that no chain can keep."""
         for name in ("depth", "breadth", "n_nodes"):
             if getattr(self, name) < 1:
                 raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
@@ -61,12 +60,9 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """``5`` is a chain of five drafts, ``6x8x62`` a tree of six levels, breadth 8 and at most 62 nodes.
+        """Read ``5``, a chain of five drafts, or ``6x8x62``, a tree of six levels, breadth 8 and at most 62 nodes.
 
         ``10@0.2`` is a chain of at most ten drafts that stops below a probability of 0.2.
-
-        Raises:
-            DrafterError: none of these, or a size below 1.
         """
         length, _, probability = text.lower().partition("@")
         try:
@@ -91,7 +87,7 @@ class TreeShape:
 
     @property
     def is_chain(self) -> bool:
-        """One draft per level."""
+        """Whether there is one draft per level."""
         return self.breadth == 1
 
     @property
@@ -106,7 +102,7 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree whose form does not depend on what the drafter says, as of Medusa and EAGLE-1.
+    """A tree of fixed form, whatever the drafter's probabilities, as in Medusa and EAGLE-1.
 
     Attributes:
         parents: of each node, in level order; -1 for the root.
@@ -120,17 +116,12 @@ class StaticTree:
     def likeliest(
         cls, n_nodes: int, max_depth: int = 6, rank_acceptance: Sequence[float] = RANK_ACCEPTANCE
     ) -> "StaticTree":
-        """The tree of n nodes that is accepted longest if each draft were accepted with its rank's probability.
+        """Make the tree of n nodes with the longest expected acceptance if each rank has its own probability.
 
         Best first: a node's probability is the product along its path, so that the n likeliest nodes form a tree.
 
         Args:
-            n_nodes: at least 1.
-            max_depth: most levels.
             rank_acceptance: probability that the drafter's first, second, ... choice is the target's token.
-
-        Raises:
-            DrafterError: n_nodes or max_depth below 1.
         """
         if n_nodes < 1 or max_depth < 1:
             raise DrafterError(f"a static tree needs at least 1 node and 1 level, got {n_nodes} and {max_depth}.")
@@ -173,15 +164,11 @@ class StaticTree:
 
 
 Shape = TreeShape | StaticTree
-"""Of the drafts of a round."""
+"""The shape of the drafts of a round."""
 
 
 def parse_shape(text: str) -> Shape:
-    """``5``, ``10@0.2``, ``6x8x62`` (see :meth:`TreeShape.parse`), or ``static:16`` for a static tree of 16 nodes.
-
-    Raises:
-        DrafterError: none of these, or sizes that make no sense.
-    """
+    """Read a shape as :meth:`TreeShape.parse` does, or ``static:16``, a static tree of 16 nodes."""
     kind, _, size = text.partition(":")
     if kind == "static" and size.isdecimal():
         return StaticTree.likeliest(int(size))
@@ -208,7 +195,7 @@ class DraftTree:
 
     @cached_property
     def on_host(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Tokens and parents of each row, brought over from the device once and together."""
+        """Tokens and parents of each row, copied from the device once and together."""
         tokens, parents = torch.stack((self.tokens, self.parents)).tolist()
         return tokens, parents
 
@@ -226,13 +213,9 @@ class DraftTree:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Which tokens each token of a tree sees: itself and everything on its way to the root.
+    """Find which tokens each token of a tree sees: itself and all on its way to the root.
 
-    Args:
-        parents: [B, N] int64.
-
-    Returns:
-        [B, 1 + N, 1 + N] bool, the root first.
+    Parents [B, N] int64 -> [B, 1 + N, 1 + N] bool, the root first.
     """
     n_rows, n_nodes = parents.shape
     own = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
@@ -256,10 +239,6 @@ def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> 
         tokens: [B, C] int64, level order.
         parents: [B, C] int64, candidate indices, -1 for the root.
         scores: [B, C], cumulative log-probabilities.
-        n_nodes: how many to keep.
-
-    Returns:
-        The tree, in level order.
     """
     if n_nodes >= tokens.shape[1]:
         return DraftTree(tokens, parents, scores)

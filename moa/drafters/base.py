@@ -1,4 +1,4 @@
-"""What a drafter is: the one interface behind which training, validation, checkpoints and decoding know it.
+"""The interface of drafters, through which training, validation, checkpoints and decoding use them.
 
 A drafter is a file of this folder with a subclass of :class:`Drafter` and its :class:`~.sizes.DrafterSizes`, entered in
 ``registry.DRAFTERS``; docs/adding-a-drafter.md writes one. Training calls :meth:`Drafter.objective`, validation
@@ -102,22 +102,13 @@ class Drafter(nn.Module, ABC):
     def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
         """Say what training reads besides tokens and response masks.
 
-        Args:
-            n_layers: decoder layers of the target.
-            target_layer_inference: N, 0 for none.
-
         Returns:
             Attribute of :class:`~.training.TrainingInputs` -> field of the store.
         """
 
     @classmethod
     def layers_read(cls, target_layer_inference: int, layer_attention: bool) -> tuple[int, ...] | None:
-        """Say which layers of the target's KV a run reads; by default ``kv_layers``.
-
-        Args:
-            target_layer_inference: N, 0 for none.
-            layer_attention: whether the drafter has a layer self-attention, where it can have one.
-        """
+        """Say which layers of the target's KV a run reads; by default ``kv_layers``."""
         return cls.kv_layers
 
     @classmethod
@@ -125,7 +116,6 @@ class Drafter(nn.Module, ABC):
         """Say which decoder layers' outputs training reads, see ``TrainingInputs.layer_outputs``; by default none.
 
         Args:
-            n_layers: decoder layers of the target.
             fused_layers: the user's choice; None where there is none.
         """
         return ()
@@ -134,7 +124,6 @@ class Drafter(nn.Module, ABC):
         """Take over what the starting weights owe to target and data, after :meth:`initialize`; by default nothing.
 
         Args:
-            frozen: target pieces.
             count_tokens: gives how often each token of the vocabulary occurs in the responses of the training
                 sequences, [V] int64; called only where that is needed, for it reads all of them.
         """
@@ -176,7 +165,6 @@ class Drafter(nn.Module, ABC):
         """Take the target's hidden states of tokens that were just committed; by default nothing is done with them.
 
         Args:
-            state: caches of B rows.
             hidden: [B, n, E], after the final norm, of a target call; [B, n, K * E] where there are K
                 :attr:`observed_layers`, one behind the other.
             kept: per row which of the n tokens were committed, in order.
@@ -189,10 +177,7 @@ class Drafter(nn.Module, ABC):
         """First draft step of a round: catch up with what was committed, forget what was drafted, and feed the root.
 
         Args:
-            state: caches of B rows.
-            frozen: target pieces.
             committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
-            cache: the target's KV.
 
         Returns:
             Features of the root [B, 1, E].

@@ -18,9 +18,6 @@ def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, q
     """Run layers over whole sequences x [B, S, E]; slot t stands at position t.
 
     Args:
-        blocks: the layers.
-        rotary: rotates their queries and keys.
-        x: what enters the first layer.
         queries: [B, Q] int64 slots to compute features for; None = all.
 
     Returns:
@@ -43,7 +40,6 @@ class LayerCaches:
     """Keys and values of causal layers of B rows while decoding.
 
     Attributes:
-        slots: keys and values of each layer.
         n_true: per row, the slots of what is committed; they come first.
         n_fed: slots of this round's tree, the root's included.
     """
@@ -65,8 +61,6 @@ class LayerCaches:
         """Feed what was committed since the last round up to the root, in place of what was drafted.
 
         Args:
-            blocks: the layers.
-            rotary: rotates their queries and keys.
             x: [B, n, E], right padded.
             counts: per row how many of the n are real, at least 1.
 
@@ -95,11 +89,7 @@ class LayerCaches:
         return x
 
     def feed_level(self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, seen: Tensor, depth: int) -> Tensor:
-        """Feed the nodes x [B, b, E] of one level of the tree; ``seen`` and ``depth`` as in :class:`~.base.DraftLevel`.
-
-        Returns:
-            Features of the nodes [B, b, E].
-        """
+        """Feed the nodes x [B, b, E] of one level, see :class:`~.base.DraftLevel`; returns their features [B, b, E]."""
         first = torch.tensor(self.n_true, device=x.device)[:, None] + depth - 1
         rotation = rotary(first.expand(-1, x.shape[1]))  # a level stands at one position
         self.n_fed += x.shape[1]

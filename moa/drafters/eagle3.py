@@ -108,11 +108,7 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 def check_fused_layers(layers: Sequence[int], n_layers: int) -> None:
-    """Refuse layers that a target of ``n_layers`` does not have, or that are not in ascending order.
-
-    Raises:
-        DrafterError: naming what was given.
-    """
+    """Refuse layers that a target of ``n_layers`` does not have, or that are not in ascending order."""
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= n_layers:
         given = ",".join(map(str, layers))
         raise DrafterError(
@@ -212,11 +208,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """Outputs of the fused layers, one behind the other: [B, T, K * E].
-
-        Raises:
-            DrafterError: the batch has others.
-        """
+        """Outputs of the fused layers, one behind the other: [B, T, K * E]."""
         if len(inputs.layer_outputs) != len(self.config.fused_layers):
             layers = ", ".join(map(str, self.config.fused_layers))
             raise DrafterError(f"EAGLE-3 needs the outputs of the target's layers {layers}, which this batch lacks.")
@@ -261,8 +253,6 @@ class Eagle3Drafter(FeatureDrafter):
         """Run every step of training-time test; the results are sorted by the position that a step drafts from.
 
         Args:
-            frozen: target pieces.
-            inputs: stored activations.
             queries: [B, Q] int64, positions of the response, ascending, as ``rounds.loss_queries`` gives them.
             valid: [B, Q] bool; the others are padding.
 

@@ -162,7 +162,6 @@ class GlideDrafter(Drafter):
         """Run many draft rounds at once, fed with the text.
 
         Args:
-            frozen: target pieces.
             tokens: [B, T] int64, right padded.
             kv: [B, T, >= 1, D], packed target KV; the last layer is attended to.
             seen: [B, Q, T] bool, which positions' target KV each query sees; or numbers that are added to the scores.
@@ -252,7 +251,6 @@ def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None
 
     Args:
         queries: [B, Q] int64 positions.
-        block_size: tokens of a block.
         offset: [B] int64, where a block begins; zeros where None.
 
     Returns:

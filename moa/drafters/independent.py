@@ -6,18 +6,16 @@ Shapes: B rows, T tokens, Q queries, W own width, E target width, V vocabulary o
 
 It reads tokens alone, in training and in decoding: nothing of the target but the vocabulary, the positions and their
 rotation. Its teacher is the target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL). Features
-are W wide and mean nothing to the target. ``save_as_llama`` writes it for transformers.
+are W wide and mean nothing to the target.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from typing_extensions import override
 
 from ..errors import DrafterError
@@ -160,35 +158,3 @@ class IndependentDrafter(Drafter):
         x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level.seen, level.depth)
         features: Tensor = self.norm(x)
         return features
-
-
-def save_as_llama(drafter: IndependentDrafter, folder: str | Path, target_config: Any) -> None:
-    """Write an independent drafter as a transformers ``LlamaForCausalLM``, for assisted generation elsewhere.
-
-    Args:
-        drafter: of any dtype, which is kept.
-        folder: gets config.json and model.safetensors; the tokenizer is the target's and is left to the caller.
-        target_config: the target's transformers config, for the special tokens.
-    """
-    config = drafter.config
-    sizes = config.own_block
-    llama_config = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.mlp_width,
-        num_hidden_layers=config.independent_layers,
-        num_attention_heads=sizes.n_heads,
-        num_key_value_heads=sizes.n_kv_heads,
-        head_dim=sizes.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=dict(config.rope_parameters),
-        tie_word_embeddings=True,
-        **{name: getattr(target_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    )
-    model: Any = LlamaForCausalLM(llama_config)
-    model.to(drafter.dtype)
-    # The weights have the names of a transformers Llama; its LM head is the embedding.
-    weights = {f"model.{name}": value for name, value in drafter.state_dict().items()}
-    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, strict=True)
-    model.save_pretrained(folder)

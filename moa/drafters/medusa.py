@@ -148,11 +148,7 @@ class MedusaDrafter(Drafter):
     @override
     @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
-        """Ask the heads at the context position of each round.
-
-        Raises:
-            DrafterError: a round has more steps than there are heads.
-        """
+        """Ask the heads at the context position of each round."""
         drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
         drafted[:, :1] = False
         queries, valid = loss_queries(drafted)

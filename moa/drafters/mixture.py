@@ -110,8 +110,6 @@ class _Fed(NamedTuple):
 class DrafterOutputs:
     """What the training forward gives, for the queries [B, Q] it was asked for."""
 
-    memory: Tensor
-    """[B, T, E], the projection that cross-attention attends to."""
     self_attention: Tensor
     """[B, Q, E]."""
     cross_attention: Tensor
@@ -165,11 +163,7 @@ class MoADrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275).
-
-        Raises:
-            DrafterError: the batch lacks keys and values, or ``entering_hidden`` for target layer inference.
-        """
+        """Compute the loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275)."""
         rounds = Rounds.packed(step.draws, step.inputs.response_mask.bool())
         return self.losses(frozen, step, rounds, self._forward(frozen, step.inputs, rounds))
 
@@ -180,7 +174,6 @@ class MoADrafter(Drafter):
             frozen: target pieces, with at least N layers.
             tokens: [B, T] int64, right padded.
             kv: [B, T, L, D], packed target KV.
-            rounds: positions to compute features for, and what they see.
         """
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
@@ -209,9 +202,9 @@ class MoADrafter(Drafter):
 
         # Target layers
         if not self.config.target_layer_inference:
-            return DrafterOutputs(memory, x1, x2, x2, x2, x2)
+            return DrafterOutputs(x1, x2, x2, x2, x2)
         leaving = mixed_target_layers(frozen, x2, kv, rounds)
-        return DrafterOutputs(memory, x1, x2, x2, leaving, frozen.norm(leaving))
+        return DrafterOutputs(x1, x2, x2, leaving, frozen.norm(leaving))
 
     def losses(self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, outputs: DrafterOutputs) -> LossTerms:
         """Compare features with the target's at the loss positions of some rounds.
@@ -337,7 +330,6 @@ class MoADrafter(Drafter):
         """Encode newly verified positions and append them to the cross-attention cache.
 
         Args:
-            state: caches of B rows.
             kv: [B, n, L, D], packed target KV of the next n positions of each row.
             counts: how many of the n positions of each row are real; None for all.
         """

@@ -74,11 +74,7 @@ class MoASizes(DrafterSizes):
     @classmethod
     @override
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose sizes in the proportions of the official Llama-3-8B drafter.
-
-        Raises:
-            DrafterError: layer_attention_heads that do not divide kv_width.
-        """
+        """Choose sizes in the proportions of the official Llama-3-8B drafter."""
         facts = target_sizes(config)
         kv_width = 2 * facts["n_kv_heads"] * facts["head_dim"]
         half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)

@@ -16,11 +16,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """Find the drafter of a kind.
-
-    Raises:
-        DrafterError: there is none; the message names those that there are.
-    """
+    """Find the drafter of a kind; an unknown kind is refused."""
     if kind not in DRAFTERS:
         raise DrafterError(f"there is no drafter {kind!r}; expected one of {', '.join(DRAFTERS)}.")
     return DRAFTERS[kind]

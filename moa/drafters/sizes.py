@@ -49,11 +49,7 @@ class DrafterSizes:
         return None
 
     def check_depth(self, depth: int) -> None:
-        """Refuse drafts that are deeper than ``max_depth``.
-
-        Raises:
-            DrafterError: they are; the message names the most.
-        """
+        """Refuse drafts that are deeper than ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
                 f"this {self.kind} drafter drafts {self.max_depth} levels, drafts of {depth} levels were asked for; "
@@ -61,22 +57,14 @@ class DrafterSizes:
             )
 
     def check_kv_heads(self, *names: str) -> None:
-        """Refuse numbers of KV heads, named by their fields, that don't divide the query heads.
-
-        Raises:
-            DrafterError: naming all that don't.
-        """
+        """Refuse numbers of KV heads, named by their fields, that don't divide the query heads."""
         wrong = [name for name in names if getattr(self, name) < 1 or self.n_heads % getattr(self, name)]
         if wrong:
             given = " and ".join(f"{name} ({getattr(self, name)})" for name in wrong)
             raise DrafterError(f"{given} must divide the {self.n_heads} query heads of the target.")
 
     def check_at_least_one(self, *names: str) -> None:
-        """Refuse fields below 1.
-
-        Raises:
-            DrafterError: naming the first.
-        """
+        """Refuse fields below 1."""
         for name in names:
             if getattr(self, name) < 1:
                 raise DrafterError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -86,12 +74,7 @@ class DrafterSizes:
         """Make the sizes of a drafter for a target.
 
         Args:
-            config: the target's transformers config.
-            target: the target's identity.
             **sizes: any drafter size by field name; None means the default.
-
-        Raises:
-            DrafterError: sizes that do not fit together.
         """
         given = {name: value for name, value in sizes.items() if value is not None}
         return cls(**target_facts(config, target), **(cls.defaults(config, given) | given))

@@ -22,10 +22,8 @@ def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rou
     Query i sees the target's own KV up to s(i), and behind it what the features of its round make as keys and values.
 
     Args:
-        frozen: target pieces.
         x: [B, Q, E], drafted features.
         kv: [B, T, >= N, D], packed target KV, the last N layers last.
-        rounds: which rounds the queries belong to.
 
     Returns:
         [B, Q, E], before the final norm.
@@ -58,7 +56,6 @@ def drafted_target_layers(
     """Run the features of one draft step through the layers.
 
     Args:
-        frozen: target pieces.
         x: [B, b, E], features of the newest b tokens.
         positions: [B, b] int64.
         views: for each layer, keys and values [B, H_kv, S, d] of the target's cache.

@@ -74,7 +74,6 @@ def distillation(
     """Sum the two terms that drafters share, forward KL and feature loss.
 
     Args:
-        frozen: gives the LM head.
         features: [P, E], the drafter's.
         hidden: [P, E], the target's.
         scale: one for all positions or, [P], one for each.

@@ -1,7 +1,7 @@
-"""Files that other people wrote, read so that they run no code, allocate nothing absurd and fail in one line.
+"""Safe reading of untrusted files: they run no code, allocate nothing absurd, and fail with a one-line error.
 
-A model folder, a store's ``target/`` and a drafter's folder may come from anywhere. What stands here looks at kind and
-size of a file before it is read, and turns what a library raises while it parses one into the error of the caller.
+A model folder, a store's ``target/`` and a drafter's folder may come from anywhere. These functions check the type and
+size of a file before reading it, and turn whatever a library raises while parsing it into an error of the caller.
 """
 
 import errno
@@ -23,11 +23,11 @@ from ..errors import DrafterError, TargetError
 from .tensor_list import TensorHeader
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Longest config.json and the like; real ones have some kilobytes, tokenizer_config.json up to some hundred."""
+"""Size limit of config.json and similar files; real ones have kilobytes, tokenizer_config.json a few hundred."""
 MAX_VOCABULARY_BYTES = 256 << 20
-"""Longest tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB."""
+"""Size limit of tokenizer.json, vocab.json, merges.txt, ...; real ones have up to about 35 MB."""
 MAX_HEADER_BYTES = 16 << 20
-"""Longest header of a safetensors file; real ones have about 100 bytes per tensor."""
+"""Size limit of the header of a safetensors file; real ones have about 100 bytes per tensor."""
 
 _CODE_KEYS = {
     "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. Use the model's native "
@@ -39,15 +39,14 @@ _CODE_KEYS = {
     f"code. Take {key} out of the file"
     for key in ("_attn_implementation", "_experts_implementation", "experts_implementation")
 }
-"""Keys of ``*config.json`` that would have transformers run code or read elsewhere -> why they are refused."""
+"""Keys of ``*config.json`` that make transformers run code or read other files -> why they are refused."""
 
 _PICKLED_NAMES = frozenset(
     {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
     | {f"torch {kind}Storage" for kind in ("BFloat16", "Half", "Float", "Double")}
     | {f"torch {kind}Storage" for kind in ("Bool", "Byte", "Char", "Short", "Int", "Long")}
 )
-"""All that the pickle in a file of plain tensors names."""
-
+"""The only globals that a pickle of plain tensors refers to."""
 
 _DTYPES: dict[str, Any] = {
     "F64": torch.float64,
@@ -63,15 +62,13 @@ _DTYPES: dict[str, Any] = {
 
 @contextmanager
 def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore the file.") -> Iterator[None]:
-    """Turn whatever a library raises while it parses a file into one line.
+    """Turn whatever a library raises while it parses a file into ``error_class``, in one line.
 
-    Wrap the library's own call and nothing else: transformers raises nearly every builtin type over a file that is not
-    as it expects, tokenizers a plain ``Exception``.
+    Wrap the library's own call and nothing else: for a malformed file transformers raises nearly every builtin type,
+    tokenizers a plain ``Exception``.
 
     Args:
-        trouble: what is the matter if it raises, such as "cannot read FILE".
-        error_class: what is raised instead.
-        advice: what to do then.
+        trouble: what went wrong if it raises, such as "cannot read FILE".
 
     Raises:
         OSError: the system failed, which says nothing about the file.
@@ -91,7 +88,7 @@ def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore t
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The failure of the system behind an error, if there is one: transformers hides it behind its own."""
+    """Find the system error among the causes of an error, if any: transformers wraps it in its own."""
     while error is not None:
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             return error
@@ -100,18 +97,10 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 
 def check_regular(file: Path, max_bytes: int | None = None) -> int:
-    """Refuse what is no regular file or longer than its bound, before it is read.
-
-    Args:
-        file: the file, or a link to it.
-        max_bytes: the bound.
-
-    Returns:
-        Its size in bytes.
+    """Refuse a file that is not regular or exceeds its size limit, before it is read; returns its size in bytes.
 
     Raises:
         ValueError: saying which of the two.
-        FileNotFoundError: no such file.
     """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -122,12 +111,7 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
 
 
 def read_json(file: Path, error_class: type[DrafterError]) -> dict[str, Any]:
-    """The JSON object in a file of names and values.
-
-    Args:
-        file: the file.
-        error_class: what is raised where it holds something else.
-    """
+    """Read the JSON object of a file; raises ``error_class`` if it holds something else."""
     with parsing(f"cannot read {file}", error_class):
         check_regular(file, MAX_CONFIG_BYTES)
         values = json.loads(file.read_bytes())
@@ -137,11 +121,7 @@ def read_json(file: Path, error_class: type[DrafterError]) -> dict[str, Any]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse a model folder that would run code, or holds absurd files, before transformers looks at it.
-
-    Raises:
-        TargetError: naming the file.
-    """
+    """Refuse a model folder that would run code, or holds absurd files, before transformers looks at it."""
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():
             continue
@@ -158,22 +138,8 @@ def check_model_folder(folder: Path) -> None:
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}.")
 
 
-def check_weight_file(file: Path) -> None:
-    """Refuse a safetensors file that is no regular file or cut short; reads its header only.
-
-    Raises:
-        TargetError: the file does not hold what its header says.
-    """
-    read_header(file, TargetError)
-
-
 def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHeader]:
-    """Shape and dtype of every tensor of a safetensors file, which holds them all.
-
-    Args:
-        file: the file.
-        error_class: what is raised where it is missing, damaged or cut short.
-    """
+    """Read shapes and dtypes of a safetensors file; raises ``error_class`` if it is missing, damaged or cut short."""
     with parsing(f"{file} is damaged or cut short", error_class, "Restore or download it again."):
         n_bytes = check_regular(file)
         with file.open("rb") as stream:
@@ -189,13 +155,10 @@ def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHea
 
 
 def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
-    """What ``torch.save`` wrote, if it is tensors and plain values and nothing else; those of a path are mapped.
+    """Load what ``torch.save`` wrote if it is tensors and plain values only; files given by path are memory-mapped.
 
     ``weights_only`` alone would still let a small file ask for any amount of memory: deflated records, empty tensors
     of any size, views that repeat one number.
-
-    Args:
-        file: a regular file, or its content.
 
     Raises:
         ValueError: it holds something else.

@@ -1,4 +1,4 @@
-"""Safetensors files: written here piece by piece, so that no copy of the weights is needed; read by the library."""
+"""Writing safetensors files tensor by tensor, without a second copy of the weights."""
 
 import json
 import os
@@ -15,15 +15,11 @@ _NAMES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Create a safetensors file and sync it (not atomic: whoever calls writes beside the place and renames).
+    """Create a safetensors file and sync it (not atomic: the caller writes under a temporary name and renames).
 
-    The library's own writer goes by way of a file with a name of its choice that only its owner may read, and hides
-    the number of a system's error.
-
-    Raises:
-        OSError: the file cannot be written.
+    The library's own writer goes through a temporary file that only its owner may read, and hides ``errno``.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each begins at a multiple of its own
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each is aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, tensor in ordered:

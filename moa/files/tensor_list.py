@@ -1,4 +1,4 @@
-"""What a file of drafter weights has to hold: names, shapes and dtypes of its tensors, and the check against it."""
+"""The expected tensors of a weight file (names, shapes, dtypes), and the check against them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from torch import Tensor
 from ..errors import CheckpointError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that every engine takes for weights; it casts them to its own."""
+"""Dtypes that every engine accepts for weights and casts to its own."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a file."""
+    """The expected shape and dtypes of one tensor."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    """Any of these."""
+    """Accepted dtypes."""
 
 
 class TensorHeader(NamedTuple):
-    """What a safetensors file says of a tensor before it is read."""
+    """Shape and dtype of a tensor, from the header of a safetensors file."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -31,7 +31,7 @@ class TensorHeader(NamedTuple):
 
 
 TensorList = dict[str, TensorSpec]
-"""Name of a tensor -> what it has to be."""
+"""Name of a tensor -> its expected shape and dtypes."""
 
 
 def decoder_layer(
@@ -45,17 +45,13 @@ def decoder_layer(
     input_norm: bool = True,
     input_width: int | None = None,
 ) -> TensorList:
-    """Tensors of a Llama decoder layer, as transformers, vLLM and SGLang name them.
+    """List the tensors of a Llama decoder layer, as transformers, vLLM and SGLang name them.
 
     Args:
-        prefix: what stands before the names, with its dot.
-        width: E, of the residual stream.
+        width: E, width of the residual stream.
         query_width: query heads * head dim.
         key_width: KV heads * head dim.
-        mlp_width: of the MLP.
-        qkv_bias: q, k and v have biases.
-        input_norm: there is a norm before the attention.
-        input_width: of what q, k and v see; default: E.
+        input_width: input width of q, k and v; default: E.
     """
     widths = {"q_proj": query_width, "k_proj": key_width, "v_proj": key_width}
     tensors = {f"self_attn.{name}.weight": TensorSpec((rows, input_width or width)) for name, rows in widths.items()}
@@ -74,7 +70,7 @@ def decoder_layer(
 
 
 def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: TensorList) -> list[str]:
-    """Every tensor that is missing, too many, or of another shape or dtype than expected, in words."""
+    """Describe every tensor that is missing, unexpected, or of another shape or dtype than expected."""
     problems = [f"missing key {name}" for name in expected if name not in weights]
     problems += [f"unexpected key {name}" for name in weights if name not in expected]
     for name, spec in expected.items():
@@ -92,16 +88,7 @@ def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], ex
 def check_tensors(
     weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: TensorList, source: object
 ) -> None:
-    """Refuse weights that are not exactly the expected ones.
-
-    Args:
-        weights: name -> tensor, or what is known of it.
-        expected: all of them.
-        source: what holds the weights, for the message.
-
-    Raises:
-        CheckpointError: naming the first problem, and how many there are.
-    """
+    """Refuse weights that are not exactly the expected ones, naming the first problem."""
     problems = find_problems(weights, expected)
     if problems:
         raise CheckpointError(f"{source} does not fit its sizes: {problems[0]} ({len(problems)} problems in all).")

@@ -1,4 +1,4 @@
-"""How other programs keep a drafter: one class per layout, entered in ``layouts.LAYOUTS``.
+"""The interface of other programs' checkpoint layouts: one class per layout, listed in ``table.LAYOUTS``.
 
 A layout is a folder with ``config.json`` and ``model.safetensors``. Its list of tensors is that of the program that
 reads it, written down from that program's sources, and not derived from the drafter of this package.
@@ -31,7 +31,7 @@ class DrafterLayout(ABC):
     kind: ClassVar[str]
     """Kind of drafter that it holds, see ``registry.DRAFTERS``."""
     reader: ClassVar[str]
-    """Who loads it, for people."""
+    """The program that loads it, for messages."""
     needs_target_config: ClassVar[bool] = False
     """Its config.json is the target's."""
     needs_embeddings: ClassVar[bool] = False
@@ -66,11 +66,7 @@ class DrafterLayout(ABC):
 
     @abstractmethod
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> DrafterSizes:
-        """Sizes of the drafter of a folder that is not ours.
-
-        Raises:
-            CheckpointError: a tensor or a key of config.json is missing.
-        """
+        """Read the sizes of the drafter of a folder that is not ours."""
 
     def canonical(self, weights: Weights) -> Weights:
         """The tensors of a folder that is not ours under the names of the list, without those nobody reads."""
@@ -106,11 +102,7 @@ def split_heads(sizes: DrafterSizes, who: str) -> list[str]:
 
 
 def drafter_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of :class:`DrafterSizes` that a drafter's own config.json gives; the target's layers are unknown (0).
-
-    Raises:
-        CheckpointError: it lacks one.
-    """
+    """The fields of :class:`DrafterSizes` in a drafter's own config.json; the target's layers are unknown (0)."""
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     missing = [name for name in needed if not config.get(name)]
     if missing:
@@ -135,11 +127,7 @@ def drafter_facts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(weights: Mapping[str, Tensor], name: str) -> int:
-    """Rows of a tensor.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
+    """Count the rows of a tensor, which has to be there."""
     if name not in weights or not weights[name].dim():
         raise CheckpointError(f"the weights lack {name}.")
     return int(weights[name].shape[0])

@@ -1,4 +1,4 @@
-"""Drafter checkpoints: our own layout, and those of other programs (``layouts.py``).
+"""Drafter checkpoints: our own layout, and those of other programs (``table.py``).
 
 Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
 Attentions) and ``drafter.safetensors``.
@@ -39,12 +39,10 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
-    """Load a drafter: a training run that contains ``drafter/``, its own layout, or one of :data:`layouts.LAYOUTS`.
+    """Load a drafter: a training run that contains ``drafter/``, its own layout, or one of :data:`.table.LAYOUTS`.
 
     Args:
-        folder: of the drafter; ``~`` is the home folder.
-        dtype: of the weights.
-        device: for the weights.
+        folder: folder of the drafter or the run; ``~`` is the home folder.
 
     Raises:
         CheckpointError: nothing there, or keys and shapes that differ from what the sizes call for.
@@ -68,11 +66,7 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
 
 
 def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str | Path = "weights") -> Drafter:
-    """A drafter with the given weights; every key and shape must match.
-
-    Raises:
-        CheckpointError: naming the first missing, unexpected or misshapen key.
-    """
+    """Build a drafter with the given weights; every key and shape must match."""
     build = drafter_class(config.kind)
     with torch.device("meta"):
         state = build(config).state_dict()
@@ -87,21 +81,13 @@ def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str 
 
 
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
-    """Refuse a drafter that was trained for another target.
-
-    Raises:
-        TargetMismatch: sizes or weights differ.
-    """
+    """Refuse a drafter that was trained for another target."""
     check_sizes_fit(drafter.config, target.sizes)
     check_identity_fits(drafter.config, target.identity)
 
 
 def check_sizes_fit(config: DrafterSizes, sizes: dict[str, Any]) -> None:
-    """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``).
-
-    Raises:
-        TargetMismatch: naming the first that differs.
-    """
+    """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``)."""
     sizes = sizes | {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
@@ -118,11 +104,7 @@ def check_sizes_fit(config: DrafterSizes, sizes: dict[str, Any]) -> None:
 
 
 def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:
-    """Refuse a drafter that names other weights than the target's (``bundle.hash_target``).
-
-    Raises:
-        TargetMismatch: both are known and differ.
-    """
+    """Refuse a drafter that names other weights than the target's (``bundle.hash_target``)."""
     expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
     if expected and got and expected != got:
         raise TargetMismatch(

@@ -9,7 +9,7 @@ Sources:
   a missing tensor stays random without an error; ``bias`` would give fc and the attention biases);
 - SafeAILab/EAGLE ``eagle/traineagle3/config.json``.
 
-The engines number layers differently, see ``interop/conventions.py``: the output of layer k is k + 1 for vLLM
+The engines number layers differently, see ``pipeline/exchange/conventions.py``: the output of layer k is k + 1 for vLLM
 (``eagle_aux_hidden_state_layer_ids`` of config.json, which it prefers to the nested one) and k for SGLang (the same
 key below ``eagle_config``), so that one folder tells both.
 """
@@ -46,10 +46,6 @@ def eagle3_tensors(
 
     Args:
         width: E of the drafter.
-        n_heads: query heads.
-        n_kv_heads: key/value heads.
-        head_dim: of both.
-        mlp_width: of the MLP.
         vocab_size: V of the target.
         draft_vocab_size: tokens that can be drafted.
         target_width: width of the target's hidden states; default: E.
@@ -74,9 +70,6 @@ def check_vocabulary_map(weights: Mapping[str, Tensor]) -> None:
     Args:
         weights: with ``d2t`` [V_draft] int64, offsets from a draft id to the target's id, and ``t2d`` [V] bool, true
             for each token that can be drafted.
-
-    Raises:
-        CheckpointError: an id is outside the vocabulary, occurs twice, or is not marked.
     """
     drafted, marked = weights["d2t"], weights["t2d"]
     ids = drafted + torch.arange(len(drafted), device=drafted.device)
@@ -97,8 +90,6 @@ def eagle3_config(
     """Keys of config.json that EAGLE-3 adds to those of a Llama of one layer.
 
     Args:
-        sizes: the keys of that Llama.
-        draft_vocab_size: tokens that can be drafted.
         layers: decoder layers of the target, from 0, whose outputs are joined.
         target_width: width of the target's hidden states where it is another than the drafter's.
     """

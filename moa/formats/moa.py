@@ -58,11 +58,7 @@ def _unlike_the_paper(sizes: MoASizes, who: str) -> list[str]:
 
 
 def sizes_from_official(weights: Mapping[str, Tensor], target_config: Any) -> MoASizes:
-    """Infer drafter sizes from the shapes of official weights and the target's transformers config.
-
-    Raises:
-        CheckpointError: a tensor is missing, or the shapes fit no drafter of this target.
-    """
+    """Infer drafter sizes from the shapes of official weights and the target's transformers config."""
     base = MoASizes.from_target(target_config).to_dict()
     return _sizes(weights, {name: value for name, value in base.items() if "attention_" not in name})
 

@@ -24,7 +24,7 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 _PICKLE_NAME = "pytorch_model.bin"
 MAX_DRAFTER_BYTES = 64 << 30
-"""Longest file of weights of a drafter that is read; those of the largest targets have a few GB."""
+"""Size limit of a drafter's weight file; those for the largest targets have a few GB."""
 
 LAYOUTS: dict[str, DrafterLayout] = {
     layout.name: layout
@@ -42,11 +42,7 @@ LAYOUTS: dict[str, DrafterLayout] = {
 
 
 def read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
-    """Sizes and state dict of a drafter in any of the layouts.
-
-    Raises:
-        CheckpointError: there is none, or its tensors are not the ones that its layout calls for.
-    """
+    """Read sizes and state dict of a drafter in any of the layouts, its tensors checked against the layout's list."""
     config = read_json(folder / CONFIG_NAME, CheckpointError)
     weights = read_weight_file(folder)
     own = config.get(OWN_KEY)
@@ -79,10 +75,6 @@ def write_layout(
     """Write a drafter into an empty folder, and check the file against the layout's list of tensors.
 
     Args:
-        drafter: of the layout's kind.
-        layout: one of :data:`LAYOUTS`.
-        folder: is created if it is not there.
-        dtype: of the weights.
         target_config: the target's transformers config, for layouts that hold it.
         embeddings: [V, E] of the target, for layouts that hold them.
 
@@ -118,11 +110,7 @@ def write_layout(
 
 
 def read_weight_file(folder: Path) -> Weights:
-    """All tensors of ``model.safetensors``, or of ``pytorch_model.bin`` where that is what there is.
-
-    Raises:
-        CheckpointError: neither is there, or it cannot be read.
-    """
+    """Read all tensors of ``model.safetensors``, or else of ``pytorch_model.bin``."""
     if (folder / WEIGHTS_NAME).is_file():
         return read_safetensors(folder / WEIGHTS_NAME)
     file = folder / _PICKLE_NAME
@@ -137,11 +125,7 @@ def read_weight_file(folder: Path) -> Weights:
 
 
 def read_safetensors(file: Path) -> Weights:
-    """All tensors of a safetensors file.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """Read all tensors of a safetensors file; a missing or damaged one is refused."""
     if not file.is_file():
         raise CheckpointError(f"{file} is missing.")
     with parsing(f"cannot read {file}", CheckpointError):

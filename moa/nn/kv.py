@@ -38,7 +38,6 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
 
     Args:
         packed: [B, T, D].
-        n_kv_heads: H_kv.
 
     Returns:
         Keys and values, each [B, H_kv, T, d] (views).
@@ -87,7 +86,6 @@ class KVBuffer:
     """Keys and values of B rows of different lengths; appending costs nothing proportional to the length.
 
     Args:
-        n_rows: B.
         initial_capacity: slots allocated at first; grows by doubling.
 
     Attributes:

@@ -244,14 +244,7 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of many short sequences, as layer self-attention has them; equals the fused kernel without a mask.
 
     On CPU the fused kernel pays per sequence and head; here the query heads of a group are more rows of one product.
-
-    Args:
-        q: [B, H, Q, d].
-        k: [B, H_kv, S, d].
-        v: [B, H_kv, S, d].
-
-    Returns:
-        [B, H, Q, d].
+    q [B, H, Q, d], k and v [B, H_kv, S, d] -> [B, H, Q, d].
     """
     n_kv_heads, head_dim = k.shape[1], k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
@@ -305,17 +298,13 @@ class DecoderBlock(nn.Module):
         return self.self_attn.keys_values(self.normed(source), rotation)
 
     def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Let the queries x [B, Q, E] attend to given keys and values.
+        """Let the queries x [B, Q, E] attend to given keys and values: [B, Q, E].
 
         Args:
-            x: [B, Q, E].
             rotation: of the queries' positions, [B or 1, Q, d].
             keys: [B, H_kv, S, d], rotated.
             values: [B, H_kv, S, d].
             mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
-
-        Returns:
-            [B, Q, E].
         """
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
@@ -323,13 +312,9 @@ class DecoderBlock(nn.Module):
         """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
 
         Args:
-            x: [B, Q, E].
             rotation: of x's positions, [B or 1, Q, d].
             append: takes x's own keys and values, each [B, H_kv, Q, d], and gives all, each [B, H_kv, S, d].
             mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
-
-        Returns:
-            [B, Q, E].
         """
         normed = self.normed(x)
         keys, values = append(*self.self_attn.keys_values(normed, rotation))

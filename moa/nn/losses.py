@@ -15,14 +15,7 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
     -sum_v softmax(target)_v * log_softmax(draft)_v at temperature 1 (paper equation of the training objective; official
     ``train/moa_spec.py``, lines 253-262). Tokens to which either side gives no probability contribute 0, so that -inf
-    logits give a finite value and gradient.
-
-    Args:
-        draft_logits: [..., V].
-        target_logits: [..., V].
-
-    Returns:
-        [...], in nats.
+    logits give a finite value and gradient. Logits [..., V] -> [...], in nats.
     """
     probability = target_logits.softmax(dim=-1)
     log_draft = draft_logits.log_softmax(dim=-1)
@@ -159,13 +152,5 @@ def chunked_head_kl(
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
-    """Smooth-L1 (beta 1) of features to the target's hidden states, mean over the width (official line 266).
-
-    Args:
-        features: [..., E].
-        hidden: [..., E].
-
-    Returns:
-        [...].
-    """
+    """Smooth-L1 (beta 1) of features to hidden states, mean over the width: [..., E] -> [...] (official line 266)."""
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)

@@ -1,6 +1,7 @@
 """Attention masks of drafter training as pure functions; every random draw is an argument.
 
-Shapes: B batch, T tokens, Q query rows. Masks are bool, True = may attend.
+Shapes: B batch, T tokens, Q query rows. Masks are bool, True = may attend. ``queries`` are positions and
+``last_context_of_query`` is s(i) of each (below), both [B, Q] int64; ``n_keys`` is T.
 
 A *drafted* position has no target KV when the drafter reaches it; all others are *context*. With step bound e,
 every e-th position of a response becomes context again, as after a verification. For e = 4 and a
@@ -42,9 +43,6 @@ def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: 
 def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Lay out the rounds of standard training: each position as if all before it had just been verified.
 
-    Args:
-        response_mask: [B, T], non-zero on response tokens.
-
     Returns:
         Which positions are drafted, [B, T] bool: the response, without position 0, before which there is nothing; and
         the last context position that each one sees, [B, T] int64.
@@ -62,15 +60,7 @@ def last_context(drafted: Tensor) -> Tensor:
 
 
 def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Tensor:
-    """Step-bounded cross-attention: keys up to s(i) (official line 210).
-
-    Args:
-        last_context_of_query: [B, Q] int64, s(i) of each query.
-        n_keys: T.
-
-    Returns:
-        [B, Q, T] bool.
-    """
+    """Step-bounded cross-attention: keys up to s(i), [B, Q, T] bool (official line 210)."""
     key = torch.arange(n_keys, device=last_context_of_query.device)
     return key <= last_context_of_query[..., None]
 
@@ -78,14 +68,10 @@ def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Tensor:
 def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int) -> Tensor:
     """Causal self-attention; of staircase queries only the drafted block and the query itself (official 169-193).
 
-    Args:
-        queries: [B, Q] int64, positions of the queries.
-        last_context_of_query: [B, Q] int64.
-        staircase: [B, Q] or [B, 1] bool.
-        n_keys: T.
+    Returns [B, Q, T] bool.
 
-    Returns:
-        [B, Q, T] bool.
+    Args:
+        staircase: [B, Q] or [B, 1] bool.
     """
     key = torch.arange(n_keys, device=queries.device)
     query = queries[..., None]
@@ -98,8 +84,6 @@ def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor, pass_inde
     """Say which drafted queries of one row share a block, for layers over drafted features.
 
     Args:
-        queries: [B, Q] int64.
-        last_context_of_query: [B, Q] int64.
         pass_index: [Q] int64, queries of different passes do not share blocks; None where there is one pass.
 
     Returns:
@@ -117,12 +101,6 @@ def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor, pass_inde
 
 def round_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None, n_keys: int) -> Tensor:
     """Say what drafted queries see of verified positions and, behind these, of each other.
-
-    Args:
-        queries: [B, Q] int64.
-        last_context_of_query: [B, Q] int64.
-        pass_index: as for :func:`drafted_block_mask`.
-        n_keys: T.
 
     Returns:
         [B, Q, T + Q] bool.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..errors import DrafterError, TargetError
-from ..files.foreign import check_model_folder, check_weight_file, parsing, read_header, read_json
+from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..files.tensor_list import FLOATS, TensorList, TensorSpec, find_problems
 from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
 
@@ -37,16 +37,12 @@ _LARGEST = {
     "max_position_embeddings": 1 << 26,
     "sliding_window": 1 << 26,
 }
-"""Largest sizes that a config.json may name; the largest models stay far below."""
+"""Upper limits of the sizes in a config.json, far above those of the largest models."""
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
 def load_target_config(folder: Path) -> Any:
-    """The transformers config of a model folder, checked to be of a supported family and of sizes that can be.
-
-    Raises:
-        TargetError: there is none, or it holds something else.
-    """
+    """Load the transformers config of a model folder, checked for a supported family and plausible sizes."""
     folder, file = Path(folder), Path(folder) / "config.json"
     if not file.is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
@@ -55,15 +51,10 @@ def load_target_config(folder: Path) -> Any:
 
 
 def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
-    """The transformers config of a target from what its config.json holds.
+    """Make the transformers config of a target from the values of its config.json, checked likewise.
 
     Args:
-        values: names and values of the file.
-        source: the file, for messages.
-        folder: that holds it; None for values of another place.
-
-    Raises:
-        TargetError: another family, or sizes that cannot be.
+        folder: the folder of the file; None where the values come from elsewhere.
     """
     model_type = values.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
@@ -95,11 +86,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 
 
 def _check_config(config: Any, source: object) -> None:
-    """Refuse sizes that do not fit together, also those that transformers fills in.
-
-    Raises:
-        TargetError: naming the first.
-    """
+    """Refuse sizes that do not fit together, including those that transformers fills in."""
     values: dict[str, Any] = {name: getattr(config, name, None) for name in _LARGEST}
     _check_counts(values, source)
     missing = [name for name in _LARGEST if values[name] is None and name not in _OPTIONAL]
@@ -127,13 +114,10 @@ def _check_config(config: Any, source: object) -> None:
 
 
 def target_sizes(config: Any) -> dict[str, Any]:
-    """Sizes of a target, from its transformers config.
+    """The sizes of a target, from its transformers config, checked to be of the Llama family.
 
     Returns:
         n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size, max_position_embeddings, architecture.
-
-    Raises:
-        TargetError: the model type is not of the Llama family, or its rotation changes with the length of the input.
     """
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
@@ -157,14 +141,14 @@ def target_sizes(config: Any) -> dict[str, Any]:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Kind of attention of each decoder layer, by its name in transformers; only the Qwen families mix them."""
+    """The kind of attention of each decoder layer, as transformers names it; only the Qwen families mix them."""
     slides = getattr(config, "sliding_window", None) is not None
     kinds = getattr(config, "layer_types", None) if config.model_type.startswith("qwen") else None
     return list(kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Positions that each decoder layer looks back, itself included; None where it sees everything."""
+    """The attention window of each decoder layer in tokens, the query included; None for full attention."""
     window = getattr(config, "sliding_window", None)
     return [window if kind == "sliding_attention" else None for kind in layer_kinds(config)]
 
@@ -175,11 +159,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def layer_sizes(config: Any) -> BlockSizes:
-    """Block sizes of the target's own decoder layers.
-
-    Raises:
-        TargetError: another activation than silu.
-    """
+    """The block sizes of the target's own decoder layers."""
     if config.hidden_act != "silu":
         raise TargetError(f"hidden_act {config.hidden_act!r} is not supported in target layer inference, only silu.")
     sizes = target_sizes(config)
@@ -199,16 +179,10 @@ def layer_sizes(config: Any) -> BlockSizes:
 
 
 def hash_target(folder: str | Path) -> dict[str, str]:
-    """Content hashes that identify a target.
-
-    Args:
-        folder: local model folder.
+    """Compute the content hashes that identify a target.
 
     Returns:
         ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
-
-    Raises:
-        TargetError: no config, no safetensors weights, or a weight file that is damaged.
     """
     folder = Path(folder)
     weights = sorted(folder.glob("*.safetensors"))
@@ -219,7 +193,7 @@ def hash_target(folder: str | Path) -> dict[str, str]:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     digest = hashlib.sha256()
     for file in weights:
-        check_weight_file(file)
+        read_header(file, TargetError)  # refuses a damaged file
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
@@ -228,12 +202,9 @@ def hash_target(folder: str | Path) -> dict[str, str]:
 
 
 def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int) -> None:
-    """Write the bundle of a loaded target.
+    """Write the bundle of a loaded target into a new folder.
 
     Args:
-        model: transformers causal LM.
-        tokenizer: its tokenizer.
-        path: folder to create.
         n_layers_kept: N, the number of last decoder layers to keep, 0..n_layers.
     """
     path = Path(path)
@@ -245,11 +216,12 @@ def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path,
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    save_file(_frozen_weights(model, n_layers_kept), path / FROZEN_FILE, metadata={"format": "pt"})
+    weights = {name: value.cpu().clone().contiguous() for name, value in _frozen_weights(model, n_layers_kept).items()}
+    save_file(weights, path / FROZEN_FILE, metadata={"format": "pt"})
 
 
 def held_layers(path: str | Path) -> int:
-    """How many of the target's last decoder layers a bundle holds; 0 for a folder that is none."""
+    """Count the decoder layers of the target that a bundle holds; 0 for a folder that is not a bundle."""
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
@@ -257,7 +229,7 @@ def held_layers(path: str | Path) -> int:
 
 
 def frozen_tensors(config: Any, n_layers: int) -> TensorList:
-    """All tensors of a bundle's file that the target's pieces with its last N layers are made from."""
+    """List the tensors of a bundle's file that a frozen target with the last N layers needs."""
     width, vocab_size, n_total = config.hidden_size, config.vocab_size, config.num_hidden_layers
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (vocab_size, width),
@@ -283,6 +255,7 @@ def _check_sizes(config: Any, expected: Mapping[str, Any], path: Path) -> None:
 
 
 def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Tensor]:
+    """The live target's weights under the names of a bundle, not copied."""
     body, n_layers = model.model, model.config.num_hidden_layers
     weights = {
         "embed_tokens.weight": body.embed_tokens.weight,
@@ -292,16 +265,15 @@ def _frozen_weights(model: PreTrainedModel, n_layers_kept: int) -> dict[str, Ten
     for index in range(n_layers - n_layers_kept, n_layers):
         for name, value in body.layers[index].state_dict().items():
             weights[f"layers.{index}.{name}"] = value
-    return {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
+    return {name: value.detach() for name, value in weights.items()}
 
 
 class FrozenTarget(nn.Module):
     """Embeddings, final norm, LM head and the last N decoder layers of a target; never trained.
 
     Attributes:
-        config: the target's transformers config.
         n_layers: N, how many decoder layers are here.
-        windows: attention window of each of them in tokens, None where it sees everything.
+        windows: attention window of each of them in tokens; None for full attention.
         layers: the last N layers in order; ``layers[0]`` is target layer ``L - N``.
     """
 
@@ -338,14 +310,12 @@ class FrozenTarget(nn.Module):
         """Load a bundle folder.
 
         Args:
-            path: folder written by :func:`save_target_bundle`.
-            n_layers: how many of the last decoder layers are needed (0 for none).
             dtype: dtype of the weights; None keeps the stored one.
-            sizes: what the store that holds the bundle says of its target (:func:`target_sizes`); None for no store.
+            sizes: :func:`target_sizes` as recorded by the store that holds the bundle; None without a store.
 
         Raises:
-            TargetError: no bundle there, it holds fewer layers than asked for, its tensors are not those that its
-                config.json calls for, or that is of another target than the store.
+            TargetError: there is no bundle, it has too few layers, its tensors do not fit its config.json, or it
+                belongs to another target than the store.
         """
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():
@@ -375,26 +345,19 @@ class FrozenTarget(nn.Module):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
-        """The same pieces of a live target, sharing its weights."""
-        body, total = model.model, model.config.num_hidden_layers
-        weights = {
-            "embed_tokens.weight": body.embed_tokens.weight.detach(),
-            "norm.weight": body.norm.weight.detach(),
-            "lm_head.weight": model.lm_head.weight.detach(),
-        }
-        for index in range(total - n_layers, total):
-            weights |= {f"layers.{index}.{k}": v.detach() for k, v in body.layers[index].state_dict().items()}
+        """Make the frozen target from a live one, sharing its weights."""
+        weights = _frozen_weights(model, n_layers)
         return cls(model.config, weights, n_layers).to(weights["lm_head.weight"].device)
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """:attr:`layers` with their type."""
+        """The typed :attr:`layers`."""
         return cast(list[DecoderBlock], list(self.layers))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, T] -> embeddings [B, T, E]."""
+        """Embed token ids: [B, T] -> [B, T, E]."""
         return self.embed_tokens(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Features [..., E] (after the final norm) -> logits [..., V]."""
+        """Apply the LM head to features (after the final norm): [..., E] -> [..., V]."""
         return F.linear(hidden, self.lm_head_weight)

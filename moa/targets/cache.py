@@ -32,11 +32,9 @@ _INITIAL_SLOTS = 256
 
 
 class TargetCache(Cache):
-    """KV of all layers for B rows.
+    """The KV of L layers for B rows.
 
     Args:
-        n_layers: L.
-        n_rows: B.
         n_slots: slots that are allocated at first; the buffer grows by doubling.
 
     Attributes:
@@ -71,10 +69,7 @@ class TargetCache(Cache):
         """Reserve slots for a call of n tokens per row.
 
         Args:
-            n_tokens: n.
-            device: where the tokens are.
-            goes_on: they stand behind those that are pending, which are seen as if committed; else what was pending is
-                forgotten.
+            goes_on: the tokens follow the pending ones, which are seen as if committed; else those are forgotten.
         """
         self._n_before = self.n_pending if goes_on else 0
         if not goes_on:
@@ -103,11 +98,7 @@ class TargetCache(Cache):
         self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
 
     def take_layer_outputs(self) -> Tensor:
-        """Hand over what the :attr:`watched_layers` gave for all tokens of the last call, [B, n, K * E].
-
-        Raises:
-            DrafterError: the last call kept none.
-        """
+        """Hand over the outputs of the :attr:`watched_layers` for all tokens of the last call, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError("the target's last call kept no layer outputs; begin with the proposer before the call.")
         outputs, self._layer_outputs = torch.cat(self._layer_outputs, dim=1), []

@@ -1,4 +1,4 @@
-"""Times of work on the device that does it: the parts of decoding, and forwards.
+"""Timing of work on its own device: the parts of decoding, and forward passes.
 
 A CUDA device runs behind the CPU that queues its work: a CPU clock read between draft and verification would book most
 of the drafting under the verification, and waiting for the device there would make decoding slower.
@@ -16,14 +16,14 @@ class DeviceClock:
     """Marks moments without waiting for the device; waits when their distance is asked for.
 
     Args:
-        device: whose work is timed. A CUDA device's own time is taken; on any other the CPU's.
+        device: the device whose work is timed; CUDA events on a CUDA device, else the CPU's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Mark:
-        """This moment, as the device will see it behind all that is queued."""
+        """Mark this moment, on the device behind all work queued so far."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

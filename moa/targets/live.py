@@ -1,4 +1,4 @@
-"""The live target: a transformers causal LM with its cache, seen as the few calls that decoding needs."""
+"""The live target: a transformers causal LM with its cache, behind the few calls that decoding needs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +19,11 @@ from .cache import TargetCache
 from .static_calls import StaticCalls
 
 _CHUNK_TOKENS = 1024
-"""Tokens of a causal run that share one mask: what is held grows with the context, not with its square."""
+"""Tokens of a causal run that share one mask, so that memory grows linearly with the context, not quadratically."""
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
-    """A local folder as it is, or the downloaded snapshot of a Hub id.
-
-    Raises:
-        TargetError: neither a folder nor a Hub id that can be reached.
-    """
+    """Find a local model folder, or download the snapshot of a Hub id."""
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         return folder
@@ -44,11 +40,7 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
 
 
 def load_target_tokenizer(folder: Path) -> Any:
-    """The fast tokenizer of a model folder.
-
-    Raises:
-        TargetError: there is none that can be used, or it would run code of the folder.
-    """
+    """Load the fast tokenizer of a model folder, running no code of the folder."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise TargetError(f"{folder} has no tokenizer; put the model's tokenizer.json into the folder.")
     check_model_folder(folder)
@@ -59,16 +51,12 @@ def load_target_tokenizer(folder: Path) -> Any:
     if not tokenizer.is_fast:
         raise TargetError(f"{folder} has no fast tokenizer; token offsets are needed for response masks.")
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
-        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers looks at some settings on first use only
+        tokenizer.decode(tokenizer("a")["input_ids"])  # transformers validates some settings on first use only
     return tokenizer
 
 
 def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load the causal LM in evaluation mode.
-
-    Raises:
-        TargetError: weights missing or not matching the config.
-    """
+    """Load the causal LM in evaluation mode."""
     config = load_target_config(folder)
     _check_weights(folder, config)
     with parsing(f"cannot load the weights of {folder}", TargetError):
@@ -88,11 +76,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def _check_weights(folder: Path, config: Any) -> None:
-    """Refuse weights that are no whole safetensors files of the folder, or fewer than the config calls for.
-
-    Raises:
-        TargetError: naming the file.
-    """
+    """Refuse safetensors files that are damaged, outside the folder, or smaller than the config requires."""
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
@@ -119,11 +103,7 @@ def _check_weights(folder: Path, config: Any) -> None:
 
 
 def pick_device(device: str) -> str:
-    """``auto`` -> cuda, mps or cpu, whichever is there; anything else unchanged.
-
-    Raises:
-        TargetError: this machine has no such device.
-    """
+    """Resolve ``auto`` to cuda, mps or cpu; refuse any other device that this machine does not have."""
     if device != "auto":
         try:
             torch.empty(0, device=device)
@@ -140,7 +120,6 @@ class Target:
     """A loaded target with its tokenizer.
 
     Attributes:
-        model: transformers causal LM, eval mode.
         tokenizer: its tokenizer, None where built from a bare model.
         eos_token_ids: ids that end a generation.
         max_positions: largest sequence length in tokens.
@@ -166,7 +145,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.model.device
 
     @property
@@ -177,24 +156,22 @@ class Target:
         return self._identity
 
     def compile(self, n_slots: int, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile the calls behind a prompt, with static shapes; on a CUDA device they are CUDA graphs.
+        """Compile the target calls after the prefill with static shapes; on a CUDA device they become CUDA graphs.
 
         Args:
-            n_slots: tokens of the longest text that will be decoded; longer ones are compiled for anew.
-            backend: of torch.compile.
+            n_slots: tokens of the longest text to decode; longer ones trigger another compilation.
         """
         self._static = StaticCalls(self.model.model, n_slots, backend, self.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
-        """Run tokens behind the committed part of each row; they stay pending until ``cache.commit``.
+        """Run tokens after the committed part of each row; they stay pending until ``cache.commit``.
 
-        A causal run makes no mask of all tokens by all tokens: a prefill of full attention makes none, any other is
-        computed in pieces.
+        A causal run never builds a mask of all tokens by all tokens: a full-attention prefill needs none, any other run
+        is computed in pieces.
 
         Args:
             tokens: [B, n] int64.
-            cache: of B rows.
             seen: [B, n, n] bool, which of the tokens each of them sees, itself included (``tree.ancestors``); None for
                 a causal run.
 
@@ -210,7 +187,9 @@ class Target:
             positions = torch.tensor(cache.lengths, device=device)[:, None] + seen.sum(dim=2) - 1
             mask = self._attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
-        lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
+        lengths = (
+            cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
+        )  # rows of one length share positions
         needs_mask = self._needs_mask(cache, n_tokens)
         step = _CHUNK_TOKENS if needs_mask else n_tokens
         hidden = []
@@ -236,7 +215,7 @@ class Target:
         return hidden
 
     def _needs_mask(self, cache: TargetCache, n_tokens: int) -> bool:
-        """Whether a causal run needs a mask: not where the kernel's own causal form says the same (pads come last)."""
+        """Whether a causal run needs a mask, or the kernel's own causal masking will do (padding comes last)."""
         is_prefill = not any(cache.lengths) and n_tokens > 1
         windows = [window for window in self._windows().values() if window is not None]
         return not is_prefill or n_tokens >= min(windows, default=n_tokens + 1) or not self._takes_bool_masks
@@ -246,11 +225,11 @@ class Target:
         return getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
 
     def _windows(self) -> dict[str, int | None]:
-        """Sliding window in tokens of each kind of layer; None where a layer sees everything."""
+        """Sliding window in tokens of each kind of layer; None for full attention."""
         return dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
 
     def _attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
-        """What ``build`` makes for a window, as the model takes it: [B, 1, n, S], a dict where layers differ."""
+        """Build the masks in the model's format: [B, 1, n, S], or a dict of them by kind where layers differ."""
         by_kind = {kind: self._as_taken(build(window)) for kind, window in self._windows().items()}
         return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
 
@@ -263,11 +242,11 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., E] -> [..., V]."""
+        """Apply the LM head: [..., E] -> [..., V]."""
         return self.model.lm_head(hidden)
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
-        """An empty cache for :meth:`forward`."""
+        """Make an empty cache for :meth:`forward`."""
         if self._static is None:
             return TargetCache(self.config.num_hidden_layers, n_rows)
         return TargetCache(self.config.num_hidden_layers, n_rows, self._static.n_slots)
@@ -278,7 +257,6 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
     """Collect the outputs of decoder layers, before any final norm, of the forwards while the context is open.
 
     Args:
-        model: transformers causal LM.
         layers: decoder layers, from 0.
 
     Yields:

@@ -25,9 +25,7 @@ class StaticCalls:
     """The compiled body of a target.
 
     Args:
-        body: decoder of the transformers causal LM, without its head.
         n_slots: tokens of the longest text; a longer one makes the caches grow, and costs another graph.
-        backend: of torch.compile.
         device: where the body is; CUDA graphs are used where it is a CUDA device.
     """
 
@@ -56,7 +54,6 @@ class StaticCalls:
         Args:
             tokens: [B, n] int64.
             seen: [B, n, n] bool, which of the tokens each of them sees; None for a causal run.
-            cache: of B rows.
             as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
             outputs: where hooks put what the cache's watched layers give, which is kept there.
 

@@ -1,4 +1,4 @@
-"""Draft steps through the target's last layers; that they equal training is shown in test_model."""
+"""Draft steps through the target's last layers; that they equal training is part of the contract."""
 
 import pytest
 import torch
