@@ -1,7 +1,7 @@
 """Speculative greedy decoding gives the very tokens of plain greedy decoding, whatever the drafter proposes.
 
-Drafters: random MoA weights (nearly never right), one whose blocks are silenced so that it repeats a bigram that the
-target often follows, and scripted ones that are never, always or sometimes right.
+Drafters: one whose blocks are silenced so that it repeats a bigram that the target often follows, and scripted ones
+that are never, always or sometimes right. That every drafter keeps this in every shape is shown by its contract.
 """
 
 import random
@@ -15,7 +15,7 @@ import torch
 from moa_data.moa.decoding import loop as decode
 from moa_data.moa.decoding.loop import Generation, generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.tree import DraftTree, Shape, StaticTree, TreeShape
+from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -102,18 +102,6 @@ def check_counts(generation: Generation, draft_length: int) -> None:
     assert stats.draft_s + stats.verify_s + stats.prefill_s <= stats.total_s
 
 
-def test_equals_plain_with_random_drafters() -> None:
-    target = Target(build_model(num_hidden_layers=2))
-    drafters = [(build_drafter(target.model, n), FrozenTarget.from_model(target.model, n)) for n in (0, 1)]
-    for index, prompt in enumerate(random_prompts(60, seed=1)):
-        draft_length = 1 + index % 4
-        plain = plain_generate(target, prompt, max_new_tokens=8)
-        drafter, frozen = drafters[index % 2]
-        fast = generate(target, drafter, prompt, max_new_tokens=8, tree=TreeShape(draft_length), frozen=frozen)
-        assert fast.tokens == plain.tokens, (index, prompt)
-        check_counts(fast, draft_length)
-
-
 def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     eos = frozenset({3, 24, 28})
     target = bigram_target(eos)
@@ -143,15 +131,6 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     assert all(committed.count(k) > 0.02 * len(committed) for k in (1, 2, 3, 4))
     assert sum(committed) / len(committed) > 1.5
     assert n_ended_in_accepted > 3
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_equals_plain_in_every_family(family: str) -> None:
-    target = Target(build_model(family))
-    drafter = build_drafter(target.model, 1)
-    for prompt in [[7], [50, 51, 52, 53], [4 + 3 * index for index in range(12)]]:
-        plain = plain_generate(target, prompt, max_new_tokens=16)
-        assert generate(target, drafter, prompt, max_new_tokens=16, tree=TreeShape(5)).tokens == plain.tokens
 
 
 @pytest.mark.parametrize(
@@ -264,49 +243,6 @@ def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch
     assert max(n_accepted for _, n_accepted in of_rounds) > 1
 
 
-@pytest.mark.parametrize("n_target_layers", [0, 2])
-def test_caches_after_each_round_equal_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch, n_target_layers: int) -> None:
-    """Target KV, memory and self-attention of the drafter hold what encoding the committed tokens anew gives."""
-    target = bigram_target(frozenset())
-    drafter = silence(build_drafter(target.model, n_target_layers))
-    frozen = FrozenTarget.from_model(target.model, n_target_layers)
-    real_propose = DrafterProposer.propose
-    n_rounds = 0
-
-    def propose(self: DrafterProposer, committed: list[list[int]], shape: TreeShape) -> DraftTree:
-        nonlocal n_rounds
-        drafts = real_propose(self, committed, shape)
-        for row, tokens in enumerate(committed):
-            n_verified = len(tokens) - 1
-            assert self.cache.lengths[row] == n_verified
-            fresh = target.new_cache()
-            target.forward(torch.tensor([tokens[:-1]]), fresh)
-            fresh.commit([range(n_verified)])
-            expected = fresh.packed([0], n_verified)
-            kept = self.cache.packed([0] * len(committed), n_verified)[row : row + 1]
-            torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
-            state = drafter.new_state(1)
-            with torch.inference_mode():
-                features = drafter.draft_root(state, frozen, [tokens], fresh)
-            assert drafts.tokens[row, 0] == int(frozen.logits(features[0, -1]).argmax())
-            for ours, goal in ((self.state.memory, state.memory), (self.state.self_attention, state.self_attention)):
-                for got, wanted in zip(ours.view(), goal.view(), strict=True):
-                    torch.testing.assert_close(got[row : row + 1, :, : wanted.shape[2]], wanted, rtol=1e-4, atol=1e-5)
-            n_rounds += 1
-        return drafts
-
-    monkeypatch.setattr(DrafterProposer, "propose", propose)
-    prompts = [*random_prompts(6, seed=5), [7, 8, 9, 10, 11]]
-    for prompt in prompts:
-        generate(target, drafter, prompt, max_new_tokens=20, tree=TreeShape(4), frozen=frozen)
-        generate(target, drafter, prompt, max_new_tokens=12, tree=TreeShape(3, 3, 8), frozen=frozen)
-        # One node is fed at each level, and its sibling may be the one that is accepted.
-        generate(target, drafter, prompt, max_new_tokens=12, tree=StaticTree((-1, -1, 0), (0, 1, 0)), frozen=frozen)
-    session = DrafterProposer(target, drafter, frozen)
-    generate_batch(target, prompts[1:], max_new_tokens=12, proposer=session, tree=TreeShape(3, 2, 6))
-    assert n_rounds > 60
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_equals_transformers_generate(family: str) -> None:
     target = Target(build_model(family, num_hidden_layers=2))
@@ -340,27 +276,8 @@ def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -
         assert fast.tokens == plain.tokens
 
 
-TREES = [TreeShape(1, 3), TreeShape(3, 3, 8), TreeShape(5, 2, 6), TreeShape(4, 4, 100), StaticTree.likeliest(9)]
-
-
-@pytest.mark.parametrize("tree", TREES, ids=str)
-def test_trees_equal_plain(tree: Shape) -> None:
-    target = bigram_target(frozenset({3, 24}))
-    committed: list[int] = []
-    for n_target_layers in (0, 2):
-        drafter = silence(build_drafter(target.model, n_target_layers))
-        for prompt in random_prompts(16, seed=8 + n_target_layers)[3:]:
-            plain = plain_generate(target, prompt, max_new_tokens=14)
-            fast = generate(target, drafter, prompt, max_new_tokens=14, tree=tree)
-            assert fast.tokens == plain.tokens
-            check_counts(fast, tree.depth)
-            committed += fast.stats.committed_per_call
-    assert max(committed) >= min(tree.depth, 3) + 1
-    assert sum(committed) / len(committed) > 1.3
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tree", [None, TreeShape(4), TreeShape(3, 3, 8)], ids=str)
+@pytest.mark.parametrize("tree", [None, TreeShape(4), TreeShape(2, 3), TreeShape(3, 3, 8)], ids=str)
 def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape | None) -> None:
     target = Target(build_model(family, num_hidden_layers=2))
     target.eos_token_ids = frozenset({3, 24, 28, 40})
@@ -377,26 +294,16 @@ def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape
     assert len({len(got.tokens) for got in together}) > 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("n_target_layers", [0, 2])
-def test_bfloat16_target_and_drafter_decode(family: str, n_target_layers: int) -> None:
-    target = Target(build_model(family).to(torch.bfloat16))
-    target.eos_token_ids = frozenset()
-    drafter = build_drafter(target.model, n_target_layers).to(torch.bfloat16)
-    fast = generate(target, drafter, [5, 6, 7], max_new_tokens=12, tree=TreeShape(5))
-    assert len(fast.tokens) == 12
-    with pytest.raises(DrafterError, match=r"drafter is torch\.float32, its target weights are torch\.bfloat16"):
-        generate(target, drafter.float(), [5], max_new_tokens=4, tree=TreeShape(5))
-
-
-def test_without_a_shape_auto_chooses(target: Target) -> None:
+def test_without_a_shape_auto_chooses() -> None:
+    target = Target(build_model())
     drafter = build_drafter(target.model)
     fast = generate(target, drafter, [5, 6, 7], max_new_tokens=12)
     assert fast.tokens == plain_generate(target, [5, 6, 7], max_new_tokens=12).tokens
     assert fast.stats.n_drafted > 0
 
 
-def test_bad_requests_are_refused(target: Target) -> None:
+def test_bad_requests_are_refused() -> None:
+    target = Target(build_model())
     drafter = build_drafter(target.model)
     with pytest.raises(DrafterError, match="prompt is empty"):
         plain_generate(target, [], max_new_tokens=4)

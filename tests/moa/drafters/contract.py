@@ -227,7 +227,7 @@ class DrafterContract:
             assert got.tokens == alone.tokens
             assert got.stats.committed_per_call == alone.stats.committed_per_call
 
-    @pytest.mark.parametrize("shape", SHAPES[1:4:2], ids=str)
+    @pytest.mark.parametrize("shape", [SHAPES[1], *SHAPES[3:]], ids=str)
     def test_each_round_begins_as_a_fresh_one(
         self, taught: tuple[Target, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape
     ) -> None:
@@ -450,3 +450,4 @@ class DrafterContract:
             with torch.no_grad():
                 found = [one.drafted_features(frozen, inputs, ROUNDS["bounded"]).features for one in (drafter, again)]
             assert torch.equal(*found), name
+            assert again.config == drafter.config

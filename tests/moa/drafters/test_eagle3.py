@@ -19,7 +19,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
 
-from .contract import CLOSE, DrafterContract, Rows
+from .contract import CLOSE, DrafterContract, Rows, batch_of
 
 VOCABULARY = SIZES["vocab_size"]
 
@@ -38,14 +38,6 @@ class TestSmallVocabulary(DrafterContract):
     close = 5e-5
     sizes = {"fused_layers": (0, 1), "test_time_steps": 3, "draft_vocabulary": 30}
     export_sizes = {"eagle3": {"fused_layers": (0, 1, 3)}}
-
-
-def spread_batch(model: Any, drafter: Any) -> TrainingInputs:
-    """Two rows of different lengths; the first has two responses."""
-    torch.manual_seed(5)
-    tokens, at = torch.randint(4, VOCABULARY, (2, 22)), torch.arange(22)
-    response = torch.stack((((at >= 1) & (at < 4)) | (at >= 12), (at >= 3) & (at < 17)))
-    return stored(drafter, model, tokens, response)
 
 
 def unrolled(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: int, root: int, n_steps: int) -> Tensor:
@@ -75,7 +67,7 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
     model = build_model(family, num_hidden_layers=2)
     frozen, n_steps = FrozenTarget.from_model(model), 4
     drafter = build_eagle3(model, draft_vocabulary=draft_vocabulary, test_time_steps=n_steps)
-    inputs = spread_batch(model, drafter)
+    inputs = batch_of(drafter, model, 22)
     terms = drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=0.5), 3.0))
     gradients = torch.autograd.grad(terms.total, list(drafter.parameters()))
 
@@ -107,7 +99,7 @@ def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     """Parts of one row give the same loss and gradient."""
     model = build_model(num_hidden_layers=2)
     frozen, drafter = FrozenTarget.from_model(model), build_eagle3(model)
-    inputs = spread_batch(model, drafter)
+    inputs = batch_of(drafter, model, 22)
 
     def gradients() -> tuple[Tensor, ...]:
         total = drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS, denominator=1.0)).total
@@ -138,7 +130,7 @@ def test_decoding_equals_training_time_test(family: str) -> None:
     """Step j of a draft round has the features of step j of training."""
     target, n_steps = Target(build_model(family, num_hidden_layers=2)), 4
     drafter = build_eagle3(target.model, test_time_steps=n_steps)
-    inputs, frozen = spread_batch(target.model, drafter), FrozenTarget.from_model(target.model)
+    inputs, frozen = batch_of(drafter, target.model, 22), FrozenTarget.from_model(target.model)
     queries, valid = loss_queries(drafter.loss_positions(inputs.response_mask, NO_DRAWS))
     features, reached = drafter.test_time_features(frozen, inputs, queries, valid)
     for row, roots in enumerate(((12, 15), (5, 11))):

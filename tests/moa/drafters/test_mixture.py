@@ -250,6 +250,9 @@ def test_sizes_are_checked_together() -> None:
         MoASizes.from_target(config, layer_attention_heads=5)
     with pytest.raises(DrafterError, match="between 0 and the target's 4 layers"):
         MoASizes.from_target(config, target_layer_inference=5)
+    for n_groups in (0, 5):
+        with pytest.raises(DrafterError, match=rf"layer_groups \({n_groups}\) must be between 1 and the 4 layers"):
+            MoASizes.from_target(config, layer_groups=n_groups)
     wide = MoASizes.from_target(build_model(num_attention_heads=6, head_dim=64).config)
     assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), "256 / 6 is no head dim"
 
@@ -259,9 +262,3 @@ def test_loss_queries_packs_left() -> None:
     queries, valid = loss_queries(mask)
     assert queries.tolist() == [[1, 3], [2, 0]]
     assert valid.tolist() == [[True, True], [True, False]]
-
-
-def test_groups_that_are_no_groups_of_layers_are_refused() -> None:
-    for n_groups in (0, 5):
-        with pytest.raises(DrafterError, match=rf"layer_groups \({n_groups}\) must be between 1 and the 4 layers"):
-            build_drafter(build_model(), layer_groups=n_groups)
