@@ -98,13 +98,13 @@ class Drafter(nn.Module, ABC):
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
     @classmethod
-    @abstractmethod
     def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        """Say what training reads besides tokens and response masks.
+        """Say what training reads besides tokens and response masks; by default the last hidden state.
 
         Returns:
             Attribute of :class:`~.training.TrainingInputs` -> field of the store.
         """
+        return {"hidden": "hidden/last"}
 
     @classmethod
     def layers_read(cls, target_layer_inference: int, layer_attention: bool) -> tuple[int, ...] | None:

@@ -81,11 +81,6 @@ class EagleDrafter(FeatureDrafter):
     def blocks(self) -> list[DecoderBlock]:
         return cast(list[DecoderBlock], list(self.layers))
 
-    @classmethod
-    @override
-    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        return {"hidden": "hidden/last"}
-
     @override
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         joined = self.fc(torch.cat((embeddings, hidden), dim=-1))

@@ -179,11 +179,6 @@ class Eagle3Drafter(FeatureDrafter):
 
     @classmethod
     @override
-    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        return {"hidden": "hidden/last"}
-
-    @classmethod
-    @override
     def needed_layers(cls, n_layers: int, fused_layers: tuple[int, ...] | None) -> tuple[int, ...]:
         layers = default_fused_layers(n_layers) if fused_layers is None else fused_layers
         check_fused_layers(layers, n_layers)

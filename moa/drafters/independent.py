@@ -92,11 +92,6 @@ class IndependentDrafter(Drafter):
 
     @classmethod
     @override
-    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        return {"hidden": "hidden/last"}
-
-    @classmethod
-    @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         return response_mask.bool()
 

@@ -117,11 +117,6 @@ class MedusaDrafter(Drafter):
             else:
                 weight.zero_()
 
-    @classmethod
-    @override
-    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        return {"hidden": "hidden/last"}
-
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``.

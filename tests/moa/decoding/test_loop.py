@@ -110,7 +110,7 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     committed: list[int] = []
     n_ended_in_accepted = 0
     for index, prompt in enumerate(random_prompts(80, seed=2)):
-        limit, draft_length = 5 + index % 12, 2 + index % 5
+        limit, draft_length = 1 + index % 16, 2 + index % 5
         plain = plain_generate(target, prompt, max_new_tokens=limit)
         runs: list[tuple[list[int], list[bool]]] = []
         fast = generate(
@@ -123,6 +123,7 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
             frozen=frozen,
         )
         assert fast.tokens == plain.tokens, (index, prompt)
+        assert len(plain.tokens) == limit or plain.tokens[-1] in eos
         check_counts(fast, draft_length)
         assert [token for tokens, _ in runs for token in tokens] == fast.tokens
         assert [len(tokens) for tokens, _ in runs] == [1, *fast.stats.committed_per_call]
@@ -170,18 +171,6 @@ def test_eos_inside_an_accepted_span_ends_the_answer(monkeypatch: pytest.MonkeyP
         )
     assert plain.tokens == fast.tokens == seen == expected
     assert sum(fast.stats.committed_per_call) == len(expected) - 1
-
-
-@pytest.mark.parametrize("limit", range(1, 12))
-def test_max_new_tokens_is_kept_to_the_token(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    target = Target(build_model())
-    target.eos_token_ids = frozenset()
-    drafter = build_drafter(target.model)
-    plain = plain_generate(target, [5, 6, 7], max_new_tokens=limit)
-    with scripted(monkeypatch, target, always):
-        fast = generate(target, drafter, [5, 6, 7], max_new_tokens=limit, tree=TreeShape(4))
-    assert fast.tokens == plain.tokens
-    assert len(fast.tokens) == limit
 
 
 @pytest.mark.parametrize("script", [None, always, first_two])

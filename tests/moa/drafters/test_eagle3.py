@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.drafters.eagle3 import STEP_DECAY, attend_with_own_steps, default_fused_layers
+from moa_data.moa.drafters.eagle3 import STEP_DECAY, default_fused_layers
 from moa_data.moa.drafters.rounds import loss_queries
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.errors import DrafterError
@@ -109,19 +109,6 @@ def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("moa_data.moa.drafters.eagle3._SCORE_BYTES", 1)
     for one, other in zip(whole, gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_attention_to_own_steps_equals_concatenated_keys() -> None:
-    torch.manual_seed(2)
-    q, seen = torch.randn(2, 4, 5, 8), torch.rand(2, 5, 7) < 0.6
-    seen[..., 0] = True
-    keys, values = torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
-    own = [(torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)) for _ in range(3)]
-    got = attend_with_own_steps(q, keys, values, seen, own)
-    everything = [torch.cat([shared, *(pair[i] for pair in own)], dim=2) for i, shared in enumerate((keys, values))]
-    mask = torch.cat([seen, *[torch.eye(5, dtype=torch.bool).expand(2, -1, -1)] * 3], dim=-1)[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, *everything, attn_mask=mask, enable_gqa=True)  # type: ignore[misc]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

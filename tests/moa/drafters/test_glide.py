@@ -7,13 +7,11 @@ from moa_data.moa.drafters.glide import GlideSizes, block_context
 from moa_data.moa.drafters.rounds import Draws
 from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
 from moa_data.moa.errors import DrafterError
-from moa_data.moa.nn import masks
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_glide, stored
 from moa_data.tests.kit.models import SIZES, build_model
 
-from .contract import CLOSE, DrafterContract, Rows
+from .contract import DrafterContract
 
 
 class TestGlide(DrafterContract):
@@ -32,21 +30,6 @@ def test_blocks_begin_at_the_offset() -> None:
     assert got[1].tolist() == [-1, -1, -1, 2, 2, 2, 5, 5, 5]
     assert torch.equal(got[2], got[0]), "an offset counts modulo the size of a block"
     assert torch.equal(block_context(positions, 3), got[1].expand(3, -1))
-
-
-@torch.no_grad()
-def test_a_block_of_training_is_a_draft_round() -> None:
-    """Teacher forcing gives each position of a block what the rounds that begin there give; padding changes nothing."""
-    target = Target(build_model())
-    frozen, drafter = FrozenTarget.from_model(target.model), build_glide(target.model, block_size=4)
-    tokens = torch.nn.functional.pad(torch.randint(4, SIZES["vocab_size"], (1, 18)), (0, 5))
-    inputs = stored(drafter, target.model, tokens, torch.ones_like(tokens))
-    context = block_context(torch.arange(23)[None], 4, torch.tensor([2])).clamp(min=0)
-    trained = drafter(frozen, tokens, inputs.kv, masks.cross_attention_mask(context, 23))[0]
-    rows, text = Rows(drafter, target), tokens[0].tolist()
-    for root, n_levels in ((1, 0), (2, 3), (6, 3), (14, 3)):
-        stepped = rows.chain(text, root, n_levels)
-        torch.testing.assert_close(stepped, trained[root : root + n_levels + 1], rtol=0, atol=CLOSE)
 
 
 def test_a_position_learns_from_the_blocks_before_it_alone() -> None:

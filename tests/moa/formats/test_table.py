@@ -156,6 +156,7 @@ def test_official_eagle_checkpoint(tmp_path: Path, file: str) -> None:
         ("moa", {}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "'linear'"),
         ("moa-vllm", {"cross_attention_kv_heads": 2}, {}, "1 and 2 KV heads"),
         ("moa-vllm", {"layer_attention_heads": 2}, {}, "2 heads over a KV width of 48"),
+        ("moa-vllm", {}, {"family": "qwen2"}, "q, k and v have biases"),
         ("moa-vllm", {"n_target_layers": 1}, {}, "drafts through the target's last layers"),
         ("vllm-eagle", {"eagle_fc_bias": True}, {}, "fc has a bias"),
         ("moa-eagle", {"eagle_input_norm": False}, {}, "the first layer has no input norm"),
@@ -170,12 +171,6 @@ def test_what_the_other_program_would_run_differently_is_refused(
     with pytest.raises(CheckpointError, match=f"cannot run this drafter as it was trained: .*{message}"):
         write(build(name, target, **sizes), name, tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
-
-
-def test_biases_are_refused_where_they_would_be_dropped(tmp_path: Path) -> None:
-    model = build_model("qwen2")
-    with pytest.raises(CheckpointError, match="q, k and v have biases"):
-        write(build("moa-vllm", model), "moa-vllm", tmp_path, model)
 
 
 def test_kind_and_missing_pieces_of_the_target(tmp_path: Path) -> None:
