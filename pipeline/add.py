@@ -46,10 +46,8 @@ class AddReport:
     Attributes:
         fields: the fields that were added, by this run or by those that it went on with.
         target_layers: decoder layers that the store keeps now.
-        n_parts: committed parts.
         n_parts_done: of these, written to by this run.
         n_pending_parts: planned parts that are still to be extracted.
-        n_tokens: tokens of the committed parts.
         stored_bytes: bytes of the added fields on disk.
         agreement: how the forward of the first batch compares with what the store holds of it.
     """
@@ -92,10 +90,6 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
     The forwards are those of the extraction: the same sequences in the same batches, so that the same device, libraries
     and number of threads give the bits that one extraction of all fields would have given. Elsewhere last bits differ.
     Until every part has the new fields, the store is the old one.
-
-    Args:
-        progress: called with (tokens done, tokens in all, message).
-        provenance: command, versions and the like, recorded in the store's runs/.
 
     Raises:
         AdditionRefused: nothing can be added to this store, or the target gives other values than the store holds.
@@ -217,11 +211,7 @@ class _Addition:
         save_next_basis(self.writer, codec)
 
     def _compare(self, target: Target, part: int) -> str:
-        """Run a part's first batch as the extraction did and compare hidden/last with what is stored.
-
-        Raises:
-            AdditionRefused: it differs by more than rounding and the codec explain.
-        """
+        """Run a part's first batch and compare hidden/last with the stored; refuse more than rounding explains."""
         plan, reader = self.plan, self.reader
         if LAST not in reader.fields:
             return ""

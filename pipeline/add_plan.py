@@ -50,10 +50,8 @@ class AddPlan:
         all_activations: fields of all activations, old and new.
         n_layers_before: decoder layers that the store keeps.
         n_layers_kept: that it will keep.
-        device: where the forward will run.
         n_tokens: tokens of the committed parts.
         n_left_tokens: of these, in parts that lack new fields.
-        n_parts: committed parts.
         n_left_parts: of these, lacking new fields.
         raw_bytes: bytes of the new values of the parts that lack them, before compression.
         stored_bytes: expected bytes of these on disk, and of the layers for target/.
@@ -125,11 +123,7 @@ class AddPlan:
         return "\n".join(lines)
 
     def check_disk(self) -> None:
-        """Refuse what the disk cannot hold.
-
-        Raises:
-            NotEnoughDisk: with what is needed and what is free.
-        """
+        """Refuse what the disk cannot hold."""
         if self.stored_bytes > self.free_bytes:
             raise NotEnoughDisk(
                 f"The new fields need about {format_bytes(self.stored_bytes)}, but {self.store} has "

@@ -68,8 +68,6 @@ class AuditReport:
     """All comparisons.
 
     Attributes:
-        model: the target it was compared with.
-        rows: one for each sequence and field.
         notes: what could not be compared, and why.
     """
 
@@ -121,14 +119,6 @@ def audit(
 
     Tokens and masks are made again from the dataset's rows where the dataset of the last run can still be read;
     in any case they must give the sequence's content hash. Activations come from a forward of each sequence alone.
-
-    Args:
-        model: the target, a folder or a hub id.
-        samples: how many sequences, at most all committed ones.
-        progress: called with (sequences done, sequences in all, message).
-
-    Returns:
-        One row for each sequence and field.
 
     Raises:
         OptionInvalid: fewer than one sequence is asked for.

@@ -41,11 +41,7 @@ class BackgroundWriter:
         self._queue.put(task)
 
     def finish(self) -> None:
-        """Wait for all tasks and end the thread.
-
-        Raises:
-            BaseException: what a task raised.
-        """
+        """Wait for all tasks and end the thread."""
         self._queue.put(None)
         self._thread.join()
         self._raise_error()

@@ -66,13 +66,9 @@ def calibrate(
     """Let a codec learn.
 
     Args:
-        codec: with fields that learn.
         lengths: tokens of each planned sequence.
         read: gives the values of one of them.
         lm_head: [vocab_size, width], any dtype and device.
-
-    Raises:
-        StoreError: the values cannot be learned from.
     """
     sequences = [read(row) for row in sample_rows(lengths)]
     for name, field in codec.learned.items():
@@ -101,7 +97,6 @@ def learn_from_target(
     """Let a codec learn from forwards of the target over a sample of the sequences.
 
     Args:
-        lengths: tokens of each planned sequence.
         tokens_of: row of the plan -> token ids, int32 [n_tokens].
         spec, dtype, uses_cache: as for ``capture``.
     """

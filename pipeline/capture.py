@@ -50,9 +50,6 @@ class Capture:
 
         Args:
             names: what to call each sequence of the batch in an error.
-
-        Raises:
-            NonFiniteActivation: a value is NaN or infinite.
         """
         codecs = {name: codec.fields[name] for name in self.fields if not codec.fields[name].is_identity}
         if not codecs:

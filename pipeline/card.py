@@ -58,12 +58,7 @@ def write_card(store: Path, origin: CardOrigin) -> Path:
 
 
 def card_text(store: Path, origin: CardOrigin) -> str:
-    """Return the text of a store's card.
-
-    Raises:
-        StoreNotFound: not a store.
-        ManifestInvalid: damaged manifest, plan or commit.
-    """
+    """Return the text of a store's card."""
     summary = summarize_store(store)
     plain = [field for field in summary.fields if _is_plain(Path(store), field, summary)]
     sections = (

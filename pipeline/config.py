@@ -135,10 +135,6 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
     Args:
         names: kv, hidden:last or hidden:layer:K; a negative K counts from the end.
         target_layers: decoder layers kept in the bundle; the state that enters them is added.
-        n_layers: decoder layers of the target.
-
-    Returns:
-        The specification, negative layers resolved.
 
     Raises:
         OptionInvalid: unknown name, or a layer that the target does not have.
@@ -166,11 +162,7 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
 
 
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
-    """Return the activations that are stored as these fields.
-
-    Raises:
-        OptionInvalid: a field that no extraction gives.
-    """
+    """Return the activations that are stored as these fields."""
     names = [name for name in fields if name not in TEXT_FIELDS]
     layers = [_FIELD_LAYER.fullmatch(name) for name in names]
     unknown = [n for n, layer in zip(names, layers, strict=True) if not layer and n not in ("kv", "hidden/last")]

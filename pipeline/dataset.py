@@ -67,11 +67,7 @@ class ChatSource:
         return sum(_count_rows(file) for file in self.files)
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield (row number from 0 over all files, row); a row that cannot be read comes as an UnreadableRow.
-
-        Raises:
-            DatasetError: a file is damaged.
-        """
+        """Yield (row number from 0 over all files, row); a row that cannot be read comes as an UnreadableRow."""
         if self._hub_rows is not None:
             for number, row in enumerate(self._hub_rows):
                 self._row_hash.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -231,11 +227,7 @@ def _read_json(path: Path) -> Iterator[Any]:
 
 
 def _list_items(path: Path, text: bytes) -> list[bytes] | None:
-    """Cut a JSON list at its own commas, without reading what is between them; None where the text is no list.
-
-    Raises:
-        DatasetError: the list does not end.
-    """
+    """Cut a JSON list at its own commas, without reading what is between them; None where the text is no list."""
     if not text.lstrip().startswith(b"["):
         return None
     items: list[bytes] = []

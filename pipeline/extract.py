@@ -46,9 +46,6 @@ class ExtractReport:
     """What an extraction did.
 
     Attributes:
-        n_sequences: sequences of the whole store.
-        n_tokens: tokens of the whole store.
-        n_parts: parts of the whole store.
         n_parts_done: parts written by this run.
         raw_bytes: bytes of all activations before compression.
         stored_bytes: bytes of all parts on disk.
@@ -104,7 +101,6 @@ def extract(
 
     Args:
         progress: called with (done, total, message): chats while tokenising, then tokens.
-        provenance: command, versions and the like, recorded in the store's runs/.
         redo: what is extracted again although it is committed, if it is still damaged when the store is opened.
 
     Raises:

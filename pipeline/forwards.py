@@ -106,11 +106,6 @@ def run_parts(
         store: takes the parts, or more fields of them; when this fails, the parts in flight are discarded.
         timings: counts up; ``n_before_tokens`` is set.
         verb: for the progress message, e.g. ``"extract"``.
-        progress: called after each batch with (tokens done, tokens in all, message).
-
-    Raises:
-        PipelineError: a value is NaN or infinite.
-        StoreError: the store cannot take a part.
     """
     start = time.perf_counter()
     clock = DeviceClock(forwards.target.device)
@@ -181,9 +176,6 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
     Args:
         sequences: rows of the plan in its order.
         batch_tokens: most tokens per batch, padding included; a longer sequence makes a batch of its own.
-
-    Yields:
-        Consecutive rows.
     """
     lengths = sequences["n_tokens"].to_numpy()
     start = 0

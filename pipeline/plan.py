@@ -54,7 +54,6 @@ class ExtractPlan:
         table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
         sequences: the tokens and masks.
         dataset: the dataset, and which split and files of it are read, for people.
-        device: where the forward will run.
         compute_dtype: dtype of the forward, resolved.
         batch_tokens: tokens per forward, resolved.
         raw_bytes: field -> bytes of the planned tokens before compression.
@@ -139,11 +138,7 @@ class ExtractPlan:
         return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
 
     def check_disk(self) -> None:
-        """Refuse what the disk cannot hold.
-
-        Raises:
-            NotEnoughDisk: with what is needed and what is free.
-        """
+        """Refuse what the disk cannot hold."""
         needed = max(0, self.stored_bytes - self.present_bytes)
         if needed > self.free_bytes:
             raise NotEnoughDisk(

@@ -107,9 +107,7 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, 
     """Token ids of a chat that ends where the assistant is to write.
 
     Args:
-        tokenizer: a fast transformers tokenizer with a chat template.
         messages: the chat so far, usually ending in a user message.
-        system: a text that the template has to show.
 
     Returns:
         Ids with exactly one BOS where the model has one, encoded as `tokenize_chat` encodes them.

@@ -32,12 +32,7 @@ class RecodeReport:
     """What a recoding did.
 
     Attributes:
-        n_parts: parts of the store.
-        n_parts_done: parts written by this run.
-        n_tokens: tokens of the whole store.
         source_bytes: bytes of the source's parts.
-        stored_bytes: bytes of the new store's parts.
-        wall_s: seconds of this run.
     """
 
     source: Path
@@ -74,7 +69,6 @@ def recode(
     Args:
         store: a complete lossless store.
         progress: called with (tokens done, tokens in all, message).
-        provenance: command, versions and the like, recorded in the new store's runs/.
 
     Raises:
         OptionInvalid: unknown codec, the source is not lossless, or source and output are one folder.

@@ -61,11 +61,7 @@ class ControlTokens:
 
 
 def template_text(tokenizer: Any) -> str:
-    """The chat template that is used.
-
-    Raises:
-        TemplateError: the tokenizer has none.
-    """
+    """The chat template that is used."""
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             "the tokenizer has no chat template, so chats cannot be turned into tokens. "

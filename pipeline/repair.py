@@ -31,7 +31,6 @@ def repair(
         model: the target that the store was made with: a folder or a hub id.
         dataset: the chats; default: where the store's last extraction found them.
         device: of the forward; default: as in the store's last extraction.
-        progress: as for ``extract``.
 
     Raises:
         RepairRefused: no extraction is recorded, there is damage that this does not mend, or what the codec learns now

@@ -128,10 +128,6 @@ def read_sequences(
 
     Args:
         sizes: the target's sizes (max_position_embeddings, vocab_size).
-        progress: called with (done, total, message).
-
-    Returns:
-        At least one sequence.
 
     Raises:
         DatasetError: nothing usable in the dataset, or the tokenizer does not fit the target.
@@ -164,9 +160,6 @@ def tokenize_row(tokenizer: Any, content: Any, max_length: int) -> TokenizedChat
 
     Args:
         max_length: tokens and mask are cut to this length.
-
-    Raises:
-        TemplateError: the tokenizer has no chat template that can be used.
     """
     chat = parse_chat(content)
     if isinstance(chat, Rejection):

@@ -80,22 +80,14 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
 
 
 def whole_number(value: object, name: str, low: int = 0, high: int = MAX_WHOLE_NUMBER) -> int:
-    """Return a whole number of a document.
-
-    Raises:
-        ValueError: no integer, or out of range.
-    """
+    """Return a whole number of a document."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} is {_shown(value)}, expected a whole number from {low} to {high}")
     return value
 
 
 def whole_numbers(value: object, name: str, low: int = 1, high: int = MAX_WHOLE_NUMBER) -> tuple[int, ...]:
-    """Return a list of whole numbers of a document, at most 16 of them.
-
-    Raises:
-        ValueError: no list, too long, or an item that is no integer or out of range.
-    """
+    """Return a list of whole numbers of a document, at most 16 of them."""
     if not isinstance(value, list) or len(value) > 16:
         raise ValueError(f"{name} is {_shown(value)}, expected a list of at most 16 numbers")
     return tuple(whole_number(item, name, low, high) for item in value)
@@ -115,11 +107,7 @@ def relative_name(name: object) -> str:
 
 
 def mapping(value: object, name: str) -> Mapping[str, Any]:
-    """Return an object inside a document.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return an object inside a document."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {_shown(value)}, expected an object")
     return value

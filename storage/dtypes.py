@@ -25,11 +25,7 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
 def storage_dtype(logical_dtype: str) -> np.dtype:
-    """Return the NumPy dtype in which a logical dtype is stored.
-
-    Raises:
-        ValueError: the dtype cannot be stored.
-    """
+    """Return the NumPy dtype in which a logical dtype is stored."""
     name = STORAGE_DTYPES.get(logical_dtype)
     if name is None:
         raise ValueError(f"Cannot store dtype {logical_dtype!r}. Use one of: {', '.join(sorted(STORAGE_DTYPES))}.")
@@ -83,10 +79,6 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
 
 def is_finite(array: np.ndarray, logical_dtype: str) -> np.ndarray:
     """Say for each stored value whether it is neither NaN nor infinite.
-
-    Args:
-        array: values in the storage dtype, any shape.
-        logical_dtype: what they mean.
 
     Returns:
         bool array of the same shape; all true for integer dtypes.

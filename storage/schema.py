@@ -159,13 +159,10 @@ class StoreManifest:
             max_position_embeddings, architecture.
         identities: flat, e.g. ``"target.weights_sha256"``: content hashes of target, tokenizer, template, dataset.
         extraction: what else shapes the data, e.g. max_length, compute dtype, truncation.
-        n_sequences: planned sequences.
-        n_parts: planned parts.
         n_tokens: planned tokens without alignment padding.
         codec: ``StoreCodec.describe()``.
         conventions: further conventions; the ones of the schema are added by themselves.
         alignment_tokens: every sequence starts at a multiple of this.
-        schema_version: ``SCHEMA_VERSION``.
 
     Raises:
         ManifestInvalid: a convention has another value than this schema version, or two fields share a name.

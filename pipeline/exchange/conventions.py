@@ -66,11 +66,7 @@ def default_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 def check_layers(layers: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
-    """The chosen layers, or the default ones, of a target of ``n_layers``.
-
-    Raises:
-        OptionInvalid: the target has no such layer.
-    """
+    """The chosen layers, or the default ones, of a target of ``n_layers``."""
     layers = layers or default_layers(n_layers)
     wrong = [layer for layer in layers if not 0 <= layer < n_layers]
     if wrong:

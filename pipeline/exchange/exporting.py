@@ -39,7 +39,6 @@ class ExportReport:
     Attributes:
         format: its name, e.g. ``"specforge"``.
         fields: fields of the store that went into it.
-        n_sequences: files in all.
         n_written: files written by this run; the others were there.
         written_bytes: bytes of these.
     """
@@ -64,12 +63,8 @@ def make_format(name: str, layers: tuple[int, ...], n_layers: int, compress: boo
     """Return the file format of a name.
 
     Args:
-        name: speculators, specforge or eagle.
         layers: decoder layers beside the last one; empty for the project's default.
         compress: gzip each file (specforge).
-
-    Raises:
-        OptionInvalid: the target has no such layers.
     """
     if name == "eagle":
         return EagleFormat((), n_layers)

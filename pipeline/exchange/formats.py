@@ -43,7 +43,7 @@ ROWS_PER_FOLDER = 2000
 
 
 class FileFormat(ABC):
-    """How one project keeps sequences on disk.
+    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `ForeignInvalid`.
 
     Args:
         layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
@@ -88,35 +88,19 @@ class FileFormat(ABC):
 
     @abstractmethod
     def files(self, folder: Path) -> list[Path]:
-        """Return the files below a folder in the order of their numbers.
-
-        Raises:
-            ForeignInvalid: there is none.
-        """
+        """Return the files below a folder in the order of their numbers."""
 
     @abstractmethod
     def read_tokens(self, path: Path) -> np.ndarray:
-        """Return a file's token ids, int64 [S], without its hidden states where the container allows it.
-
-        Raises:
-            ForeignInvalid: the file is damaged or of another format.
-        """
+        """Return a file's token ids, int64 [S], without its hidden states where the container allows it."""
 
     @abstractmethod
     def read_mask(self, path: Path) -> np.ndarray:
-        """Return the loss mask of a file's sequence, int64 [S].
-
-        Raises:
-            ForeignInvalid: the file is damaged or of another format.
-        """
+        """Return the loss mask of a file's sequence, int64 [S]."""
 
     @abstractmethod
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        """Return a file's hidden states: each of ``fields`` -> [S, E].
-
-        Raises:
-            ForeignInvalid: the file is damaged or of another format, or has another number of layers.
-        """
+        """Return a file's hidden states: each of ``fields`` -> [S, E]."""
 
 
 class CheckpointFormat(FileFormat):
@@ -255,11 +239,7 @@ def _gunzip(path: Path, max_bytes: int) -> io.BytesIO:
 
 
 def sort_by_number(paths: list[Path], folder: Path, expected: str) -> list[Path]:
-    """Sort by the numbers in the paths, so that 10 comes after 9.
-
-    Raises:
-        ForeignInvalid: there are no paths.
-    """
+    """Sort by the numbers in the paths, so that 10 comes after 9."""
     if not paths:
         raise ForeignInvalid(f"{folder} holds no file {expected}. Check the folder and --format.")
 

@@ -81,10 +81,6 @@ class ImportReport:
     """What an import did.
 
     Attributes:
-        format: the file format that it was read from.
-        fields: fields of the store.
-        n_sequences: its sequences.
-        n_tokens: its tokens.
         n_duplicates: files that were left out, as their text was there already.
         n_parts_done: parts written by this run.
     """
@@ -112,9 +108,6 @@ def import_folder(
 
     Where the files hold the last state before the final norm only (speculators), ``hidden/last`` is made from it with
     the norm of the target's bundle, in float32 and rounded once to the stored dtype.
-
-    Args:
-        provenance: command, versions and the like, recorded in the store's runs/.
 
     Raises:
         InteropError: an option or a file cannot be used.
@@ -160,9 +153,6 @@ def read_texts(
     file_format: FileFormat, folder: Path, max_sequences: int | None, vocab_size: int, progress: Progress | None = None
 ) -> Texts:
     """Read tokens and masks of all files, in the order of their numbers.
-
-    Args:
-        vocab_size: of the target; a larger id belongs to another model.
 
     Returns:
         At least one text.

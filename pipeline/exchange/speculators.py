@@ -62,11 +62,7 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def read_mask(self, path: Path) -> np.ndarray:
-        """Return the loss mask of a file's row; the row's ids must be the file's.
-
-        Raises:
-            ForeignInvalid: there is no Arrow dataset, no such row, or it belongs to another text.
-        """
+        """Return the loss mask of a file's row; the row's ids must be the file's."""
         rows, number = self._dataset(path), path.stem.removeprefix("hs_")
         if not number.isdecimal():
             raise ForeignInvalid(f"{path}: the name ends in no number of a row. Take the file away.")
@@ -114,9 +110,6 @@ def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> 
 
     Args:
         texts: tokens int32 [S] and mask uint8 [S] of every sequence, in the order of the files.
-
-    Raises:
-        DiskFull: no room.
     """
     from datasets import Dataset
 

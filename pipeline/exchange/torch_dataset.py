@@ -32,9 +32,6 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         layers: layers of the fields that have a layer axis, in the order given; None for all.
         dtype: dtype of activations; None keeps the stored one.
 
-    Attributes:
-        fields: names of the fields in each item.
-
     Raises:
         OptionInvalid: no field, a field that the store lacks, or layers without a field that has them.
 
@@ -75,14 +72,8 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Read one sequence.
 
-        Args:
-            i: index into ``store.sequences``; negative counts from the end.
-
         Returns:
             Field -> [n, *token_shape]: tokens int64, response_mask bool, activations in their dtype.
-
-        Raises:
-            StoreError: a field cannot be read.
         """
         return {name: self._read(int(i), name) for name in self.fields}
 

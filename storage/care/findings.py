@@ -16,7 +16,6 @@ class Damage:
     Attributes:
         part: number of the part, or None for what belongs to the whole store.
         path: the damaged file, relative to the store.
-        message: what is wrong, and where.
     """
 
     part: int | None
@@ -26,13 +25,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Unchecked:
-    """One thing that could not be checked, because the machine refused; it may be whole.
-
-    Attributes:
-        part: number of the part, or None for what belongs to the whole store.
-        path: the file, relative to the store.
-        error: what the machine said.
-    """
+    """One thing that could not be checked, because the machine refused; it may be whole."""
 
     part: int | None
     path: str
@@ -56,8 +49,6 @@ class VerifyReport:
         unchecked: what could not be checked, in order of parts.
         n_parts: committed parts.
         n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
-        n_sequences: sequences checked.
-        n_tokens: their tokens.
         n_bytes: bytes of all committed files.
     """
 
@@ -83,11 +74,7 @@ class VerifyReport:
                 self.unchecked.append(finding)
 
     def check_complete(self, store: Path) -> None:
-        """Refuse a report that leaves something open.
-
-        Raises:
-            CheckIncomplete: something could not be checked.
-        """
+        """Refuse a report that leaves something open."""
         if self.unchecked:
             first = self.unchecked[0]
             n_files = len({item.path for item in self.unchecked})

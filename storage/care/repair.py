@@ -81,12 +81,7 @@ def plan_repair(
     """Verify a store and sort what is damaged; nothing is changed.
 
     Args:
-        progress: as for ``verify_store``.
         parts: look at no other parts than these; None for all.
-
-    Raises:
-        CheckIncomplete: not everything could be checked, so that it is not known what is damaged.
-        StoreError: as ``verify_store``.
     """
     store = Path(path)
     report = verify_store(store, progress, parts=parts)
@@ -136,9 +131,6 @@ def drop_from(writer: StoreWriter, plan: RepairPlan) -> tuple[int, ...]:
 
     Returns:
         The parts that were dropped, by this call or when the store was opened.
-
-    Raises:
-        As :func:`drop_damage`.
     """
     now = plan_repair(writer.path, parts=plan.parts)
     _check_droppable(now)

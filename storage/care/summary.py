@@ -27,7 +27,6 @@ class ArraySummary:
     Attributes:
         name: path inside a part, e.g. ``"kv/key_codes"``.
         dtype: what its numbers mean.
-        stored_bytes: bytes of its files.
     """
 
     name: str
@@ -40,8 +39,6 @@ class FieldSummary:
     """Sizes of one field over all committed parts.
 
     Attributes:
-        name: e.g. ``"kv"``.
-        dtype: logical dtype.
         raw_bytes: bytes of the tokens' values, without padding and compression.
         n_values: numbers in the tokens' values, without padding.
         arrays: what is stored for it; lossless is one array of the field's name.
@@ -92,13 +89,9 @@ class StoreSummary:
         identities: content hashes of target, tokenizer, template and dataset.
         extraction: what else shapes the data.
         n_planned_sequences: sequences in the plan.
-        n_planned_tokens: their tokens.
-        n_parts: planned parts.
         n_pending_parts: of these, without a commit.
         n_sequences: committed sequences.
-        n_tokens: their tokens.
         n_response_tokens: of these, written by the assistant.
-        lengths: histogram over the committed sequences.
         has_target: whether ``target/`` is there.
         unfinished: fields that an addition has written to some parts only -> how many parts.
     """

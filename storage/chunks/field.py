@@ -42,11 +42,7 @@ class StoredArray:
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
-        """Fill in the logical dtype and check the array against itself.
-
-        Raises:
-            ValueError: axes and shape disagree, or the layer axis is not axis 1.
-        """
+        """Fill in the logical dtype and check the array against itself."""
         object.__setattr__(self, "logical_dtype", self.logical_dtype or self.dtype)
         if len(self.axes) != 1 + len(self.row_shape) or self.layer_axis not in (None, 1) or self.block_tokens < 1:
             raise ValueError(f"Stored array {self.name!r}: axes {self.axes} do not fit row_shape {self.row_shape}.")
@@ -145,8 +141,4 @@ class LearnedCodec(FieldCodec, Protocol):
         ...
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what :meth:`state` returned.
-
-        Raises:
-            ValueError: an array is missing, or has another shape.
-        """
+        """Take over what :meth:`state` returned."""

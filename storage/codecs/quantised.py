@@ -74,9 +74,6 @@ class QuantisedCodec:
     Args:
         spec: ``kv`` [token, layer, kv_head, key_value, head_dim], or a field [token, width].
 
-    Attributes:
-        arrays: codes and scales.
-
     Raises:
         CodecUnknown: another kind of field.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,6 @@ NEXT_BASIS_NAME = "next-basis.safetensors"
 _BASIS_HEADER_BYTES = 16 << 20
 
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
-
-Files = Mapping[str, bytes]
-"""Name inside the store's ``codec/`` -> content."""
 
 
 _GONE = ("fp8", "int4")
@@ -138,11 +135,7 @@ class StoreCodec:
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
     def load(self, content: bytes) -> None:
-        """Take over a basis that :meth:`files` gave.
-
-        Raises:
-            ValueError: it is not a basis for these fields.
-        """
+        """Take over a basis that :meth:`files` gave."""
         try:
             arrays = safetensors.numpy.load(content)
         except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
@@ -152,11 +145,7 @@ class StoreCodec:
             codec.load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
 
     def read_basis(self, path: Path) -> bytes:
-        """Return the content of a file of ``codec/``; nothing of one that is too long for these fields.
-
-        Raises:
-            FileNotFoundError: no such file.
-        """
+        """Return the content of a file of ``codec/``; nothing of one that is too long for these fields."""
         n_bytes = _BASIS_HEADER_BYTES + sum(codec.max_state_bytes for codec in self.learned.values())
         try:
             return read_bounded(path, n_bytes)

@@ -64,11 +64,7 @@ def check_incomplete(store: Path, path: str, error: OSError | MemoryError, n_fil
 
 @contextmanager
 def check_guard(store: Path) -> Iterator[None]:
-    """Turn what the machine refuses while a store is looked at into :class:`CheckIncomplete`.
-
-    Raises:
-        CheckIncomplete: instead of an ``OSError`` or ``MemoryError`` that is none of the store's own errors.
-    """
+    """Turn what the machine refuses while a store is looked at into :class:`CheckIncomplete`."""
     try:
         yield
     except StoreError:

@@ -74,11 +74,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yield (folder, names of folders, names of files) of a tree from the top; ``os.walk`` skips what it can't list.
-
-    Raises:
-        OSError: a folder cannot be listed.
-    """
+    """Yield (folder, names of folders, names of files) of a tree from the top; ``os.walk`` skips what it can't list."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -102,11 +98,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file: after a crash at any moment it is either as before or complete.
-
-    Raises:
-        DiskFull: no room; the file is as before.
-    """
+    """Replace a file: after a crash at any moment it is either as before or complete."""
     with replacing(path) as partial:
         write_file(partial, data)
 
@@ -118,9 +110,6 @@ def replacing(path: Path, advice: str = _GO_ON) -> Iterator[Path]:
     Args:
         path: after a crash at any moment it is either as before or complete.
         advice: what to do when the disk is full.
-
-    Raises:
-        DiskFull: no room; the file is as before.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with disk_full_guard(path, advice):
@@ -139,9 +128,6 @@ def disk_full_guard(path: Path, advice: str = _GO_ON) -> Iterator[None]:
 
     Args:
         advice: what is safe, and what to do.
-
-    Raises:
-        DiskFull: instead of an ``OSError`` with ENOSPC or EDQUOT.
     """
     try:
         yield

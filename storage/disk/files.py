@@ -181,11 +181,7 @@ class RemotePath:
     __repr__ = __fspath__ = __str__
 
     def read_bytes(self) -> bytes:
-        """Return the file's content.
-
-        Raises:
-            FileNotFoundError: no such file.
-        """
+        """Return the file's content."""
         return self.root.read(self.key)
 
     def exists(self) -> bool:
@@ -198,11 +194,7 @@ class RemotePath:
         return any(name.startswith(folder) for name in self.root.sizes())
 
     def stat(self) -> _Stat:
-        """Return the size.
-
-        Raises:
-            FileNotFoundError: no such file.
-        """
+        """Return the size."""
         if self.key not in self.root.sizes():
             raise FileNotFoundError(f"{self} does not exist")
         return _Stat(self.root.sizes()[self.key])
@@ -222,11 +214,7 @@ class RemotePath:
 
 
 class RemoteFile:
-    """A remote file of which byte ranges are read, one request each.
-
-    Raises:
-        FileNotFoundError: no such file.
-    """
+    """A remote file of which byte ranges are read, one request each."""
 
     max_read_bytes = 8 << 20
     is_remote = True

@@ -21,8 +21,6 @@ class PartCommit:
     """Content of ``commits/part-<k>.json``.
 
     Attributes:
-        n_sequences: its sequences.
-        n_tokens: their tokens.
         allocated_tokens: length of the token axis, alignment padding included.
         files: path inside the part's folder -> size and checksum.
     """
@@ -44,11 +42,7 @@ class PartCommit:
 
 
 def read_part_commit(path: Path) -> PartCommit:
-    """Read a part's commit.
-
-    Raises:
-        ManifestInvalid: the file is not a commit.
-    """
+    """Read a part's commit."""
     try:
         text = read_bounded(path)
         document = parse_object(text)
@@ -87,20 +81,12 @@ def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:
 
 
 def read_target_commit(path: Path) -> dict[str, FileRecord]:
-    """Read the target bundle's commit.
-
-    Raises:
-        ManifestInvalid: the file is not a commit.
-    """
+    """Read the target bundle's commit."""
     return read_file_records(path)
 
 
 def read_file_records(path: Path) -> dict[str, FileRecord]:
-    """Read a commit that holds sizes and checksums of files and nothing else.
-
-    Raises:
-        ManifestInvalid: the file is not such a commit.
-    """
+    """Read a commit that holds sizes and checksums of files and nothing else."""
     try:
         text = read_bounded(path)
         records = _records(parse_object(text))

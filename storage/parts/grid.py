@@ -77,11 +77,6 @@ class ArrayGrid:
         """Rows of inner chunks in the whole array; the last one may reach beyond its end."""
         return math.ceil(self.shape[0] / self.chunk_tokens)
 
-    @property
-    def n_shards(self) -> int:
-        """Shards of the whole array."""
-        return math.ceil(self.shape[0] / self.shard_shape[0])
-
     def shard_key(self, shard: int) -> str:
         """Return a shard's path inside the array's folder, e.g. ``"c/3/0/0/0/0"``."""
         return "/".join(["c", str(shard)] + ["0"] * (len(self.shape) - 1))
@@ -163,9 +158,6 @@ def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, byt
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
     """Read an array's grid from its zarr.json, refusing whatever this reader would misread.
-
-    Args:
-        array: the array that the manifest declares.
 
     Raises:
         ShardCorrupt: not valid metadata, or another dtype, shape or codec chain than the manifest declares.

@@ -28,11 +28,7 @@ _NAMES = (MANIFEST_NAME, PLAN_NAME)
 
 
 def write_manifest_commit(store: Path) -> None:
-    """Record the two files as they are.
-
-    Raises:
-        DiskFull: no room.
-    """
+    """Record the two files as they are."""
     files = {}
     for name in _NAMES:
         content = (store / name).read_bytes()
@@ -41,11 +37,7 @@ def write_manifest_commit(store: Path) -> None:
 
 
 def read_manifest_commit(store: Path) -> dict[str, FileRecord] | None:
-    """Return the recorded sizes and checksums by name, or None where there is no such commit.
-
-    Raises:
-        ManifestInvalid: the commit is damaged.
-    """
+    """Return the recorded sizes and checksums by name, or None where there is no such commit."""
     path = manifest_commit_path(store)
     try:
         records = read_file_records(path)
@@ -112,11 +104,7 @@ def matches_record(content: bytes, record: FileRecord) -> bool:
 
 
 def check_manifest(store: Path) -> None:
-    """Refuse a store whose store.json or plan.parquet has changed since it was begun.
-
-    Raises:
-        ManifestInvalid: naming the file.
-    """
+    """Refuse a store whose store.json or plan.parquet has changed since it was begun."""
     for _, error in find_manifest_damage(store):
         raise error
 

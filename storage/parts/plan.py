@@ -6,7 +6,6 @@ part the sequences are sorted by length, so that batches of neighbours hold litt
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +40,6 @@ MAX_PLAN_BYTES = 1 << 30
 _MAX_ROW_BYTES = MAX_ID_BYTES + 64
 _PAGE_BYTES = 1 << 20
 """What columns may have beside their rows: headers, dictionaries of a few values."""
-
-
-def aligned(n_tokens: int, alignment_tokens: int) -> int:
-    """Round a number of tokens up to the alignment."""
-    return math.ceil(n_tokens / alignment_tokens) * alignment_tokens
 
 
 def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) -> pa.Table:
@@ -121,11 +115,7 @@ def part_lengths(plan: pa.Table, alignment_tokens: int) -> np.ndarray:
 
 
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
-    """Refuse a plan whose sequences overlap, are not aligned, or whose parts have holes in their numbers.
-
-    Raises:
-        PlanInvalid: naming the first row that breaks a rule.
-    """
+    """Refuse a plan whose sequences overlap, are not aligned, or whose parts have holes in their numbers."""
     if not plan.schema.equals(PLAN_SCHEMA):
         raise PlanInvalid(f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got {plan.schema.names}.")
     _check_sequences(plan)

@@ -70,9 +70,6 @@ class ShardWriter:
 
         Args:
             values: [chunk_tokens, *token_shape], storage dtype.
-
-        Raises:
-            DiskFull: no room.
         """
         step = self._grid.chunk_layers
         for column in range(self._grid.chunks_per_row):
@@ -83,11 +80,7 @@ class ShardWriter:
         self._row += 1
 
     def finish(self) -> FileRecord:
-        """Write the index, sync and close.
-
-        Raises:
-            DiskFull: no room.
-        """
+        """Write the index, sync and close."""
         index = self._index.tobytes()
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
         with disk_full_guard(self._path):

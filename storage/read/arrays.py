@@ -49,12 +49,7 @@ class PartArrays:
         return self._grids.get((part, array.name), partial(self._read_grid, part, array))
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
-        """Return the shard of that number, its index read and checked.
-
-        Raises:
-            ShardMissing: the file is gone.
-            ShardCorrupt: its index is damaged.
-        """
+        """Return the shard of that number, its index read and checked."""
         return self._shards.get((part, array.name, number), partial(self._open, part, array, number))
 
     def close(self) -> None:

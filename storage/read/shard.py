@@ -24,8 +24,6 @@ class ShardReader:
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
 
     Attributes:
-        chunk_size: values of one inner chunk.
-        file: its bytes.
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
 
     Raises:
@@ -67,23 +65,14 @@ class ShardReader:
         return index.astype(np.int64)
 
     def prefetch(self, offset: int, n_bytes: int) -> None:
-        """Ask for bytes of the file to be read ahead; returns at once.
-
-        Raises:
-            ShardMissing: it is gone.
-        """
+        """Ask for bytes of the file to be read ahead; returns at once."""
         try:
             self.file.prefetch(offset, offset + n_bytes)
         except MISSING as error:
             raise self._missing() from error
 
     def read_bytes(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Return bytes of the file in this thread's scratch memory: valid until the thread's next call.
-
-        Raises:
-            ShardCorrupt: the file ends before.
-            ShardMissing: it is gone.
-        """
+        """Return bytes of the file in this thread's scratch memory: valid until the thread's next call."""
         raw = scratch_bytes("raw", n_bytes)
         try:
             n_read = self.file.read_into(offset, raw)
@@ -99,9 +88,6 @@ class ShardReader:
         Args:
             data: uint8 [n_bytes], the chunk as it is stored.
             out: C-contiguous, of the chunk's shape; filled.
-
-        Raises:
-            ShardCorrupt: the chunk's checksum or size is wrong.
         """
         try:
             decode_chunk(data, out)

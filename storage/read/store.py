@@ -233,10 +233,7 @@ class ActivationStore:
         """Decode a field of one sequence into ``out[:n_tokens]``; the rest of ``out`` is left as it is.
 
         Args:
-            i: index into ``sequences``; negative counts from the end.
-            field: name, e.g. ``"kv"``.
             out: [at least n_tokens, *token_shape] in the storage dtype; any strides, fastest if C-contiguous.
-            layers: layers to read, in the order given; None for all.
 
         Raises:
             SliceInvalid: ``out`` has another dtype or shape; otherwise as :meth:`read`.
@@ -388,13 +385,7 @@ class ActivationStore:
 
 
 def read_manifest(store: Path) -> StoreManifest:
-    """Read a store's manifest.
-
-    Raises:
-        StoreNotFound: the folder is not a store.
-        SchemaVersionError: another schema version.
-        ManifestInvalid: damaged.
-    """
+    """Read a store's manifest."""
     path = store / MANIFEST_NAME
     try:
         text = read_bounded(path)

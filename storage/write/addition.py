@@ -32,11 +32,7 @@ from .store import StoreWriter, remove_uncommitted
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
-    """Return what an addition has written to some parts, but store.json does not name yet.
-
-    Returns:
-        Field -> parts that list it.
-    """
+    """Return what an addition has written to some parts, but store.json does not name yet."""
     found: dict[str, int] = {}
     for commit in commits:
         arrays = {name.rpartition("/c/")[0] for name in commit.files if "/c/" in name}
@@ -64,9 +60,6 @@ def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
 
     Args:
         codec: of the old and the new fields; the new ones learn.
-
-    Returns:
-        Whether there is such a basis; if not, ``codec`` knows what it did before.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     found = StoreCodec(codec.name, (field.spec for field in codec.fields.values()))
@@ -81,11 +74,7 @@ def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
 
 
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
-    """Keep what the new fields have learned beside the store's own basis, and drop what others had encoded.
-
-    Raises:
-        DiskFull: no room.
-    """
+    """Keep what the new fields have learned beside the store's own basis, and drop what others had encoded."""
     for part in writer.committed_parts():
         path = commit_path(writer.path, part)
         commit = read_part_commit(path)

@@ -18,9 +18,6 @@ def refuse_links(store: Path, folders: Iterable[Path] | None = None) -> None:
 
     Args:
         folders: folders of the store below which to look; None for all.
-
-    Raises:
-        LinkRefused: naming the first one.
     """
     inside: list[str] = []
     with os.scandir(store) as entries:

@@ -22,11 +22,7 @@ from ..schema import StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
-    """Compare the manifest's counts with the plan's.
-
-    Raises:
-        ManifestInvalid: a count differs.
-    """
+    """Compare the manifest's counts with the plan's."""
     for key, value in plan_counts(plan).items():
         if getattr(manifest, key) != value:
             raise ManifestInvalid(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
@@ -98,11 +94,7 @@ def lock_store(store: Path) -> int:
 
 
 def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
-    """Write a damaged or lost store.json or plan.parquet anew if these inputs are the store's, else name the damage.
-
-    Raises:
-        ManifestInvalid: store.json is gone and these inputs do not give it back.
-    """
+    """Write a damaged or lost store.json or plan.parquet anew if these inputs are the store's, else name the damage."""
     if not exists(manifest_commit_path(store)):
         return
     contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
@@ -115,12 +107,7 @@ def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
 
 
 def check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
-    """Compare everything that shapes the data.
-
-    Raises:
-        StoreMismatch: naming all that changed.
-        ManifestInvalid: the store's own files cannot be read.
-    """
+    """Compare everything that shapes the data."""
     old = flatten(json.loads(read_manifest(store).to_json()))
     new = flatten(json.loads(manifest.to_json()))
     absent = "(absent)"

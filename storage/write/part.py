@@ -119,11 +119,7 @@ class ArrayWriter:
             self._shard = None
 
     def finish(self) -> None:
-        """Fill up to the end of the array with zeros and sync the last shard.
-
-        Raises:
-            DiskFull: no room.
-        """
+        """Fill up to the end of the array with zeros and sync the last shard."""
         self._flush_rows(self._grid.n_rows)
         self._finish_shard()
 
@@ -140,7 +136,6 @@ class PartWriter:
     Not safe for several threads at once; different parts of one store may be written by different threads.
 
     Args:
-        allocated_tokens: length of the token axis.
         on_commit: called with the part's number once it is committed.
     """
 
@@ -203,7 +198,6 @@ class PartWriter:
         """Write consecutive tokens of a field; with a lossy codec exactly one sequence.
 
         Args:
-            field: its name, e.g. ``"kv"``.
             first_token: position of the first of them on the part's token axis (``first_token`` of the plan); within a
                 field it only grows. Tokens that are skipped become zero.
             values: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16), or what the field's codec made of

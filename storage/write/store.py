@@ -90,7 +90,6 @@ class StoreWriter:
         """Start a store, or go on with one that was made from the same inputs.
 
         Args:
-            plan: table of ``plan_parts``.
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
 
         Raises:
@@ -237,9 +236,6 @@ class StoreWriter:
         The commit of the old one goes first and that of the new one comes last: a store without one is read as it
         is, so that at every moment readers find the old manifest or the new one.
 
-        Args:
-            manifest: of the same plan.
-
         Raises:
             DiskFull: no room; the store is the old one, or the new one without its commit until it is opened again.
         """
@@ -259,9 +255,6 @@ class StoreWriter:
 
         Returns:
             The file's path, named after the time in UTC.
-
-        Raises:
-            LinkRefused: a symbolic link has come to stand inside the store.
         """
         refuse_links(self.path, folders=())
         folder = self.path / RUNS_NAME

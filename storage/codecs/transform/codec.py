@@ -180,11 +180,7 @@ class TransformCodec:
         return n_bytes
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what :meth:`state` returned.
-
-        Raises:
-            ValueError: an array is missing, or has another shape.
-        """
+        """Take over what :meth:`state` returned."""
         try:
             if self.is_kv and "rope/inv_freq" in state:
                 scaling = np.asarray(state["rope/scaling"]).reshape(-1)
