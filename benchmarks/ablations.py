@@ -7,8 +7,8 @@ cut. The variant without layer self-attention gets its weights back as wider MLP
         [--n-prompts 40] [--max-new-tokens 128] [drafter sizes]
 
 Variants with target layers need a store that holds them; the script names the flags of `moa-data extract` and goes on
-without. Everything is kept in OUT, and running it again goes on from there; OUT/ablations.json, .md and .png show all
-results that are there.
+without. Everything is kept in OUT, and running it again goes on from there; OUT/ablations.json and .md show all results
+that are there.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from train_step import add_size_options, chosen_sizes, small_config
+from drafter_options import add_size_options, chosen, small_config
 
 from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
@@ -89,12 +89,9 @@ class Result:
         name = next(iter(self.alone["drafters"]))
         return [(row["prompt_id"], row["by_writer"][name]) for row in self.alone["rows"]]
 
-    def agreement(self, offset: int | None = None) -> list[Value]:
-        """Tokens like the target's after each cut, of those compared; at one place behind the cut, or at all."""
-        at = slice(None) if offset is None else slice(offset, offset + 1)
-        return [
-            (prompt, float(sum(one["agrees"][at])), float(len(one["agrees"][at]))) for prompt, one in self._written()
-        ]
+    def agreement(self) -> list[Value]:
+        """Tokens like the target's after each cut, of those compared."""
+        return [(prompt, float(sum(one["agrees"])), float(len(one["agrees"]))) for prompt, one in self._written()]
 
     def common_prefix(self) -> list[Value]:
         """Tokens up to the first that differs from the target's, of one cut."""
@@ -117,7 +114,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[Result], list[Value]]]] = {
 
 def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) -> dict[str, Any]:
     """Sizes of a variant's drafter, of about the weights of the full one."""
-    given = chosen_sizes(options)
+    given = chosen(options)
     own = {name: value for name, value in VARIANTS[variant][1].items() if name in ("layer_attention", "layer_groups")}
     if not own:
         return given
@@ -240,13 +237,6 @@ def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, 
             joined = [(a, b) for ours, full in pairs for a, b in zip(values(ours), values(full), strict=True)]
             of_full = ratio_with_interval([a[0] for a, _ in joined], [(*a[1:], *b[1:]) for a, b in joined])
             row[key] |= {"of_full": of_full[0], "of_full_interval": of_full[1]}
-    n_offsets = max(len(one["agrees"]) for result in results for _, one in result._written())
-    row["agreement_by_offset"] = []
-    for offset in range(n_offsets):
-        found = [value for result in results for value in result.agreement(offset)]
-        row["agreement_by_offset"].append(
-            ratio_with_interval([value[0] for value in found], [value[1:] for value in found])[0]
-        )
     return row
 
 
@@ -285,34 +275,6 @@ def table(rows: Rows, options: argparse.Namespace, skipped: dict[str, str]) -> s
     return "\n".join(lines).rstrip() + "\n"
 
 
-def plot(rows: Rows, path: Path) -> None:
-    """Acceptance length of each variant with its interval and seeds, and agreement after a cut."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 1.6 + 0.55 * max(4, len(rows))), layout="constrained")
-    axes = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
-    places = range(len(rows))
-    for ax, key in zip(axes, ("chain", "tree"), strict=False):
-        for place, row in zip(places, rows, strict=True):
-            one, color = row[key], f"C{place}"
-            ax.plot(one["by_seed"], [place] * len(one["by_seed"]), "|", color=color, markersize=14)
-            arms = None
-            if one["interval"] is not None:
-                arms = [[one["mean"] - one["interval"][0]], [one["interval"][1] - one["mean"]]]
-            ax.errorbar([one["mean"]], [place], xerr=arms, fmt="o", color=color, capsize=3)
-        ax.axvline(rows[0][key]["mean"], color="gray", linewidth=0.8, linestyle=":")
-        ax.set_yticks(places, [row["variant"] for row in rows] if ax is axes[0] else [""] * len(rows))
-        ax.invert_yaxis()
-        ax.set_xlabel(MEASURES[key][0])
-    for place, row in zip(places, rows, strict=True):
-        shares = row["agreement_by_offset"]
-        axes[2].plot(range(1, 1 + len(shares)), shares, "-", color=f"C{place}", label=row["variant"])
-    axes[2].set(xlabel="tokens since the cut", ylabel="agreement with the target, alone", ylim=(0, 1))
-    axes[2].legend(fontsize=8)
-    figure.suptitle("Ablations; ticks are seeds, bars 95 % over prompts, dotted the first variant", fontsize=10)
-    figure.savefig(path, dpi=130)
-
-
 def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Ablations of Mixture of Attentions.")
@@ -336,7 +298,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train and measure what is not there yet, then write table and picture of all."""
+    """Train and measure what is not there yet, then write the table of all."""
     options = parse_options()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -356,7 +318,6 @@ def main() -> None:
             document = {"rows": rows, "skipped": skipped, "provenance": collect_provenance()}
             (options.out / "ablations.json").write_text(json.dumps(document, indent=1) + "\n")
             (options.out / "ablations.md").write_text(text)
-            plot(rows, options.out / "ablations.png")
             done = next(row for row in rows if row["variant"] == variant)
             print(f"{variant}, seed {seed}: chain {done['chain']['by_seed'][-1]:.3f}", flush=True)
     print((options.out / "ablations.md").read_text())

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from codec_speed import order0_bits
-from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config
+from drafter_options import add_size_options, add_training_options, chosen, small_config
 
 from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.prompts import load_prompts
@@ -160,7 +160,7 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: 
     run = options.out / f"run-{slug(codec)}-{seed}"
     shutil.rmtree(run, ignore_errors=True)
     values = {"validate_every": options.steps, "max_steps": options.steps, "seed": seed}
-    values |= chosen_sizes(options) | chosen_training(options)
+    values |= chosen(options)
     trained = train(small_config(str(store_folder(options, codec)), str(run), **values), progress_bar=False)
     return {
         "acceptance_length": acceptance_length(options, target, run),
@@ -202,7 +202,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every codec and write table and picture."""
+    """Measure every codec and write the table."""
     parser = argparse.ArgumentParser(description="What each codec costs and keeps.")
     parser.add_argument("model")
     parser.add_argument("train_chats")

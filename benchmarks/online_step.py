@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from drafter_options import add_size_options, add_training_options, chosen, small_config
 from records import add_out_option, write_record
-from train_step import add_size_options, add_training_options, chosen_sizes, chosen_training, small_config
 
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.targets.live import Target
@@ -78,9 +78,8 @@ def main() -> None:
     keep_freed_memory()
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
         config = small_config(
-            options.store, folder, max_steps=options.pairs + 2, batch_size=options.batch_size,
-            **chosen_sizes(options) | chosen_training(options),
-        )  # fmt: skip
+            options.store, folder, max_steps=options.pairs + 2, batch_size=options.batch_size, **chosen(options)
+        )
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)
         step = DrafterStep(build_module(store, config, data))

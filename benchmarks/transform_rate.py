@@ -7,25 +7,21 @@ along the first half's axes: the bits that Gaussian components of these variance
 
     python benchmarks/transform_rate.py STORE [--sequences 240] [--scopes all layer] [--bits 0.3 0.6 1.0] [--out FOLDER]
 
-With --predict-from-tokens, what the target's embedding of a token says of its keys and values is predicted; the bound
-stays the one without. STORE is a lossless store.
+STORE is a lossless store; `codecs.py` measures hidden states and prediction from tokens.
 """
 
 import argparse
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from records import add_out_option, settings_of, write_record
-from safetensors import safe_open
 
 from moa_data.moa.nn.layers import Rotary
-from moa_data.moa.targets.bundle import FROZEN_FILE, load_target_config, rope_parameters
+from moa_data.moa.targets.bundle import load_target_config, rope_parameters
 from moa_data.storage.chunks.chunk import encode_chunk
-from moa_data.storage.codecs.transform.calibration import logit_metric
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.codecs.transform.settings import TransformSettings
@@ -41,12 +37,10 @@ Sequences = list[np.ndarray]
 Rows = list[dict[str, Any]]
 
 
-def read_halves(store: ActivationStore, field: str, n_sequences: int) -> tuple[Sequences, Sequences]:
-    """Reads random sequences of a field in two halves, activations as float32."""
+def read_halves(store: ActivationStore, n_sequences: int) -> tuple[Sequences, Sequences]:
+    """Reads the keys and values of random sequences in two halves, as float32."""
     chosen = np.random.default_rng(0).permutation(len(store))[:n_sequences]
-    raw = [store.read(int(i), field) for i in chosen]
-    dtype = store.fields[field].dtype
-    sequences = raw if dtype == "int32" else [to_float32(values, dtype) for values in raw]
+    sequences = [to_float32(store.read(int(i), "kv"), store.fields["kv"].dtype) for i in chosen]
     return sequences[: n_sequences // 2], sequences[n_sequences // 2 :]
 
 
@@ -56,13 +50,6 @@ def target_rope(store: ActivationStore) -> Rope:
     sizes = store.manifest.target
     rotary = Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
     return Rope(rotary.inv_freq.numpy(), np.asarray(rotary.scaling, np.float32))
-
-
-def target_weight(store: ActivationStore, name: str) -> np.ndarray:
-    """A matrix of the target, e.g. ``lm_head.weight``: float32 [vocab_size, width]."""
-    with safe_open(store.target_path / FROZEN_FILE, "pt") as file:
-        weight: np.ndarray = file.get_tensor(name).float().numpy()
-    return weight
 
 
 def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], alignment_tokens: int) -> float:
@@ -80,12 +67,12 @@ def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], ali
     return 8 * n_bytes / n_tokens / math.prod(codec.spec.token_shape)
 
 
-def relative_errors(truth: Sequences, decoded: Sequences, axis: int | None) -> list[float]:
-    """Relative L2 errors, for each index of an axis (None: of all values)."""
-    other = None if axis is None else tuple(i for i in range(truth[0].ndim) if i != axis)
+def relative_errors(truth: Sequences, decoded: Sequences, axis: int) -> list[float]:
+    """Relative L2 errors, for each index of an axis."""
+    other = tuple(i for i in range(truth[0].ndim) if i != axis)
     error = sum(np.square(a - b, dtype=np.float64).sum(axis=other) for a, b in zip(truth, decoded, strict=True))
     total = sum(np.square(a, dtype=np.float64).sum(axis=other) for a in truth)
-    return [float(value) for value in np.sqrt(np.atleast_1d(error / total))]
+    return [float(value) for value in np.sqrt(error / total)]
 
 
 class Bound:
@@ -119,30 +106,21 @@ def _bound(variances: np.ndarray, error: float) -> float:
     return float(np.log2(np.maximum(variances / max(low, 1e-30), 1)).sum() / 2 / len(variances))
 
 
-def measure_kv(
-    store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None, from_tokens: bool
-) -> Rows:
+def measure(store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None) -> Rows:
     """Rates and errors of keys and values."""
-    calibration, test = read_halves(store, "kv", n_sequences)
+    calibration, test = read_halves(store, n_sequences)
     rope = target_rope(store)
-    embeddings, calibration_tokens = None, None
-    test_tokens: Sequence[np.ndarray | None] = [None] * len(test)
-    if from_tokens:
-        embeddings = target_weight(store, "embed_tokens.weight")
-        calibration_tokens, test_tokens = read_halves(store, "tokens", n_sequences)
     rows: list[dict[str, Any]] = []
     for scope in scopes:
         bound = None
         for target_bits in bits or BITS.get(scope, BITS["all"]):
-            settings = TransformSettings.parse(f"transform:{target_bits:g}{',tokens' * from_tokens}@{scope}")
-            codec = TransformCodec(store.fields["kv"], settings, rope, embeddings=embeddings)
+            codec = TransformCodec(
+                store.fields["kv"], TransformSettings.parse(f"transform:{target_bits:g}@{scope}"), rope
+            )
             bound = bound or Bound(codec, calibration, test)
-            codec.calibrate(calibration, calibration_tokens)
-            encoded = [codec.encode(values, ids) for values, ids in zip(test, test_tokens, strict=True)]
-            decoded = [
-                codec.decode(codes if ids is None else codes | {"tokens": ids}, 0, len(values))
-                for codes, values, ids in zip(encoded, test, test_tokens, strict=True)
-            ]
+            codec.calibrate(calibration)
+            encoded = [codec.encode(values) for values in test]
+            decoded = [codec.decode(codes, 0, len(values)) for codes, values in zip(encoded, test, strict=True)]
             errors = relative_errors(test, decoded, 3)
             row: dict[str, Any] = {
                 "scope": scope,
@@ -161,60 +139,15 @@ def measure_kv(
     return rows
 
 
-def measure_hidden(store: ActivationStore, n_sequences: int, bits: list[float]) -> Rows:
-    """Rates of ``hidden/last`` and what its errors do to the next-token distribution, plain and in its metric."""
-    calibration, test = read_halves(store, "hidden/last", n_sequences)
-    head = target_weight(store, "lm_head.weight")
-    metric = logit_metric(np.concatenate(calibration)[::4], head)
-    rows: list[dict[str, Any]] = []
-    for target_bits in bits:
-        for name, given in (("plain", None), ("logits", metric)):
-            settings = TransformSettings(kv_bits=1.0, hidden_bits=target_bits)
-            codec = TransformCodec(store.fields["hidden/last"], settings, metric=given)
-            codec.calibrate(calibration)
-            encoded = [codec.encode(values) for values in test]
-            decoded = [codec.decode(codes, 0, len(values)) for codes, values in zip(encoded, test, strict=True)]
-            divergence, overlap = teacher_change(np.concatenate(test)[::8], np.concatenate(decoded)[::8], head)
-            row = {
-                "metric": name,
-                "asked_bits": target_bits,
-                "stored_bits": stored_bits(codec, encoded, store.manifest.alignment_tokens),
-                "error": relative_errors(test, decoded, None)[0],
-                "kl_nats": divergence,
-                "overlap": overlap,
-                "basis_bytes": sum(array.nbytes for array in codec.state().values()),
-            }
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    return rows
-
-
-def teacher_change(truth: np.ndarray, decoded: np.ndarray, head: np.ndarray) -> tuple[float, float]:
-    """Mean KL(true || decoded) in nats of the next-token distributions, and the mean of sum(min(p, q))."""
-    logs = []
-    for hidden in (truth, decoded):
-        logits = hidden @ head.T
-        logits -= logits.max(1, keepdims=True)
-        logs.append(logits - np.log(np.exp(logits).sum(1, keepdims=True)))
-    p = np.exp(logs[0])
-    return float((p * (logs[0] - logs[1])).sum(1).mean()), float(np.minimum(p, np.exp(logs[1])).sum(1).mean())
-
-
-def markdown(kv: Rows, hidden: Rows) -> str:
-    """The two tables."""
+def markdown(rows: Rows) -> str:
+    """The table."""
     lines = ["| basis | stored bits | x bf16 | K error | V error | bound, bits | above it | arrays | basis MB |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    for row in kv:
+    for row in rows:
         lines.append(
             f"| {row['scope']} | {row['stored_bits']:.3f} | {16 / row['stored_bits']:.1f} | {row['key_error']:.2%} | "
             f"{row['value_error']:.2%} | {row['bound_bits']:.3f} | {row['above_bound']:+.3f} | {row['n_arrays']} | "
             f"{row['basis_bytes'] / 1e6:.2f} |"
-        )
-    lines += ["", "| hidden/last, metric | stored bits | error | KL, nats | overlap |", "|---|---|---|---|---|"]
-    for row in hidden:
-        lines.append(
-            f"| {row['metric']} | {row['stored_bits']:.3f} | {row['error']:.2%} | {row['kl_nats']:.5f} | "
-            f"{row['overlap']:.4f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -226,15 +159,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=240)
     parser.add_argument("--scopes", nargs="+", default=["all", "layer"], help="all, layer or group<g>")
     parser.add_argument("--bits", nargs="+", type=float, default=None, help="bits per value of keys and values")
-    parser.add_argument("--hidden-bits", nargs="*", type=float, default=[0.8, 1.2, 1.6, 2.0, 3.0])
-    parser.add_argument("--predict-from-tokens", action="store_true", help="of keys and values, what tokens say")
     add_out_option(parser)
     options = parser.parse_args()
     with ActivationStore(options.store) as store:
-        kv = measure_kv(store, options.sequences, options.scopes, options.bits, options.predict_from_tokens)
-        hidden = measure_hidden(store, options.sequences, options.hidden_bits)
-    print(markdown(kv, hidden))
-    document = {"kv": kv, "hidden": hidden, "settings": settings_of(options, "store")}
+        rows = measure(store, options.sequences, options.scopes, options.bits)
+    print(markdown(rows))
+    document = {"kv": rows, "settings": settings_of(options, "store")}
     print(write_record(options.out, "transform", document))
 
 
