@@ -65,11 +65,7 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All comparisons.
-
-    Attributes:
-        notes: what could not be compared, and why.
-    """
+    """All comparisons, and notes of what could not be compared and why."""
 
     store: Path
     model: str

@@ -32,11 +32,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a task, waiting for room.
-
-        Raises:
-            BaseException: what an earlier task raised.
-        """
+        """Queue a task, waiting for room; raises what an earlier task raised."""
         self._raise_error()
         self._queue.put(task)
 

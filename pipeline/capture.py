@@ -46,11 +46,7 @@ class Capture:
     arrived: torch.cuda.Event | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
-        """Encode, on the device, the fields that the store keeps encoded.
-
-        Args:
-            names: what to call each sequence of the batch in an error.
-        """
+        """Encode, on the device, the fields that the store keeps encoded; names say in errors which sequence it was."""
         codecs = {name: codec.fields[name] for name in self.fields if not codec.fields[name].is_identity}
         if not codecs:
             return self
@@ -101,11 +97,7 @@ class Capture:
             self.arrived.synchronize()
 
     def check_finite(self, names: Sequence[str]) -> None:
-        """Refuse NaN and infinity.
-
-        Raises:
-            NonFiniteActivation: naming the first sequence, field and layer.
-        """
+        """Refuse NaN and infinity, naming the first sequence, field and layer."""
         for name, flags in self.finite.items():
             if not bool(flags.all()):
                 index, layer = (int(value) for value in (~flags).nonzero()[0])

@@ -47,11 +47,7 @@ def target_identities(folder: Path, tokenizer: Any, with_weights: bool) -> dict[
 
 
 def check_weights(folder: Path, is_local: bool) -> None:
-    """Refuse a local model folder without weights before any other work is done.
-
-    Raises:
-        TargetError: no safetensors file in it.
-    """
+    """Refuse a local model folder without safetensors files before any other work is done."""
     if is_local and not any(folder.glob("*.safetensors")):
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
 

@@ -133,21 +133,13 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, 
 
 
 def check_prompt(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> None:
-    """Refuse texts that cannot be part of a prompt.
-
-    Raises:
-        PromptUnusable: control tokens, text that is no Unicode, or too much of it.
-    """
+    """Refuse control tokens, text that is no Unicode, or too much of it: they cannot be part of a prompt."""
     if unusable := find_unusable_text(tokenizer, messages, tools):
         raise PromptUnusable("{}: {}. Mend the text.".format(*unusable))
 
 
 def check_template(tokenizer: Any, where: str) -> None:
-    """Refuse a tokenizer that cannot turn chats into masked tokens.
-
-    Raises:
-        TemplateError: no chat template, or no offsets.
-    """
+    """Refuse a tokenizer without chat template or offsets, which cannot turn chats into masked tokens."""
     try:
         _template(tokenizer)
     except TemplateError as error:

@@ -29,11 +29,7 @@ from .calibrate import calibrate, learned_before
 
 @dataclass(frozen=True)
 class RecodeReport:
-    """What a recoding did.
-
-    Attributes:
-        source_bytes: bytes of the source's parts.
-    """
+    """What a recoding did; ``source_bytes`` are those of the source's parts."""
 
     source: Path
     out: Path

@@ -75,11 +75,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def check_program(tokenizer: Any) -> None:
-    """Refuse a template that cannot be compiled, that chance is part of, or that does not end for the shortest chat.
-
-    Raises:
-        TemplateError: naming what.
-    """
+    """Refuse a template that does not compile, that chance is part of, or that does not end for the shortest chat."""
     text = template_text(tokenizer)
     try:
         tree = _compile_jinja_template(text).environment.parse(text)

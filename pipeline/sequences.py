@@ -156,11 +156,7 @@ def read_sequences(
 
 
 def tokenize_row(tokenizer: Any, content: Any, max_length: int) -> TokenizedChat | Rejection:
-    """Turn a row of a dataset into token ids and a response mask.
-
-    Args:
-        max_length: tokens and mask are cut to this length.
-    """
+    """Turn a row of a dataset into token ids and a response mask, both cut to ``max_length``."""
     chat = parse_chat(content)
     if isinstance(chat, Rejection):
         return chat

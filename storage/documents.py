@@ -63,11 +63,7 @@ def read_bounded(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def parse_object(text: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: too long, not JSON, nested too deeply, with NaN or Infinity, or not an object.
-    """
+    """Parse a JSON object, neither too long nor nested too deeply, without NaN and Infinity; else ValueError."""
     if len(text) > MAX_DOCUMENT_BYTES:
         raise ValueError(f"{len(text)} bytes, at most {MAX_DOCUMENT_BYTES} are read")
     try:
@@ -94,11 +90,7 @@ def whole_numbers(value: object, name: str, low: int = 1, high: int = MAX_WHOLE_
 
 
 def relative_name(name: object) -> str:
-    """Return the name of a file below a folder.
-
-    Raises:
-        ValueError: no text, absolute, or with empty, ``.`` or ``..`` steps.
-    """
+    """Return the name of a file below a folder; ValueError if absolute, or with empty, ``.`` or ``..`` steps."""
     if not isinstance(name, str) or "\0" in name or len(name) > 1024:
         raise ValueError(f"{_shown(name)} is no relative path")
     if any(step in ("", ".", "..") or len(step.encode()) > 255 for step in name.split("/")):

@@ -78,11 +78,7 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
 
 
 def is_finite(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Say for each stored value whether it is neither NaN nor infinite.
-
-    Returns:
-        bool array of the same shape; all true for integer dtypes.
-    """
+    """Say for each stored value whether it is neither NaN nor infinite; all true for integer dtypes."""
     if logical_dtype == "bfloat16":
         return np.asarray((array & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT)
     if logical_dtype in FLOAT_DTYPES:

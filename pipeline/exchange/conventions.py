@@ -80,11 +80,7 @@ def vllm_layer_id(layer: int) -> int:
 
 
 def require_fields(needed: Iterable[str], present: Iterable[str], store: str, purpose: str) -> None:
-    """Refuse a store that lacks fields, and say how to add them.
-
-    Raises:
-        FieldMissing: naming the missing fields and the command that adds them.
-    """
+    """Refuse a store that lacks fields, naming them and the command that adds them."""
     held = list(present)
     missing = [name for name in dict.fromkeys(needed) if name not in held]
     if not missing:

@@ -60,12 +60,7 @@ class ExportReport:
 
 
 def make_format(name: str, layers: tuple[int, ...], n_layers: int, compress: bool = False) -> FileFormat:
-    """Return the file format of a name.
-
-    Args:
-        layers: decoder layers beside the last one; empty for the project's default.
-        compress: gzip each file (specforge).
-    """
+    """Return a file format; ``layers`` are those beside the last (empty: the default), ``compress`` is specforge's."""
     if name == "eagle":
         return EagleFormat((), n_layers)
     layers = check_layers(layers, n_layers)

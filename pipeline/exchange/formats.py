@@ -149,11 +149,7 @@ class CheckpointFormat(FileFormat):
 
 
 class SpecForgeFormat(CheckpointFormat):
-    """SpecForge's offline features for EAGLE-3.
-
-    Args:
-        compress: write ``.ckpt.gz``.
-    """
+    """SpecForge's offline features for EAGLE-3; with ``compress`` in ``.ckpt.gz``."""
 
     name = "specforge"
 

@@ -70,11 +70,7 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         return self.store.lengths
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Read one sequence.
-
-        Returns:
-            Field -> [n, *token_shape]: tokens int64, response_mask bool, activations in their dtype.
-        """
+        """Read a sequence: field -> [n, *token_shape]; tokens int64, response_mask bool, activations in their dtype."""
         return {name: self._read(int(i), name) for name in self.fields}
 
     def _has_layers(self, name: str) -> bool:

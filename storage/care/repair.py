@@ -78,11 +78,7 @@ class RepairPlan:
 def plan_repair(
     path: str | os.PathLike[str], progress: Progress | None = None, parts: Collection[int] | None = None
 ) -> RepairPlan:
-    """Verify a store and sort what is damaged; nothing is changed.
-
-    Args:
-        parts: look at no other parts than these; None for all.
-    """
+    """Verify a store, or some of its parts alone, and sort what is damaged; nothing is changed."""
     store = Path(path)
     report = verify_store(store, progress, parts=parts)
     report.check_complete(store)

@@ -196,11 +196,7 @@ def _array_bytes(commits: Iterable[PartCommit], name: str) -> int:
 
 
 def length_histogram(lengths: np.ndarray, n_bins: int) -> LengthHistogram:
-    """Count lengths in bins of equal, whole width.
-
-    Args:
-        lengths: tokens per sequence, int [n_sequences]; may be empty.
-    """
+    """Count lengths (int [n_sequences], may be empty) in bins of equal, whole width."""
     longest = int(lengths.max(initial=0))
     width = max(1, -(-longest // n_bins))
     edges = np.arange(0, longest + width, width) if longest else np.array([0, 1])

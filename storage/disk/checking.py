@@ -28,11 +28,7 @@ _ADVICE = {
 
 
 def exists(path: Path) -> bool:
-    """Whether there is such a file or folder; ``Path.exists`` also says no where it cannot tell.
-
-    Raises:
-        OSError: it cannot be told.
-    """
+    """Whether there is such a file or folder; OSError where it cannot be told (``Path.exists`` says no)."""
     try:
         path.stat()
     except MISSING:
@@ -48,11 +44,7 @@ def reason(error: OSError | MemoryError) -> str:
 
 
 def check_incomplete(store: Path, path: str, error: OSError | MemoryError, n_files: int = 1) -> CheckIncomplete:
-    """Return the error for what could not be checked.
-
-    Args:
-        path: the first file, relative to the store or absolute.
-    """
+    """Return the error for what could not be checked; ``path``, the first file, is absolute or in the store."""
     code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0
     advice = _ADVICE.get(code, "Check the disk, or the mount of the network file system")
     what = path if n_files == 1 else f"{n_files} files, the first of them {path},"

@@ -84,11 +84,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create a file with these bytes and sync it (not atomic: for folders that are renamed as a whole).
-
-    Raises:
-        OSError: it cannot be written; a symbolic link in its place is not followed.
-    """
+    """Create and sync a file (not atomic: for folders renamed as a whole); a link in its place is not followed."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         write_all(fd, data)
@@ -124,11 +120,7 @@ def replacing(path: Path, advice: str = _GO_ON) -> Iterator[Path]:
 
 @contextmanager
 def disk_full_guard(path: Path, advice: str = _GO_ON) -> Iterator[None]:
-    """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice.
-
-    Args:
-        advice: what is safe, and what to do.
-    """
+    """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice: what is safe, what to do."""
     try:
         yield
     except DiskFull:

@@ -114,11 +114,7 @@ class _RemoteRoot:
         return (_RemoteRoot, (self.url,))
 
     def connect(self) -> tuple[AbstractFileSystem, str]:
-        """Return this process's file system and the path of the root on it.
-
-        Raises:
-            StoreNotFound: fsspec does not know the protocol, or lacks the package for it.
-        """
+        """Return this process's file system and the root's path on it; StoreNotFound if fsspec lacks the protocol."""
         from fsspec.core import url_to_fs
 
         if self._per_process is None or self._per_process[0] != os.getpid():
@@ -163,11 +159,7 @@ class _Stat(NamedTuple):
 
 
 class RemotePath:
-    """A file or folder of a remote store, with the methods of ``Path`` that reading uses.
-
-    Args:
-        key: path below the root; empty for the store itself.
-    """
+    """A file or folder of a remote store, with the ``Path`` methods that reading uses; the store itself has no key."""
 
     def __init__(self, root: _RemoteRoot, key: str) -> None:
         self.root, self.key = root, key
@@ -200,11 +192,7 @@ class RemotePath:
         return _Stat(self.root.sizes()[self.key])
 
     def download(self, folder: Path) -> None:
-        """Copy every file below this path into a local folder.
-
-        Raises:
-            ValueError: the listing has a name that leads out of the folder.
-        """
+        """Copy every file below this path into a local folder; a name that leads out of it raises ValueError."""
         filesystem, root = self.root.connect()
         for name in self.root.sizes():
             if name.startswith(f"{self.key}/"):
@@ -234,11 +222,7 @@ class RemoteFile:
 
 
 def open_file(path: Path) -> LocalFile | RemoteFile:
-    """Return a file of a store for reading by position.
-
-    Raises:
-        FileNotFoundError: no such file, if the store is remote; a local file is opened when it is read.
-    """
+    """Return a file of a store for reading by position; only a remote one must exist now (FileNotFoundError)."""
     return RemoteFile(path) if isinstance(path, RemotePath) else LocalFile(path)
 
 

@@ -58,11 +58,7 @@ def read_part_commit(path: Path) -> PartCommit:
 
 
 def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
-    """Read the commits of those parts that have one, in order of parts.
-
-    Raises:
-        ManifestInvalid: a commit is damaged or names another part.
-    """
+    """Read, in order, the commits of those parts that have one; each must be whole and name its own part."""
     commits: dict[int, PartCommit] = {}
     for part in sorted(parts):
         path = commit_path(store, part)
@@ -98,11 +94,7 @@ def read_file_records(path: Path) -> dict[str, FileRecord]:
 
 
 def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tuple[Path, StoreError]]:
-    """Return (path, error) for every committed file that is missing or has another size.
-
-    Raises:
-        OSError: it cannot be told of a file, which is no damage.
-    """
+    """Return (path, error) for each committed file that is missing or has another size; OSError if unknowable."""
     damage: list[tuple[Path, StoreError]] = []
     for name, record in files.items():
         path = folder / name

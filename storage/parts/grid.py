@@ -83,11 +83,7 @@ class ArrayGrid:
 
 
 def array_grid(array: StoredArray, n_tokens: int) -> ArrayGrid:
-    """Choose the grid of a stored array in a part.
-
-    Args:
-        n_tokens: length of the part's token axis, alignment padding included.
-    """
+    """Choose the grid of a stored array in a part of ``n_tokens``, alignment padding included."""
     n_rows = array.n_rows(n_tokens)
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     chunk_shape = (chunk_rows, *array.row_shape)

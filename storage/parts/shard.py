@@ -36,11 +36,7 @@ _ABSENT = np.uint64(2**64 - 1)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a commit says about one file.
-
-    Attributes:
-        crc32: ``zlib.crc32`` of its whole content (see ``durable.file_crc32`` for why not CRC-32C).
-    """
+    """Size and ``zlib.crc32`` of a file in a commit (see ``durable.file_crc32`` for why not CRC-32C)."""
 
     bytes: int
     crc32: int
@@ -66,11 +62,7 @@ class ShardWriter:
         return self._row == self._grid.rows_per_shard
 
     def append_row(self, values: np.ndarray) -> None:
-        """Encode and write all inner chunks of the next ``chunk_tokens`` tokens.
-
-        Args:
-            values: [chunk_tokens, *token_shape], storage dtype.
-        """
+        """Encode and write the inner chunks of the next tokens: [chunk_tokens, *token_shape], storage dtype."""
         step = self._grid.chunk_layers
         for column in range(self._grid.chunks_per_row):
             chunk = values[:, column * step : (column + 1) * step] if values.ndim > 1 else values

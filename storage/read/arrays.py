@@ -27,11 +27,7 @@ V = TypeVar("V")
 
 
 class PartArrays:
-    """Finds the shards of stored arrays; safe in threads and after a fork.
-
-    Attributes:
-        n_bytes_read: stored bytes of the chunks that were read through it.
-    """
+    """Finds stored arrays' shards and counts stored bytes read of them; safe in threads and after a fork."""
 
     def __init__(self, store: Path, commits: Mapping[int, PartCommit]) -> None:
         self._store, self._commits = store, commits

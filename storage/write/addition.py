@@ -56,11 +56,7 @@ def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
 
 
 def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
-    """Take over what an unfinished addition of the same fields has learned.
-
-    Args:
-        codec: of the old and the new fields; the new ones learn.
-    """
+    """Take over what an unfinished addition of the same fields has learned into ``codec``, of old and new fields."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     found = StoreCodec(codec.name, (field.spec for field in codec.fields.values()))
     try:

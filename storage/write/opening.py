@@ -29,12 +29,7 @@ def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
 
 
 def check_unoccupied(store: Path) -> None:
-    """Refuse a folder that is neither empty nor a store nor the unfinished start of one.
-
-    Raises:
-        OutputOccupied: naming what it holds.
-        SchemaVersionError: a store of another version.
-    """
+    """Refuse a folder that is neither empty nor a store of this version nor the unfinished start of one."""
     if not exists(store):
         return
     if not store.is_dir():

@@ -25,11 +25,7 @@ from ..parts.shard import FileRecord, ShardWriter
 
 
 class ArrayWriter:
-    """Streams one stored array of a part into shards; at most one row of inner chunks is buffered.
-
-    Args:
-        allocated_tokens: length of the part's token axis.
-    """
+    """Streams one stored array of a part of ``allocated_tokens`` into shards, one row of chunks buffered at most."""
 
     def __init__(self, folder: Path, array: StoredArray, allocated_tokens: int) -> None:
         self.array = array

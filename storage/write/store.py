@@ -210,22 +210,14 @@ class StoreWriter:
         )
 
     def drop_part(self, part: int) -> None:
-        """Delete a part; it is pending again, and readers do not see it.
-
-        Raises:
-            LinkRefused: a symbolic link has come to stand inside the store.
-        """
+        """Delete a part; it is pending again, and readers do not see it. Links inside the store are refused."""
         refuse_links(self.path, [part_path(self.path, part)])
         self._retract(commit_path(self.path, part))
         _remove(part_path(self.path, part))
         self._committed.discard(part)
 
     def drop_target(self) -> None:
-        """Delete the target bundle; until it is written again, the store cannot be trained from.
-
-        Raises:
-            LinkRefused: a symbolic link has come to stand inside the store.
-        """
+        """Delete the target bundle: no training until it is written again. Links inside the store are refused."""
         refuse_links(self.path, [self.target_path])
         self._retract(target_commit_path(self.path))
         _remove(self.target_path)

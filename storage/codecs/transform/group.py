@@ -26,11 +26,7 @@ class _Run:
 
 
 class GroupTransform:
-    """One group's transform with its constants on each device that asked for them.
-
-    Attributes:
-        arrays: the stored arrays, uint8 [token, byte] each.
-    """
+    """One group's transform with its constants on each device; ``arrays`` are uint8 [token, byte] each."""
 
     def __init__(self, name: str, fit: GroupFit) -> None:
         self.fit = fit

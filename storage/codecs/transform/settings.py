@@ -49,11 +49,7 @@ class TransformSettings:
 
     @classmethod
     def parse(cls, name: str) -> TransformSettings:
-        """Read ``transform:<bits>[,hidden=<bits>][,tokens][@all|@layer|@group<layers>]``.
-
-        Raises:
-            ValueError: not such a name, or bits outside 0.05 to 10.
-        """
+        """Read ``transform:<bits>[,hidden=<bits>][,tokens][@all|@layer|@group<layers>]``; bits are 0.05 to 10."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(
