@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 from records import add_out_option, settings_of, write_record
 
-from moa_data.moa.nn.layers import Rotary
-from moa_data.moa.targets.bundle import load_target_config, rope_parameters
+from moa_data.moa.targets.bundle import load_target_config
+from moa_data.pipeline.calibrate import target_rope
 from moa_data.storage.chunks.chunk import encode_chunk
 from moa_data.storage.codecs.transform.codec import TransformCodec
-from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.parts.grid import array_grid
@@ -42,14 +41,6 @@ def read_halves(store: ActivationStore, n_sequences: int) -> tuple[Sequences, Se
     chosen = np.random.default_rng(0).permutation(len(store))[:n_sequences]
     sequences = [to_float32(store.read(int(i), "kv"), store.fields["kv"].dtype) for i in chosen]
     return sequences[: n_sequences // 2], sequences[n_sequences // 2 :]
-
-
-def target_rope(store: ActivationStore) -> Rope:
-    """The target's rotation."""
-    config = load_target_config(store.target_path)
-    sizes = store.manifest.target
-    rotary = Rotary(sizes["head_dim"], rope_parameters(config), sizes["max_position_embeddings"])
-    return Rope(rotary.inv_freq.numpy(), np.asarray(rotary.scaling, np.float32))
 
 
 def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], alignment_tokens: int) -> float:
@@ -109,7 +100,7 @@ def _bound(variances: np.ndarray, error: float) -> float:
 def measure(store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None) -> Rows:
     """Rates and errors of keys and values."""
     calibration, test = read_halves(store, n_sequences)
-    rope = target_rope(store)
+    rope = target_rope(load_target_config(store.target_path))
     rows: list[dict[str, Any]] = []
     for scope in scopes:
         bound = None
