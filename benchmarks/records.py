@@ -20,8 +20,8 @@ def add_out_option(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace, *without: str) -> dict[str, Any]:
     """Return the options that say what was measured, as JSON can hold them."""
-    values = vars(options).items()
-    return {key: value if value is None else _plain(value) for key, value in values if key not in {"out", *without}}
+    values = {key: value for key, value in vars(options).items() if key not in {"out", *without}}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
 
 def write_record(folder: Path, name: str, document: dict[str, Any]) -> Path:
@@ -31,7 +31,3 @@ def write_record(folder: Path, name: str, document: dict[str, Any]) -> Path:
     file = folder / f"{name}-{provenance['time_utc'].replace(':', '').replace('+0000', 'Z')}.json"
     file.write_text(json.dumps(document | {"provenance": provenance}, indent=1) + "\n")
     return file
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +92,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
                 if progress:
                     progress(i + 1, n, f"export to {file_format.name}")
         if file_format.name == "speculators" and count_rows(folder) != n:
-            write_rows(folder, _texts(store, n))
+            write_rows(folder, ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)))
     return ExportReport(folder, config.format, file_format.fields, n, len(sizes), sum(sizes))
 
 
@@ -143,10 +142,6 @@ def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationD
             raise FolderOccupied(f"{path} holds other tokens than sequence {i} of the store. Choose another --out.")
         return None
     return file_format.encode(tokens, dataset.store.read(i, "response_mask"), dataset[i])
-
-
-def _texts(store: ActivationStore, n: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    return ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n))
 
 
 def _record(config: ExportConfig, file_format: FileFormat, store: ActivationStore) -> dict[str, Any]:

@@ -110,10 +110,10 @@ class StoreAddition:
         self.manifest, self.codec = manifest, codec
         self.fields = tuple(spec.name for spec in manifest.fields if spec not in old.fields)
         self._writer = writer
-        self._lacking = {part: self._lacking_fields(part) for part in writer.committed_parts()}
-
-    def _lacking_fields(self, part: int) -> tuple[str, ...]:
-        return lacking_fields(read_part_commit(commit_path(self._writer.path, part)), self.fields)
+        self._lacking = {
+            part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)
+            for part in writer.committed_parts()
+        }
 
     @property
     def path(self) -> Path:
