@@ -33,7 +33,7 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
-from moa_data.trainer.config import PRESETS, TrainConfig
+from moa_data.trainer.config import PRESETS, MoASettings
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -167,7 +167,9 @@ def random_target(shape: str, dtype: torch.dtype, device: str) -> Target:
 def random_drafter(target: Target, kind: str, n_target_layers: int, as_published: bool) -> Drafter:
     """A drafter of the kind's own proportions, which are those of its authors, in the form that `train` gives it."""
     build = drafter_class(kind)
-    form = {name: getattr(TrainConfig, name) for name in FORM} | (PRESETS["paper"] if as_published else {})
+    form = {name: MoASettings.model_fields[name].default for name in FORM}
+    if as_published:
+        form |= PRESETS["paper"]["drafter"]
     own = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {name: form[name] for name in FORM if name in own}
     if n_target_layers:
