@@ -183,9 +183,9 @@ def rounds(target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape
     """Milliseconds of the rounds of one generation: the whole, and the parts that decoding itself reports."""
     ends: list[float] = []
     on_round: OnRound = lambda drafts, accepted: ends.append(time.perf_counter())  # noqa: E731
-    session = DrafterProposer(target, drafter) if shape else None
+    proposer = DrafterProposer(target, drafter) if shape else None
     (generation,) = generate_batch(
-        target, [prompt], max_new_tokens=n_tokens, proposer=session, tree=shape, on_round=on_round
+        target, [prompt], max_new_tokens=n_tokens, proposer=proposer, tree=shape, on_round=on_round
     )
     stats, between = generation.stats, [1e3 * (b - a) for a, b in pairwise(ends)]
     n_calls = stats.n_target_calls

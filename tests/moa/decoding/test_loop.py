@@ -204,7 +204,7 @@ def test_stops_at_the_last_position(monkeypatch: pytest.MonkeyPatch, script: Scr
 def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows there are and nodes accepted; reading a value of a tensor waits for the device."""
     target = bigram_target(frozenset())
-    session = DrafterProposer(target, silence(build_drafter(target.model)))
+    proposer = DrafterProposer(target, silence(build_drafter(target.model)))
     n_reads, of_rounds, verify = 0, [], decode._verify
 
     def counted(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -227,7 +227,7 @@ def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch
 
     monkeypatch.setattr(decode, "_verify", watched)
     for prompts in ([[5, 6]], [[5, 6], [7], [8, 9, 10]]):
-        generate_batch(target, prompts, max_new_tokens=12, proposer=session, tree=TreeShape(3, 2, 5))
+        generate_batch(target, prompts, max_new_tokens=12, proposer=proposer, tree=TreeShape(3, 2, 5))
     assert {reads for reads, _ in of_rounds} == {2}
     assert max(n_accepted for _, n_accepted in of_rounds) > 1
 
@@ -272,8 +272,8 @@ def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape
     target.eos_token_ids = frozenset({3, 24, 28, 40})
     drafter = build_drafter(target.model, 1)
     prompts = random_prompts(20, seed=11)[8:]
-    session = None if tree is None else DrafterProposer(target, drafter)
-    together = generate_batch(target, prompts, max_new_tokens=16, proposer=session, tree=tree)
+    proposer = None if tree is None else DrafterProposer(target, drafter)
+    together = generate_batch(target, prompts, max_new_tokens=16, proposer=proposer, tree=tree)
     for prompt, got in zip(prompts, together, strict=True):
         assert got.tokens == plain_generate(target, prompt, max_new_tokens=16).tokens
         if tree is not None:

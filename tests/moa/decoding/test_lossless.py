@@ -27,31 +27,31 @@ def test_a_thousand_prompts() -> None:
     targets = [Target(build_model(family)) for family in FAMILIES] + [bigram_target(frozenset({3, 24}))] * len(FAMILIES)
     for target in targets:
         target.eos_token_ids = frozenset({3, 24})
-    sessions = []
+    proposers = []
     for index, target in enumerate(targets):
         n_target_layers = (0, 1, 2)[index % 3]
         drafter = build_drafter(target.model, n_target_layers, seed=index)
         is_bigram = index >= len(FAMILIES)
-        sessions.append((target, DrafterProposer(target, silence(drafter) if is_bigram else drafter)))
+        proposers.append((target, DrafterProposer(target, silence(drafter) if is_bigram else drafter)))
     for target in targets[: len(FAMILIES)]:
-        sessions += [
+        proposers += [
             (target, DrafterProposer(target, build(target.model)))
             for build in (build_medusa, build_independent, build_eagle3)
         ]
     eagle3_target = Target(build_model(num_hidden_layers=2))
     eagle3_target.eos_token_ids = frozenset({3, 24})
     taught = teach(build_eagle3(eagle3_target.model, test_time_steps=3), eagle3_target, random_prompts(7, 7), 60)
-    sessions.append((eagle3_target, DrafterProposer(eagle3_target, taught)))
-    often_right = {*range(len(FAMILIES), 2 * len(FAMILIES)), len(sessions) - 1}
+    proposers.append((eagle3_target, DrafterProposer(eagle3_target, taught)))
+    often_right = {*range(len(FAMILIES), 2 * len(FAMILIES)), len(proposers) - 1}
     done, committed = 0, []
     while done < N_PROMPTS:
-        place, shape = chance.randrange(len(sessions)), chance.choice(SHAPES)
-        target, session = sessions[place]
+        place, shape = chance.randrange(len(proposers)), chance.choice(SHAPES)
+        target, proposer = proposers[place]
         prompts = [
             [chance.randrange(4, 60) for _ in range(chance.randint(1, 40))] for _ in range(chance.choice((1, 1, 3, 8)))
         ]
         n_new = chance.randint(1, 30)
-        found = generate_batch(target, prompts, max_new_tokens=n_new, proposer=session, tree=shape)
+        found = generate_batch(target, prompts, max_new_tokens=n_new, proposer=proposer, tree=shape)
         for prompt, generation in zip(prompts, found, strict=True):
             plain = plain_generate(target, prompt, max_new_tokens=n_new)
             assert generation.tokens == plain.tokens, (done, place, shape, prompt)

@@ -25,11 +25,11 @@ def first_round(target: Target, drafter: Drafter, prompts: list[list[int]], shap
     hidden = target.forward(torch.tensor(prompts), cache)
     kept = [range(len(prompts[0]))] * len(prompts)
     cache.commit(kept)
-    session = DrafterProposer(target, drafter, FrozenTarget.from_model(target.model, 0))
-    session.begin(cache)
-    session.observe(hidden, kept)
+    proposer = DrafterProposer(target, drafter, FrozenTarget.from_model(target.model, 0))
+    proposer.begin(cache)
+    proposer.observe(hidden, kept)
     roots = target.logits(hidden[:, -1]).argmax(dim=-1).tolist()
-    return session.propose([[*prompt, root] for prompt, root in zip(prompts, roots, strict=True)], shape)
+    return proposer.propose([[*prompt, root] for prompt, root in zip(prompts, roots, strict=True)], shape)
 
 
 @pytest.mark.parametrize("build", [build_drafter, build_eagle, build_glide])
@@ -62,9 +62,9 @@ def test_a_chain_stops_behind_the_first_draft_that_makes_it_too_unlikely(
 def test_chains_that_are_drawn_do_not_stop() -> None:
     model = build_model()
     target, sampling = Target(model), SamplingConfig(temperature=1.0)
-    session = DrafterProposer(target, build_drafter(model), None, sampling)
+    proposer = DrafterProposer(target, build_drafter(model), None, sampling)
     with pytest.raises(DrafterError, match=r"6@0\.1 stop by their probability in greedy decoding only"):
         generate_batch(
-            target, [[5, 6]], max_new_tokens=4, proposer=session, tree=TreeShape(6, stop_below=0.1),
+            target, [[5, 6]], max_new_tokens=4, proposer=proposer, tree=TreeShape(6, stop_below=0.1),
             sampling=sampling,
         )  # fmt: skip

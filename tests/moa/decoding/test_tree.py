@@ -115,15 +115,15 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
         cache = target.new_cache()
         hidden = target.forward(torch.tensor([committed[:-1]]), cache)
         cache.commit([range(len(committed) - 1)])
-        session = DrafterProposer(target, drafter, frozen)
-        session.begin(cache)
+        proposer = DrafterProposer(target, drafter, frozen)
+        proposer.begin(cache)
         with torch.inference_mode():
-            session.observe(hidden, [range(len(committed) - 1)])
-            features = drafter.draft_root(session.state, frozen, [committed], cache)
+            proposer.observe(hidden, [range(len(committed) - 1)])
+            features = drafter.draft_root(proposer.state, frozen, [committed], cache)
             for level, step in enumerate(path, start=1):
                 ones = torch.ones(1, 1, level + 1, dtype=torch.bool)
                 nodes = DraftLevel(torch.tensor([[tokens[step]]]), features, ones, level)
-                features = drafter.draft_level(session.state, frozen, nodes, cache)
+                features = drafter.draft_level(proposer.state, frozen, nodes, cache)
             order = frozen.logits(features)[0, 0].argsort(descending=True)
         assert tokens[node] == int(order[shape.ranks[node]])
 
@@ -131,10 +131,10 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
 def test_static_trees_in_batches_and_with_small_vocabularies() -> None:
     model = build_model(eos_token_id=None, vocab_size=8, bos_token_id=1)
     target = Target(model)
-    session = DrafterProposer(target, build_drafter(model))
+    proposer = DrafterProposer(target, build_drafter(model))
     prompts = [[5, 6, 7], [2], [4, 4, 4, 4, 1]]
     found = generate_batch(
-        target, prompts, max_new_tokens=12, proposer=session, tree=StaticTree((-1, -1, 0), (0, 11, 1))
+        target, prompts, max_new_tokens=12, proposer=proposer, tree=StaticTree((-1, -1, 0), (0, 11, 1))
     )
     for prompt, generation in zip(prompts, found, strict=True):
         assert generation.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
