@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from .moa.targets.live import Target
     from .pipeline.config import ExtractConfig
     from .pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
-    from .pipeline.extract import extract
+    from .pipeline.jobs.extract import extract
     from .storage.read.store import ActivationStore
     from .trainer.config import TrainConfig
-    from .trainer.run import train
+    from .trainer.fit.run import train
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ActivationStore": "storage.read.store",
     "ExtractConfig": "pipeline.config",
-    "extract": "pipeline.extract",
+    "extract": "pipeline.jobs.extract",
     "ActivationDataset": "pipeline.exchange.torch_dataset",
     "IterableActivationDataset": "pipeline.exchange.torch_dataset",
     "pad_collate": "pipeline.exchange.torch_dataset",
     "TrainConfig": "trainer.config",
-    "train": "trainer.run",
+    "train": "trainer.fit.run",
     "Target": "moa.targets.live",
     "generate": "moa.decoding.loop",
     "load_drafter": "moa.formats.checkpoint",

@@ -7,14 +7,23 @@ import click
 from . import __version__
 from .commands.console import StageGroup, quiet_libraries
 
-# Command -> its module in commands/, in the order of the help page.
-COMMANDS = {
-    "plan": "extract", "extract": "extract", "add": "extract", "recode": "extract", "repair": "extract",
-    "audit": "extract", "inspect": "store", "verify": "store", "train": "train", "eval": "evaluate",
-    "disconnect": "evaluate", "generate": "generate", "export": "exchange",
-    "import": "exchange", "export-drafter": "exchange", "demo": "demo",
+GROUPS = {
+    "First steps": {
+        "demo": "demo", "extract": "extract", "inspect": "store", "train": "train", "generate": "generate",
+        "eval": "evaluate",
+    },
+    "Care for stores": {
+        "plan": "extract", "add": "extract", "verify": "store", "audit": "extract", "repair": "extract",
+        "recode": "extract",
+    },
+    "Measure and hand on": {
+        "disconnect": "evaluate", "export": "exchange", "import": "exchange", "export-drafter": "exchange",
+    },
 }  # fmt: skip
+"""Heading of the help page -> command -> its module in commands/."""
+COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
+_WHOLE_SENTENCE = 200  # characters: longer than the first sentence of any command
 _EPILOG = """\b
 A whole job:
   moa-data plan     --model M --dataset D --out STORE     what it will cost
@@ -35,7 +44,14 @@ Exit codes:
 
 
 class LazyGroup(StageGroup):
-    """A group that imports the module of a command when it is needed."""
+    """A group that imports the module of a command when it is needed, and lists its commands under headings."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by heading, those that are needed first at the top."""
+        for heading, names in GROUPS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, one.get_short_help_str(_WHOLE_SENTENCE)) for name, one in commands if one])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order of the help page."""

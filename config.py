@@ -19,8 +19,9 @@ by their ``kind``. The text under a field is its help text, in ``--help`` and in
 """
 
 import difflib
+import functools
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -38,6 +39,8 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 Presets = Mapping[str, Mapping[str, Any]]
+Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
+"""Nested values that were given -> the name of a source for messages, and its nested values."""
 
 
 class Setting(NamedTuple):
@@ -51,7 +54,7 @@ class Setting(NamedTuple):
 
 
 class Config(BaseModel):
-    """Settings that are checked when they are made."""
+    """The base of settings, which are checked when they are made."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False,
@@ -65,10 +68,10 @@ class Config(BaseModel):
             raise OptionInvalid(_message(type(self), error, [("", values)])) from error
 
     # Pydantic calls an __init__ that is not its own for groups too, whose errors would then have lost their places.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
 
     def problems(self) -> list[str]:
-        """Settings that do not fit together, one line each; called once each of them fits its field."""
+        """List settings that do not fit together, one line each; called once each of them fits its field."""
         return []
 
     @model_validator(mode="after")
@@ -94,14 +97,18 @@ class Config(BaseModel):
 
     @classmethod
     def settings(cls) -> Iterator[Setting]:
-        """Every setting, in the order of the groups; one that several kinds have comes once for each."""
+        """Yield every setting, in the order of the groups; one that several kinds have comes once for each."""
         for name, field in cls.model_fields.items():
             groups = _groups(field)
             if not groups:
                 yield Setting(name, name, field, None)
             if len(groups) > 1:
                 kinds = tuple(map(_default_kind, groups))
-                choice = FieldInfo(annotation=Literal[kinds], default=kinds[0], description=field.description)  # type: ignore[arg-type]
+                choice = FieldInfo(
+                    annotation=Literal[kinds],  # type: ignore[arg-type]  # mypy takes no literal made while running
+                    default=kinds[0],
+                    description=field.description,
+                )
                 yield Setting(f"{name}.kind", name, choice, None)
             for group in groups:
                 kind = _default_kind(group) if len(groups) > 1 else None
@@ -153,7 +160,7 @@ class Config(BaseModel):
 
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
-    """The groups that a field can be; none for a field that is a setting itself."""
+    """Return the groups that a field can be; none for a field that is a setting itself."""
     annotation = field.annotation
     members = [annotation] if isinstance(annotation, type) else list(typing.get_args(annotation))
     return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
@@ -177,7 +184,7 @@ def _default_kind(group: type[Config]) -> str:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The plain types of an annotation; that of a list is ``tuple`` whatever it holds."""
+    """Return the plain types of an annotation; that of a list is ``tuple`` whatever it holds."""
     if (origin := typing.get_origin(annotation)) is tuple:
         return {tuple}
     if origin is Annotated:
@@ -217,7 +224,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise OptionInvalid(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict | None):
         raise OptionInvalid(f"--config {path} holds a {type(loaded).__name__}, expected 'key: value' lines")
-    return _with_underscores(loaded or {})
+    settings: dict[str, Any] = _with_underscores(loaded or {})
+    return settings
 
 
 def _with_underscores(values: Any) -> Any:
@@ -243,12 +251,14 @@ def resolve(
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
     presets: Presets | None = None,
+    earlier: Earlier | None = None,
 ) -> Any:
-    """Merge defaults, preset, file, assignments and flags, from weak to strong.
+    """Merge defaults, earlier settings, preset, file, assignments and flags, from weak to strong.
 
     Args:
         flags: key to value, those that were given.
         presets: nested values by name; the key ``preset`` of any source picks one.
+        earlier: finds the settings that an earlier run left, from the nested values of all sources.
 
     Raises:
         OptionInvalid: naming each setting that cannot be used, and its source.
@@ -266,6 +276,8 @@ def resolve(
                 hint = f"did you mean {near[0]!r}?" if near else f"known presets: {', '.join(presets)}"
                 raise OptionInvalid(f"unknown preset {chosen[-1]!r} ({hint}).")
             layers.insert(0, (f"preset {chosen[-1]}", dict(presets[chosen[-1]])))
+    if earlier:
+        layers.insert(0, earlier(functools.reduce(_merge, (layer for _, layer in layers), {})))
     return config_class.merged(layers)
 
 
@@ -275,7 +287,7 @@ def option_name(name: str) -> str:
 
 
 def _message(config_class: type[Config], error: ValidationError, layers: list[tuple[str, Mapping[str, Any]]]) -> str:
-    """All that is wrong, in one line."""
+    """Say all that is wrong, in one line."""
     problems: dict[str, list[str]] = {}
     missing = []
     for item in error.errors(include_url=False):
@@ -292,7 +304,7 @@ def _message(config_class: type[Config], error: ValidationError, layers: list[tu
 
 
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
-    """The key of a place in pydantic's errors, and the kind that those put between a choice and its setting."""
+    """Return the key of a place in pydantic's errors, and the kind that those put between a choice and its setting."""
     parts, kind, rest = [], None, list(map(str, loc))
     group: type[Config] | None = config_class
     while rest and group is not None:
@@ -324,7 +336,7 @@ _WANTED = {
 
 
 def _problem(config_class: type[Config], key: str, kind: str | None, item: ErrorDetails) -> str:
-    """What is wrong with one setting: what it is, and what was expected."""
+    """Say what is wrong with one setting: its value, and what was expected."""
     context = item.get("ctx", {})
     if item["type"] == "value_error":
         return str(context["error"])

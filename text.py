@@ -1,4 +1,4 @@
-"""Words for people that every stage uses: progress, sizes, durations, commands, and foreign text made safe to show.
+"""Texts that every stage uses: progress, sizes, durations, commands, and foreign text made safe to show.
 
 Standard library only, so that each room may import it.
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 
 Progress = Callable[[int, int, str], None]
-"""Called with (done, total, message) while a long task runs."""
+"""Called with (done, total, message) while a long task runs; the message begins with the name of its phase."""
 
 # C0 and C1 controls but newline and tab, DEL, signs that turn the direction of writing, halves of surrogate pairs.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

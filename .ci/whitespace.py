@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BINARY = {".png", ".safetensors", ".npz", ".pt"}
+BINARY = {".zip", ".png", ".safetensors", ".npz", ".pt"}
 
 
 def mended(text: str) -> str:

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import yaml
 from drafter_options import add_size_options, chosen, small_config
+from records import provenance
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
 from moa_data.evaluation.run import disconnect, evaluate
 from moa_data.evaluation.statistics import ratio_with_interval
@@ -35,11 +35,11 @@ from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batch_reader import needed_fields
+from moa_data.trainer.batches.batch_reader import needed_fields
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.errors import TrainingError
 from moa_data.trainer.files import REPORT_FILE, RUN_FILE
-from moa_data.trainer.run import train
+from moa_data.trainer.fit.run import train
 
 FULL = "full"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,12 +63,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 Rows = list[dict[str, Any]]
 Value = tuple[str, float, float]
-"""Of one prompt: its name, numerator and denominator of a ratio."""
+"""A prompt's name, and the numerator and denominator of its ratio."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one variant gave with one seed; the rows are those of the reports."""
+    """The rows of the reports of one variant with one seed."""
 
     variant: str
     seed: int
@@ -83,7 +83,8 @@ class Result:
 
     def speed(self, method: str) -> float:
         """Tokens/s over plain decoding's."""
-        return next(item["ratio"] for item in self.decoding["methods"] if item["method"] == method)
+        ratio: float = next(item["ratio"] for item in self.decoding["methods"] if item["method"] == method)
+        return ratio
 
     def _written(self) -> list[tuple[str, dict[str, Any]]]:
         name = next(iter(self.alone["drafters"]))
@@ -113,7 +114,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[Result], list[Value]]]] = {
 
 
 def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) -> dict[str, Any]:
-    """Sizes of a variant's drafter, of about the weights of the full one."""
+    """Return sizes that give a variant's drafter about the weights of the full one."""
     given = chosen(options)
     own = {name: value for name, value in VARIANTS[variant][1].items() if name in ("layer_attention", "layer_groups")}
     if not own:
@@ -127,13 +128,13 @@ def sizes_of(options: argparse.Namespace, variant: str, frozen: FrozenTarget) ->
 
 
 def n_weights(config: MoASizes) -> int:
-    """Weights of a drafter of these sizes."""
+    """Count the weights of a drafter of these sizes."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in MoADrafter(config).parameters())
 
 
 def train_config(options: argparse.Namespace, variant: str, seed: int, frozen: FrozenTarget) -> TrainConfig:
-    """The run of a variant: all but what it takes away is equal."""
+    """Return the settings of a variant's run, which differ from the others' in what the variant takes away."""
     values = {"validate_every": options.steps, "seed": seed, "max_steps": options.steps}
     # The paper's drafter and training, unless the variant says otherwise.
     values |= PRESETS["paper"]["drafter"] | sizes_of(options, variant, frozen) | VARIANTS[variant][1]
@@ -141,7 +142,7 @@ def train_config(options: argparse.Namespace, variant: str, seed: int, frozen: F
 
 
 def unusable(options: argparse.Namespace, frozen: FrozenTarget) -> dict[str, str]:
-    """Variants that the store cannot serve -> why."""
+    """Return the variants that the store cannot serve, and why."""
     found = {}
     with ActivationStore(options.store) as store:
         for variant in options.variants:
@@ -172,21 +173,23 @@ def trained(config: TrainConfig) -> dict[str, Any]:
         changed = [name for name, value in now.items() if name != "resume" and before.get(name, value) != value]
         if changed:
             sys.exit(f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT.")
-    if report.is_file() and json.loads(report.read_text())["n_steps"] >= (config.schedule.max_steps or 0):
-        return json.loads(report.read_text())
+        found: dict[str, Any] = json.loads(report.read_text())
+        if found["n_steps"] >= (config.schedule.max_steps or 0):
+            return found
     resume = (out / "checkpoints" / "last.ckpt").is_file()
     if not resume:
         shutil.rmtree(out, ignore_errors=True)
-    return dataclasses.asdict(train(config.replaced(resume=resume), collect_provenance(), False))
+    return dataclasses.asdict(train(config.replaced(resume=resume), provenance=provenance()))
 
 
 def kept(config: Any, measure: Callable[..., Any]) -> dict[str, Any]:
-    """The report of these settings, measured first if it is not there."""
+    """Return the report of these settings, measured first if it is not there."""
     file = Path(config.out)
     wanted = json.loads(json.dumps(config.named()))
     if not file.is_file() or json.loads(file.read_text())["config"] != wanted:
-        measure(config, provenance=collect_provenance())
-    return json.loads(file.read_text())
+        measure(config, provenance=provenance())
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def measured(options: argparse.Namespace, variant: str, seed: int, training: dict[str, Any]) -> Result:
@@ -216,7 +219,7 @@ def validated(result: Result) -> float | None:
 
 
 def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, Any]:
-    """All figures of one variant, seeds together; relative ones against the full variant with the same seeds."""
+    """Return all figures of one variant over all seeds; ratios are to the full variant with the same seeds."""
     row: dict[str, Any] = {
         "variant": results[0].variant,
         "what": VARIANTS[results[0].variant][0],
@@ -241,12 +244,12 @@ def figures(results: Sequence[Result], baseline: Sequence[Result]) -> dict[str, 
 
 
 def bounds(interval: Sequence[float] | None, form: str) -> str:
-    """An interval in brackets."""
+    """Write an interval in brackets."""
     return "" if interval is None else f" ({form.format(interval[0])} to {form.format(interval[1])})"
 
 
 def table(rows: Rows, options: argparse.Namespace, skipped: dict[str, str]) -> str:
-    """All results as Markdown."""
+    """Write all results as Markdown."""
     titles = ["variant", "weights", "expected acceptance length (validation)"]
     for key, (title, _, _) in MEASURES.items():
         titles += [title, "of full"] if key in ("chain", "tree") else [title]
@@ -315,7 +318,7 @@ def main() -> None:
             results.setdefault(variant, []).append(measured(options, variant, seed, training))
             rows = [figures(own, results.get(FULL, [])) for own in results.values()]
             text = table(rows, options, skipped)
-            document = {"rows": rows, "skipped": skipped, "provenance": collect_provenance()}
+            document = {"rows": rows, "skipped": skipped, "provenance": provenance()}
             (options.out / "ablations.json").write_text(json.dumps(document, indent=1) + "\n")
             (options.out / "ablations.md").write_text(text)
             done = next(row for row in rows if row["variant"] == variant)

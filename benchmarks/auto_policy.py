@@ -1,10 +1,10 @@
-"""How fast `auto` is beside the best fixed chain and plain decoding, also where drafts fail or cost more.
+"""Measures `auto` beside the best fixed chain and plain decoding, also where drafts fail or cost more.
 
     python benchmarks/auto_policy.py MODEL RUN PROMPTS --n-prompts 24 --out auto_policy.json
 
-What a drafter proposes at each position of each answer is noted once; answers are then decoded on paper, many times,
-with the measured seconds of each part and a machine whose speed wanders. So a policy is judged in seconds, and by more
-rounds than a run has.
+What a drafter proposes at each position of each answer is recorded once. Decoding is then simulated many times, with
+the measured seconds of each part on a machine whose speed wanders, so that a policy is judged by more rounds than a run
+has, and within seconds.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from decode import PartCosts, measure_costs
+from records import provenance
 from tqdm import tqdm
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.drafters import load_drafters
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
@@ -33,7 +33,7 @@ from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
 from moa_data.moa.targets.live import Target
 
 LONGEST = TreeShape(10, stop_below=1e-30)
-"""The chain that is noted; it never stops, but keeps the probabilities of its drafts."""
+"""The chain that is recorded; it never stops, but keeps the probabilities of its drafts."""
 CHAINS = (
     *(TreeShape(length) for length in range(1, LONGEST.depth + 1)),
     *(TreeShape(LONGEST.depth, stop_below=probability) for probability in (0.05, 0.1, 0.2, 0.3)),
@@ -41,7 +41,7 @@ CHAINS = (
 
 
 class Noting:
-    """Proposes nothing, and notes what another proposer would have proposed."""
+    """Proposes nothing, and records what another proposer would have proposed."""
 
     def __init__(self, inner: Proposer) -> None:
         self.max_depth, self.begin, self.observe = inner.max_depth, inner.begin, inner.observe
@@ -49,7 +49,7 @@ class Noting:
         self.noted: list[tuple[int, DraftTree]] = []
 
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
-        """Note the drafts; the round is a plain step, so that every position gets its turn."""
+        """Record the drafts; the round is a plain step, so that every position gets its turn."""
         drafts = self._inner.propose(committed, shape)
         self.noted.append((len(committed[0]), drafts))
         return DraftTree.empty(1, drafts.tokens.device)
@@ -57,7 +57,7 @@ class Noting:
 
 @dataclass(frozen=True)
 class Answer:
-    """What would be drafted at each position of one answer.
+    """The recorded drafts at each position of one answer.
 
     Attributes:
         n_prompt_tokens: of its prompt.
@@ -69,7 +69,7 @@ class Answer:
     rounds: list[tuple[int, list[float]]]
 
     def outcome(self, position: int, shape: TreeShape) -> tuple[int, int]:
-        """Accepted drafts of a chain of this shape, and how many it drafts."""
+        """Return the accepted drafts of a chain of this shape, and how many it drafts."""
         n_accepted, probabilities = self.rounds[position]
         n_drafts = min(shape.depth, len(probabilities))
         if shape.stop_below:
@@ -78,7 +78,7 @@ class Answer:
 
 
 def note_answer(target: Target, proposer: Proposer, prompt: list[int], max_new_tokens: int) -> Answer:
-    """Decode plainly, with the longest chain of each position noted."""
+    """Decode plainly, and record the longest chain at each position."""
     noting = Noting(proposer)
     (generation,) = generate_batch(target, [prompt], max_new_tokens=max_new_tokens, proposer=noting, tree=LONGEST)
     text, rounds = [*prompt, *generation.tokens], []
@@ -92,7 +92,7 @@ def note_answer(target: Target, proposer: Proposer, prompt: list[int], max_new_t
 
 @dataclass(frozen=True)
 class Scenario:
-    """What becomes of a machine and a drafter.
+    """A simulated change of the drafter and its cost.
 
     Attributes:
         name: in the report.
@@ -116,7 +116,7 @@ SCENARIOS = (
 def decode_on_paper(
     policy: ShapePolicy, answers: Sequence[Answer], costs: PartCosts, scenario: Scenario, seed: int
 ) -> float:
-    """Tokens/s over plain decoding's, of answers in random order on a machine whose speed wanders by half."""
+    """Simulate answers in random order on a machine of wandering speed; return tokens/s over plain decoding's."""
     draws, slowness, spent_s, plain_s = random.Random(seed), 1.0, 0.0, 0.0
     for index, answer in enumerate(draws.sample(answers, len(answers))):
         fails = index * scenario.failing % 1 + scenario.failing >= 1
@@ -142,7 +142,7 @@ def decode_on_paper(
 
 
 def judge(answers: Sequence[Answer], costs: PartCosts, n_seeds: int) -> list[dict[str, Any]]:
-    """`auto` and the best fixed chain in each scenario, over the same orders and machines."""
+    """Compare `auto` with the best fixed chain in each scenario, over the same orders and machines."""
     rows = []
     for scenario in SCENARIOS:
         found: dict[str, list[float]] = {}
@@ -169,7 +169,7 @@ def judge(answers: Sequence[Answer], costs: PartCosts, n_seeds: int) -> list[dic
 
 
 def main() -> None:
-    """Note the answers, judge the policy, print a table and write the JSON."""
+    """Record the answers, judge the policy, print a table and write the JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="folder or hub id of the target")
     parser.add_argument("run", help="folder of a drafter")
@@ -200,7 +200,7 @@ def main() -> None:
         over = row["auto_over_best_of_chains_and_plain"]
         print(f"{row['scenario']:38s} {row['auto']:5.2f} {spread:>14s}  {best:14s} {over:.3f}")
     report = {"model": options.model, "run": options.run, "prompts": options.prompts, "rows": rows}
-    options.out.write_text(json.dumps(report | {"provenance": collect_provenance()}, indent=1) + "\n")
+    options.out.write_text(json.dumps(report | {"provenance": provenance()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

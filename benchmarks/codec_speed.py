@@ -6,9 +6,17 @@ are medians. A transform codec learns from the store first.
 
     python benchmarks/codec_speed.py STORE [--codecs int8 transform:1,tokens] [--sequences 12] [--repeats 5]
         [--device cuda] [--out FOLDER]
+    python benchmarks/codec_speed.py --shape 32 8 128 [--codecs lossless int8 transform:1] [--tokens 256]
+        [--learn-tokens 6144] [--threads 1 2]
+
+--shape takes keys and values of LAYERS x HEADS x HEAD_DIM instead of a store: bfloat16 numbers of 512 directions and
+noise, made here. They show speeds at that shape, bytes and errors of these numbers, and nothing of the rate on a
+target's own activations. A basis must learn from 4/3 of its width in tokens at least, or it has fewer components than
+a real one. Seconds are of the CPU with one thread and of the clock on the wall with more.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,12 +29,15 @@ import numpy as np
 import torch
 from records import add_out_option, settings_of, write_record
 
-from moa_data.pipeline.recode import codec_for
+from moa_data.pipeline.jobs.recode import codec_for
 from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
 from moa_data.storage.chunks.field import TOKENS, FieldCodec
 from moa_data.storage.codecs.quantised import SCHEMES
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import FieldSpec, kv_field
 
 FIELDS = ("kv", "hidden/last")
 CODECS = (*SCHEMES, "transform:3", "transform:1", "transform:1,tokens")
@@ -166,16 +177,107 @@ def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats:
     return rows
 
 
+def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray]:
+    """Sequences of 512 directions of falling variance and noise, rounded to bfloat16, as float32."""
+    rng, width = np.random.default_rng(0), math.prod(spec.token_shape)
+    directions = (
+        rng.standard_normal((512, width), dtype=np.float32) * np.arange(1, 513, dtype=np.float32)[:, None] ** -0.5
+    )
+    made = []
+    for _ in range(n_sequences):
+        values = rng.standard_normal((n_tokens, 512), dtype=np.float32) @ directions
+        values += 0.5 * rng.standard_normal((n_tokens, width), dtype=np.float32)
+        rounded = torch.from_numpy(values.reshape(n_tokens, *spec.token_shape)).bfloat16().float()
+        made.append(rounded.numpy())
+    return made
+
+
+def stored_bytes(arrays: list[np.ndarray]) -> int:
+    """Bytes of arrays in chunks of about 256 KiB after the byte chain."""
+    n_bytes = 0
+    for rows in arrays:
+        per_chunk = max(1, CHUNK_BYTES // rows[0].nbytes)
+        chunks = [np.ascontiguousarray(rows[at : at + per_chunk]) for at in range(0, len(rows), per_chunk)]
+        n_bytes += sum(len(encode_chunk(chunk)) for chunk in chunks)
+    return n_bytes
+
+
+def relative_error(values: np.ndarray, other: np.ndarray) -> float:
+    """L2 norm of the difference over that of the values."""
+    return float(np.linalg.norm((values - other).ravel()) / np.linalg.norm(values.ravel()))
+
+
+def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> Rows:
+    """Bytes, errors and speed of one codec on made-up keys and values, a row for each number of threads."""
+    n_layers, n_kv_heads, head_dim = shape
+    spec = kv_field(n_layers, n_kv_heads, head_dim)
+    codec = StoreCodec(name, (spec,)).fields["kv"]
+    sample = made_up(spec, options.tokens, -(-options.learn_tokens // options.tokens) + 1)
+    values = sample.pop()
+    bits = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    learned_s, threads = 0.0, options.threads
+    if isinstance(codec, TransformCodec):
+        started = time.process_time()
+        codec.calibrate(sample)
+        learned_s = time.process_time() - started
+    del sample
+    tensor = torch.from_numpy(values).to(options.device)
+    codes = {} if codec.is_identity else {key: rows.cpu() for key, rows in codec.encode(tensor).items()}
+    arrays = [bits] if codec.is_identity else [rows.numpy() for rows in codes.values()]
+    on_device = {key: rows.to(options.device) for key, rows in codes.items()}
+    decoded = values if codec.is_identity else codec.decode(on_device, 0, len(values)).cpu().numpy()
+    rows: Rows = []
+    for n_threads in threads:
+        torch.set_num_threads(n_threads)
+        works: dict[str, Callable[[], object]] = {"chunks": partial(stored_bytes, arrays)}
+        if not codec.is_identity:
+            works |= {
+                "encode": partial(codec.encode, tensor),
+                "decode": partial(codec.decode, on_device, 0, len(values)),
+            }
+        clock = "cpu" if options.device == "cpu" and n_threads == 1 else "wall"
+        seconds = in_turn(works, options.repeats, clock)
+        rows.append(
+            {
+                "codec": name,
+                "threads": n_threads,
+                "bytes_per_token": stored_bytes(arrays) / len(values),
+                "of_raw": stored_bytes(arrays) / bits.nbytes,
+                "key_error": relative_error(values[:, :, :, 0], decoded[:, :, :, 0]),
+                "value_error": relative_error(values[:, :, :, 1], decoded[:, :, :, 1]),
+                "learn_cpu_s": learned_s,
+                **{f"{work}_gb_per_s": bits.nbytes / taken / 1e9 for work, taken in seconds.items()},
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """Runs the benchmark, prints the figures and writes them."""
     parser = argparse.ArgumentParser(description="Measure the codecs on a lossless store.")
-    parser.add_argument("store", type=Path)
+    parser.add_argument("store", type=Path, nargs="?")
+    parser.add_argument(
+        "--shape", type=int, nargs=3, metavar=("LAYERS", "HEADS", "HEAD_DIM"), help="instead of a store"
+    )
+    parser.add_argument("--tokens", type=int, default=256, help="of a sequence, with --shape")
+    parser.add_argument("--learn-tokens", type=int, default=6144, help="to learn from, with --shape")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch, with --shape")
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="NAME")
     parser.add_argument("--sequences", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="where whole codecs encode and decode")
     add_out_option(parser)
     options = parser.parse_args()
+    if (options.store is None) == (options.shape is None):
+        parser.error("give a STORE or a --shape")
+    if options.shape is not None:
+        rows = []
+        for name in options.codecs:
+            for row in measure_shape(name, options.shape, options):
+                rows.append(row)
+                print(row, flush=True)
+        print(write_record(options.out, "codec-shape", {"settings": settings_of(options), "codecs": rows}))
+        return
     torch.set_num_threads(1)
     report: dict[str, Any] = {"settings": settings_of(options), "bytes": {}, "codecs": []}
     with ActivationStore(options.store) as store:

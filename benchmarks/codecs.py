@@ -1,4 +1,4 @@
-"""What each codec costs and keeps: bytes, errors, teacher distributions, and drafters trained from it.
+"""Measures codecs: bytes, errors, the teacher's distributions, and drafters trained from each.
 
 Extracts one lossless store, recodes it with each codec, and measures on the same sequences: bytes per token, ratio to
 raw and to the order-0 entropy floor of lossless coding, relative L2 error of keys, values and hidden states, the KL of
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from codec_speed import order0_bits
 from drafter_options import add_size_options, add_training_options, chosen, small_config
+from records import provenance
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
@@ -35,14 +35,14 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.nn.kv import unpack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
+from moa_data.pipeline.chats.prompts import prompt_tokens
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.extract import extract
-from moa_data.pipeline.prompts import prompt_tokens
-from moa_data.pipeline.recode import recode
+from moa_data.pipeline.jobs.extract import extract
+from moa_data.pipeline.jobs.recode import recode
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.run import train
+from moa_data.trainer.fit.run import train
 
 CODECS = ("lossless", "int8", "int6", "transform:2", "transform:1", "transform:0.5")
 COLUMNS = {
@@ -161,7 +161,7 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: 
     shutil.rmtree(run, ignore_errors=True)
     values = {"validate_every": options.steps, "max_steps": options.steps, "seed": seed}
     values |= chosen(options)
-    trained = train(small_config(str(store_folder(options, codec)), str(run), **values), progress_bar=False)
+    trained = train(small_config(str(store_folder(options, codec)), str(run), **values))
     return {
         "acceptance_length": acceptance_length(options, target, run),
         "expected_acceptance_length": trained.best_expected_acceptance_length,
@@ -184,7 +184,7 @@ def store_folder(options: argparse.Namespace, codec: str) -> Path:
 def kept(file: Path, make: Any) -> dict[str, Any]:
     """The result in a file, made first if it is not there."""
     if not file.exists():
-        file.write_text(json.dumps(make() | {"provenance": collect_provenance()}, indent=1) + "\n")
+        file.write_text(json.dumps(make() | {"provenance": provenance()}, indent=1) + "\n")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""What a round of speculative decoding costs: drafts, verification, and what is left, against a plain decoding step.
+"""Measures what a round of speculative decoding costs: drafts, verification and the rest, beside a plain step.
 
     python benchmarks/decode.py --model MODEL --drafter RUN [--prompt-tokens 200] [--device cpu] [--dtype float32]
     python benchmarks/decode.py --shape llama-3-8b --device cuda --dtype bfloat16      random weights
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from records import provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from moa_data.commands.provenance import collect_provenance
 from moa_data.moa.decoding.loop import OnRound, generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 FORM = ("cross_attention_drafts", "layer_groups", "unrotated_keys")
-"""What a Mixture of Attentions is, of the settings of training that are no sizes."""
+"""The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
 ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
 
 N_VERIFIED = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 63)
@@ -59,7 +59,7 @@ BREADTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Seconds of the parts of a round.
+    """The seconds of each part of a round.
 
     Attributes:
         verify_s: tokens in a target call -> its seconds, not falling.
@@ -113,7 +113,10 @@ class _Text:
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     # One thread's own time leaves out what other programs take of a CPU.
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     synchronize()
@@ -179,7 +182,9 @@ def random_drafter(target: Target, kind: str, n_target_layers: int, as_published
     return drafter.to(device=target.device, dtype=target.model.dtype).eval()
 
 
-def rounds(target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape | None, n_tokens: int) -> dict:
+def rounds(
+    target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape | None, n_tokens: int
+) -> dict[str, Any]:
     """Milliseconds of the rounds of one generation: the whole, and the parts that decoding itself reports."""
     ends: list[float] = []
     on_round: OnRound = lambda drafts, accepted: ends.append(time.perf_counter())  # noqa: E731
@@ -239,7 +244,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             repeats.setdefault(str(shape or "plain"), []).append(one)
     for name, runs in repeats.items():
         found["rounds"][name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    return found | {"provenance": collect_provenance()}
+    return found | {"provenance": provenance()}
 
 
 def describe(found: dict[str, Any]) -> str:

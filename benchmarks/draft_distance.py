@@ -1,4 +1,4 @@
-"""How often drafters agree with the target by how far a draft is from the last verified position.
+"""Measures how often drafters agree with the target, by a draft's distance from the last verified position.
 
     python benchmarks/draft_distance.py STORE RUN RUN ...
 
@@ -21,11 +21,11 @@ from tqdm import tqdm
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.batch_reader import BatchReader
+from moa_data.trainer.batches.batch_reader import BatchReader
+from moa_data.trainer.batches.datamodule import StoreDataModule, ValidationBatches
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import StoreDataModule, ValidationBatches
 from moa_data.trainer.files import RUN_FILE
-from moa_data.trainer.validation import agreement_by_distance, compare_batch
+from moa_data.trainer.step.validation import agreement_by_distance, compare_batch
 
 
 def agreement(options: argparse.Namespace, run: Path) -> dict[str, Any]:

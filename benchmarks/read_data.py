@@ -11,7 +11,15 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import (
+    SCHEMA_VERSION,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
 from moa_data.storage.write.store import StoreWriter
 
 SHAPES = {"small": (8, 2, 64, 384), "llama-3-8b": (32, 8, 128, 4096)}
@@ -80,7 +88,7 @@ def draw(shape: str, n_bytes: int) -> Data:
     return Data(values(n_layers, n_heads, 2, head_dim), values(width), lengths)
 
 
-def write_store(data: Data, path: Path) -> None:
+def write_store(data: Data, path: Path, schema_version: int = SCHEMA_VERSION) -> None:
     """Writes the sequences as a store, which keeps their order: they are sorted by length, and fill one part."""
     n = len(data.lengths)
     columns = {
@@ -100,6 +108,7 @@ def write_store(data: Data, path: Path) -> None:
         n_parts=1,
         n_tokens=int(data.lengths.sum()),
         codec=StoreCodec("lossless", fields).describe(),
+        schema_version=schema_version,
     )
     with StoreWriter.create_or_resume(path, manifest, plan) as writer, writer.part(0) as out:
         for row, start in zip(out.sequences.to_pylist(), data.starts.tolist(), strict=True):

@@ -9,7 +9,8 @@ A file of figures is one table::
      "caveats": ["..."],                                     what a reader could take it for and must not
      "commands": {"eval": "moa-data eval ..."},              by name
      "columns": {"length": {"title": "...", "form": "{:.2f}"}},
-     "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}]}
+     "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}],
+     "sources": [{"commit": "...", "cpu": "...", ...}]}       which code and machines, as records.py notes them
 
 A value of three numbers is a figure with its 95 % interval.
 """
@@ -65,10 +66,18 @@ def section(table: Table) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *(f"- {caveat}" for caveat in table["caveats"])]
     lines.append(f"- Data: {table['data']}. Machine: {table['machine']}. Measured: {table['measured']}.")
+    lines += [f"- {source_text(source)}." for source in table.get("sources", [])]
     used = list(dict.fromkeys(row["command"] for row in table["rows"]))
     others = [name for name in table["commands"] if name not in used]
     lines += ["", "```bash", *(table["commands"][name] for name in others + used), "```", ""]
     return "\n".join(lines)
+
+
+def source_text(source: dict[str, Any]) -> str:
+    """Return which code and machine figures are of."""
+    memory = f", {source['memory_gib']:g} GiB" if source["memory_gib"] else ""
+    machine = f"{source['n_cpus']} CPUs ({source['cpu'] or 'unknown'}){memory}"
+    return f"Code: commit {source['commit']}, {source['day']}, torch {source['torch']}, {machine}"
 
 
 def cell(value: Any, form: str) -> str:

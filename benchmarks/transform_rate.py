@@ -6,6 +6,12 @@ basis counts once per store and is given apart. The bound is reverse water-filli
 along the first half's axes: the bits that Gaussian components of these variances need for the same error.
 
     python benchmarks/transform_rate.py STORE [--sequences 240] [--scopes all layer] [--bits 0.3 0.6 1.0] [--out FOLDER]
+        [--learn-tokens 937] [--components 128]
+
+A basis of a large target sees fewer tokens for each of its dimensions, and keeps a smaller share of its components,
+than one of a small target. --learn-tokens and --components give a small target the shares of a large one: a basis over
+32 layers of 1,024 learns from 30,000 tokens and keeps 4,096 of 32,768 components; at 1/32 of that width these are 937
+and 128.
 
 STORE is a lossless store; `codecs.py` measures hidden states and prediction from tokens.
 """
@@ -20,8 +26,9 @@ import numpy as np
 from records import add_out_option, settings_of, write_record
 
 from moa_data.moa.targets.bundle import load_target_config
-from moa_data.pipeline.calibrate import target_rope
+from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.storage.chunks.chunk import encode_chunk
+from moa_data.storage.codecs.transform import calibration
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
@@ -36,11 +43,15 @@ Sequences = list[np.ndarray]
 Rows = list[dict[str, Any]]
 
 
-def read_halves(store: ActivationStore, n_sequences: int) -> tuple[Sequences, Sequences]:
-    """Reads the keys and values of random sequences in two halves, as float32."""
+def read_halves(store: ActivationStore, n_sequences: int, learn_tokens: int | None) -> tuple[Sequences, Sequences]:
+    """Reads the keys and values of random sequences in two halves, as float32, and of the first some tokens at most."""
     chosen = np.random.default_rng(0).permutation(len(store))[:n_sequences]
     sequences = [to_float32(store.read(int(i), "kv"), store.fields["kv"].dtype) for i in chosen]
-    return sequences[: n_sequences // 2], sequences[n_sequences // 2 :]
+    first, second = sequences[: n_sequences // 2], sequences[n_sequences // 2 :]
+    if learn_tokens is not None:
+        starts = np.cumsum([0, *map(len, first)])
+        first = [values[: learn_tokens - n] for values, n in zip(first, starts, strict=False) if n < learn_tokens]
+    return first, second
 
 
 def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], alignment_tokens: int) -> float:
@@ -50,7 +61,7 @@ def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], ali
     for array in codec.arrays:
         rows = [codes[array.name] for codes in encoded]
         padded = np.concatenate([np.pad(part, ((0, -len(part) % alignment_tokens), (0, 0))) for part in rows])
-        chunk_rows = array_grid(array, len(padded)).chunk_tokens
+        chunk_rows = array_grid(array, 1, len(padded)).chunk_tokens
         for start in range(0, len(padded), chunk_rows):
             chunk = padded[start : start + chunk_rows]
             chunk = np.pad(chunk, ((0, chunk_rows - len(chunk)), (0, 0)))
@@ -97,19 +108,21 @@ def _bound(variances: np.ndarray, error: float) -> float:
     return float(np.log2(np.maximum(variances / max(low, 1e-30), 1)).sum() / 2 / len(variances))
 
 
-def measure(store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None) -> Rows:
+def measure(
+    store: ActivationStore, n_sequences: int, scopes: list[str], bits: list[float] | None, learn_tokens: int | None
+) -> Rows:
     """Rates and errors of keys and values."""
-    calibration, test = read_halves(store, n_sequences)
+    learned_from, test = read_halves(store, n_sequences, learn_tokens)
     rope = target_rope(load_target_config(store.target_path))
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for scope in scopes:
         bound = None
         for target_bits in bits or BITS.get(scope, BITS["all"]):
             codec = TransformCodec(
                 store.fields["kv"], TransformSettings.parse(f"transform:{target_bits:g}@{scope}"), rope
             )
-            bound = bound or Bound(codec, calibration, test)
-            codec.calibrate(calibration)
+            bound = bound or Bound(codec, learned_from, test)
+            codec.calibrate(learned_from)
             encoded = [codec.encode(values) for values in test]
             decoded = [codec.decode(codes, 0, len(values)) for codes, values in zip(encoded, test, strict=True)]
             errors = relative_errors(test, decoded, 3)
@@ -150,10 +163,14 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=240)
     parser.add_argument("--scopes", nargs="+", default=["all", "layer"], help="all, layer or group<g>")
     parser.add_argument("--bits", nargs="+", type=float, default=None, help="bits per value of keys and values")
+    parser.add_argument("--learn-tokens", type=int, help="learn from this many tokens only")
+    parser.add_argument("--components", type=int, help="most components of a basis")
     add_out_option(parser)
     options = parser.parse_args()
+    if options.components is not None:
+        calibration.MAX_COMPONENTS = options.components
     with ActivationStore(options.store) as store:
-        rows = measure(store, options.sequences, options.scopes, options.bits)
+        rows = measure(store, options.sequences, options.scopes, options.bits, options.learn_tokens)
     print(markdown(rows))
     document = {"kv": rows, "settings": settings_of(options, "store")}
     print(write_record(options.out, "transform", document))

@@ -1,4 +1,4 @@
-"""What every command shares: errors as one line with an exit code, progress on stderr, text that streams."""
+"""Shared by all commands: errors as one line with an exit code, progress on stderr, text that streams."""
 
 import contextlib
 import errno
@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..errors import Interrupted, MoaDataError
-from ..text import printable
+from ..text import format_bytes, format_hours, printable
 from .signals import ignore_signals, interruption_code, is_first_process
 
 
@@ -29,7 +30,8 @@ class StandardOutput(Console):
     """
 
     def __init__(self) -> None:
-        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
+        # Wide enough for any table: one that were fitted to the terminal, or to 80 columns in a pipe, would be cut.
+        super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escapes before rich drops some of the control characters."""
@@ -75,6 +77,10 @@ _GO_ON = {
         "Nothing was written; run the same command again.",
     ),
 }
+
+
+LOG_LINE_EVERY_S = 10.0
+"""Seconds between two lines of progress in a log."""
 
 
 class StageFailure(click.ClickException):
@@ -260,45 +266,121 @@ def _give_up_broken_streams() -> None:
             os.close(null)
 
 
-class ProgressLine:
-    """A progress callback that draws one line on stderr; a new phase, that is another total, gets a new line.
+PHASE_UNITS = {
+    "tokenise": ("chat", False),
+    "hash": ("B", True),
+    "load": ("B", True),
+    "learn": ("step", False),
+    **dict.fromkeys(("extract", "add", "recode"), ("tok", False)),
+}
+"""Phases that follow each other in one command: first word of the message -> unit, and whether counts are shortened."""
 
-    Work goes on without it where standard error can't be written any more.
+
+class ProgressLine:
+    """Shows on standard error how far a task is: a bar on a terminal, elsewhere a line every ten seconds.
+
+    A new phase ends the bar before it: another total, a smaller count, or a message that begins with another word of
+    ``PHASE_UNITS``. Work goes on without either where standard error can't be written any more.
     """
 
-    def __init__(self, unit: str, scaled: bool = False) -> None:
-        self.unit, self.scaled = unit, scaled
-        self.bar: tqdm[Any] | None = None
+    def __init__(self, unit: str, scaled: bool = False, transient: bool = False) -> None:
+        """Take what is counted.
+
+        Args:
+            unit: of the counts.
+            scaled: shorten counts to k, M and G.
+            transient: a finished phase leaves nothing: its bar is wiped, and a short one is no line of a log.
+        """
+        self.own, self.transient = (unit, scaled), transient
+        self.unit, self.scaled = self.own
+        self.phase_name = ""
+        self.phase: _Bar | _LogLines | None = None
 
     def __call__(self, done: int, total: int, message: str) -> None:
         """Shows ``done`` of ``total`` units and a message."""
         with contextlib.suppress(OSError):
-            self._draw(done, total, message)
-
-    def _draw(self, done: int, total: int, message: str) -> None:
-        if self.bar is None or self.bar.total != total or done < self.bar.n:
-            self.close()
-            interval = 0.2 if sys.stderr.isatty() else 10.0
-            self.bar = tqdm(
-                total=total, unit=self.unit, unit_scale=self.scaled, file=sys.stderr, mininterval=interval,
-                dynamic_ncols=True,
-            )  # fmt: skip
-        self.bar.set_description_str(printable(message), refresh=False)
-        self.bar.update(done - self.bar.n)
+            first_word = message.split(" ", 1)[0].rstrip(":,")
+            name = first_word if first_word in PHASE_UNITS else ""
+            is_same = self.phase is not None and self.phase.total == total and self.phase.done <= done
+            if self.phase is None or not is_same or name != self.phase_name:
+                self.close()
+                self.phase_name = name
+                self.unit, self.scaled = PHASE_UNITS.get(name, self.own)
+                kind = _Bar if sys.stderr.isatty() else _LogLines
+                self.phase = kind(self, done, total)
+            self.phase.show(done, printable(message))
 
     def close(self) -> None:
         """Leaves the last state on its line."""
-        bar, self.bar = self.bar, None
-        if bar is not None:
+        phase, self.phase = self.phase, None
+        if phase is not None:
             with contextlib.suppress(OSError):
-                bar.refresh()
-                bar.close()
+                phase.close()
 
     def __enter__(self) -> "ProgressLine":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class _Bar:
+    """One phase on a terminal."""
+
+    def __init__(self, line: ProgressLine, done: int, total: int) -> None:
+        self.total = total
+        self.bar = tqdm(
+            total=total, initial=done, unit=line.unit or "it", unit_scale=line.scaled, file=sys.stderr,
+            mininterval=0.2, dynamic_ncols=True, leave=not line.transient,
+        )  # fmt: skip
+
+    @property
+    def done(self) -> int:
+        return int(self.bar.n)
+
+    def show(self, done: int, message: str) -> None:
+        self.bar.set_description_str(message, refresh=False)
+        self.bar.update(done - self.bar.n)
+
+    def close(self) -> None:
+        self.bar.refresh()
+        self.bar.close()
+
+
+class _LogLines:
+    """One phase in a log, where a bar that is drawn over and over would leave one endless line."""
+
+    def __init__(self, line: ProgressLine, done: int, total: int) -> None:
+        self.line, self.done, self.total = line, done, total
+        self.first, self.started_s = done, time.monotonic()
+        self.begins = line.phase_name != ""  # such a phase may say nothing more for minutes
+        self.told_s = self.shown_s = self.started_s
+        self.message, self.is_shown = "", False
+
+    def show(self, done: int, message: str) -> None:
+        self.is_shown &= (done, message) == (self.done, self.message)
+        self.done, self.message, self.told_s = done, message, time.monotonic()
+        if self.begins and done < self.total:
+            click.echo(f"{message} ...", err=True)
+        self.begins = False
+        if self.told_s >= self.shown_s + LOG_LINE_EVERY_S:
+            self._write()
+
+    def close(self) -> None:
+        if not self.is_shown and not self.line.transient:
+            self._write()
+
+    def _write(self) -> None:
+        # Up to the last state that was told: the phase may have been closed much later, by the next one.
+        elapsed_s, shown = self.told_s - self.started_s, format_bytes if self.line.scaled else "{:,}".format
+        left = ""
+        if self.first < self.done < self.total:
+            left_s = elapsed_s * (self.total - self.done) / (self.done - self.first)
+            left = f", {format_hours(left_s)} left"
+        counts = f"{shown(self.done)} of {shown(self.total)} {'' if self.line.scaled else self.line.unit}".rstrip()
+        share = self.done / max(self.total, 1)
+        click.echo(f"{self.message}: {counts} ({share:.0%}), {format_hours(elapsed_s)}{left}", err=True)
+        self.shown_s, self.is_shown = self.told_s, True
 
 
 class TokenStream:

@@ -24,6 +24,6 @@ def demo(config: DemoConfig) -> None:
     """
     from ..demo.run import run_demo
 
-    with ProgressLine("step") as progress:
+    with ProgressLine("") as progress:
         report = run_demo(config, progress=progress, provenance=collect_provenance())
     out.print(report.describe())

@@ -33,15 +33,16 @@ def export_command(config: ExportConfig) -> None:
 def export_drafter_command(config: DrafterExportConfig) -> None:
     """Write a trained drafter for vLLM, SGLang, or the code of the authors of EAGLE or MoA.
 
-    A drafter that the other program would run differently is refused. The folder is loaded again and compared before it
-    gets its name; --drafter of `eval` and `generate` takes it, too.
+    A drafter that the other program would run differently is refused; of `moa` drafters that are those not trained with
+    --preset paper. The folder is loaded again and compared before it gets its name; --drafter of `eval` and `generate`
+    takes it, too.
 
     \b
     Examples:
       moa-data export-drafter runs/eagle --format vllm-eagle --out eagle-vllm
-      moa-data export-drafter runs/moa --format moa --model ./llama3-8b --out moa-official
+      moa-data export-drafter runs/paper --format moa --model ./llama3-8b --out moa-official
     """
-    from ..trainer.export import export_drafter
+    from ..trainer.checkpoints.export import export_drafter
 
     out.print(export_drafter(config).describe())
 

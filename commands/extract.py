@@ -6,13 +6,15 @@ import click
 
 from ..pipeline.config import AddConfig, ExtractConfig
 from .console import Findings, ProgressLine, StageFailure, out
-from .options import StageCommand, config_options
+from .options import StageCommand, StorePath, config_options
 from .provenance import collect_provenance
 
 _SHOWN = {
-    "What to extract": "model dataset out split max_sequences max_length activations target_layers",
+    "What to extract": "model revision dataset dataset_config dataset_revision split out max_sequences max_length "
+    "activations target_layers",
+    "What chats are": "columns template_kwargs",
     "How it is stored": "dtype codec part_tokens",
-    "How it is computed": "device compute_dtype batch_tokens max_rejected_fraction",
+    "How it is computed": "device compute_dtype batch_tokens encode_threads max_rejected_fraction",
 }
 
 
@@ -36,7 +38,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
     if dry_run:
         _print_plan(config)
         return
-    from ..pipeline.extract import extract as run_extract
+    from ..pipeline.jobs.extract import extract as run_extract
 
     with ProgressLine("tok") as progress:
         report = run_extract(config, progress=progress, provenance=collect_provenance())
@@ -48,8 +50,9 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
 def plan(config: ExtractConfig) -> None:
     """Say what an extraction would cost: sequences, tokens, bytes, parts, hours.
 
-    Takes the options of `extract`; reads the dataset and the tokenizer, runs no forward of the target and writes
-    nothing. Fails when the disk can't hold the store.
+    Takes the options of `extract`; reads the dataset, the tokenizer and the target's config.json, and measures for some
+    seconds what this machine does: forwards with random weights of the target's sizes, copies, encoding, the disk of
+    --out. Leaves nothing behind. Fails when memory can't hold the target, or the disk the store.
 
     \b
     Example:
@@ -59,14 +62,16 @@ def plan(config: ExtractConfig) -> None:
 
 
 def _print_plan(config: ExtractConfig) -> None:
-    from ..pipeline.add_plan import refuse_addition
-    from ..pipeline.plan import build_plan
+    from ..pipeline.jobs.add_plan import refuse_addition
+    from ..pipeline.jobs.estimate import estimate_extraction
+    from ..pipeline.jobs.plan import build_plan
 
     with ProgressLine("chat") as progress:
         extraction_plan = build_plan(config, progress=progress)
     refuse_addition(extraction_plan)
     out.print(extraction_plan.describe())
     extraction_plan.check_disk()
+    out.print(estimate_extraction(extraction_plan).describe())
 
 
 @click.command(cls=StageCommand)
@@ -83,13 +88,16 @@ def add(config: AddConfig, dry_run: bool) -> None:
       moa-data add store --model ./llama3-8b --activations hidden:layer:1,hidden:layer:15
       moa-data add store --model ./llama3-8b --target-layers 1
     """
-    from ..pipeline.add import add as run_add
-    from ..pipeline.add_plan import plan_addition
+    from ..pipeline.jobs.add import add as run_add
+    from ..pipeline.jobs.add_plan import plan_addition
+    from ..pipeline.jobs.estimate import estimate_addition
 
     if dry_run:
         plan = plan_addition(config)
         out.print(plan.describe())
         plan.check_disk()
+        if plan.n_left_tokens and plan.fields:
+            out.print(estimate_addition(plan).describe())
         return
     with ProgressLine("tok") as progress:
         report = run_add(config, progress=progress, provenance=collect_provenance())
@@ -97,7 +105,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=StorePath())
 @click.option(
     "--codec",
     required=True,
@@ -116,7 +124,7 @@ def recode(store: Path, codec: str, folder: Path) -> None:
       moa-data recode store --codec transform:1.0 --out store-small
       moa-data recode store --codec transform:0.88,hidden=1.55,tokens@all --out store-smaller
     """
-    from ..pipeline.recode import recode as run_recode
+    from ..pipeline.jobs.recode import recode as run_recode
 
     with ProgressLine("tok") as progress:
         report = run_recode(store, codec, folder, progress=progress, provenance=collect_provenance())
@@ -124,7 +132,7 @@ def recode(store: Path, codec: str, folder: Path) -> None:
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=StorePath())
 @click.option("--model", help="Extract what is damaged again with this target, the one the store was made with.")
 @click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
 @click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
@@ -156,7 +164,7 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
         return
     if model is None:
         raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
-    from ..pipeline.repair import repair as run_repair
+    from ..pipeline.jobs.repair import repair as run_repair
 
     with ProgressLine("tok") as progress:
         report = run_repair(damage, model, dataset, device, progress, collect_provenance())
@@ -164,7 +172,7 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=StorePath())
 @click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
 @click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
 @click.option(
@@ -181,7 +189,7 @@ def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None
     Example:
       moa-data audit store --model ./llama3-8b --samples 20
     """
-    from ..pipeline.audit import audit as run_audit
+    from ..pipeline.jobs.audit import audit as run_audit
 
     with ProgressLine("seq") as progress:
         report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)

@@ -1,4 +1,4 @@
-"""``moa-data generate``: answer prompts with target and drafter."""
+"""The command generate."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from ..config import Count
 from ..evaluation.config import DecodingConfig
-from .console import StageFailure, TokenStream, out, tell
+from .console import ProgressLine, StageFailure, TokenStream, out, tell
 from .options import HeadedOption, StageCommand, config_options
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _SHOWN = {
 
 
 class GenerateConfig(DecodingConfig):
-    """With what prompts are answered."""
+    """Settings of `moa-data generate`."""
 
     drafter: str
     """A run of `moa-data train`, or a folder with a drafter, also one of the EAGLE or MoA authors."""
@@ -34,7 +34,7 @@ class GenerateConfig(DecodingConfig):
     likely than 0.2 to be accepted; a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's); static:NODES; or auto:
     10@0.2 (5 where tokens are sampled), and plain decoding while drafts do not pay."""
     plain: bool = True
-    """Also decode plainly and compare (default) or not."""
+    """Decode plainly, too, and compare; the default."""
 
     @override
     def tree_shape(self) -> "Shape | None":
@@ -69,15 +69,18 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
     from ..moa.targets.live import Target
-    from ..pipeline.prompts import check_template, prompt_tokens
+    from ..pipeline.chats.prompts import check_template, prompt_tokens
+    from ..pipeline.chats.template_arguments import choose_template_arguments
     from .views import decoding_view
 
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device)
+    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     check_template(target.tokenizer, config.model)
     if config.compile:
         target.compile(config.compile)
     drafter = load_drafter(config.drafter, target.model.dtype, target.device)
     check_drafter_matches(drafter, target)
+    arguments = choose_template_arguments(config.template_kwargs, {config.drafter: drafter.config.target})
+    check_template(target.tokenizer, config.model, arguments)
     rows = [prompt_tokens(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
     sampling = config.sampling.build()
     proposer, shape = DrafterProposer(target, drafter, None, sampling), config.tree_shape()
@@ -100,14 +103,17 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
         tell(auto.describe())
     reference = None
     if config.plain:
-        reference = generate_batch(
-            target, rows, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed
-        )
+        with ProgressLine("token", transient=True) as progress:
+            counted = _count_tokens(progress, config.max_new_tokens)
+            reference = generate_batch(
+                target, rows, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed,
+                on_tokens=counted if len(rows) == 1 else None,
+            )  # fmt: skip
     out.print(decoding_view(drafted, reference, config.tree, sampling.temperature > 0))
 
 
 def _read_prompt(text: str) -> str:
-    """A prompt as it was given, or from standard input for a dash."""
+    """Return a prompt as it was given, or from standard input for a dash."""
     try:
         if text == "-":
             text = sys.stdin.read() if sys.stdin else ""
@@ -127,4 +133,18 @@ def _print_tokens(stream: TokenStream) -> "OnTokens":
         for text, is_drafted in stream.feed(tokens, drafted):
             out.print(text, end="", style="green" if is_drafted else None)
 
+    return on_tokens
+
+
+def _count_tokens(progress: ProgressLine, n_most: int) -> "OnTokens":
+    """Show the plain decoding that the answer is compared with, which nothing else shows."""
+    n_done = 0
+
+    def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
+        nonlocal n_done
+        n_done += len(tokens)
+        progress(n_done, n_most, message)
+
+    message = "decode plainly, to compare (--no-plain leaves it out)"
+    progress(0, n_most, message)
     return on_tokens

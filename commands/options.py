@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from ..config import Config, Presets, Setting, option_name, resolve
+from ..config import Config, Earlier, Presets, Setting, option_name, resolve
 from ..errors import OptionInvalid
 
 _SOURCES, _OTHER = "Configuration", "Other"
@@ -30,6 +30,24 @@ class StageCommand(click.Command):
                 formatter.write_dl(sections[heading])
 
 
+class StorePath(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
+    """The type of an argument that names a store: a folder or a ``file://`` URL, or any URL where it is only read."""
+
+    name = "store"
+
+    def __init__(self, takes_urls: bool = False) -> None:
+        self.takes_urls = takes_urls
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the store's folder, or what stands for it where the store is remote."""
+        from ..storage.disk.files import RemotePath, open_path
+
+        path = open_path(value)
+        if isinstance(path, RemotePath) and not self.takes_urls:
+            self.fail(f"{value} is remote, and this command needs the store on a disk of this machine: copy it first.")
+        return path
+
+
 class HeadedOption(click.Option):
     """An option that knows its heading."""
 
@@ -43,6 +61,7 @@ def config_options(
     arguments: Sequence[str] = (),
     shown: Mapping[str, str] | None = None,
     presets: Presets | None = None,
+    earlier: Earlier | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a click command so that it is called with ``config``, besides its other parameters.
 
@@ -50,6 +69,7 @@ def config_options(
         arguments: names of settings that are given by position; one that is a list takes several.
         shown: heading to names of the settings that get a flag, separated by spaces; by default all get one.
         presets: named sets of values, offered as ``--preset``.
+        earlier: finds the settings of an earlier run, which all else wins over.
     """
     settings = {setting.name: setting for setting in reversed(list(config_class.settings()))}
     if shown is None:
@@ -63,7 +83,7 @@ def config_options(
             # () is what an argument is that takes several and got none.
             given = {key: value for key, value in given.items() if value not in (None, ())}
             try:
-                config = resolve(config_class, given, config_path, assignments, presets)
+                config = resolve(config_class, given, config_path, assignments, presets, earlier)
             except OptionInvalid as error:
                 raise click.UsageError(str(error)) from error
             return command(*args, config=config, **kwargs)
@@ -98,12 +118,12 @@ def _sources(presets: Presets | None, has_more: bool) -> list[click.Parameter]:
 
 
 def help_text(setting: Setting) -> str:
-    """What a setting means, on one line."""
+    """Return the help of a setting, on one line."""
     return " ".join((setting.field.description or "").split())
 
 
 def default_text(setting: Setting) -> str:
-    """The default of a setting as it would be typed; nothing for none."""
+    """Return the default of a setting as it would be typed; nothing for none."""
     default = setting.field.get_default(call_default_factory=True)
     if setting.field.is_required() or default in (None, "", ()):
         return ""
@@ -113,7 +133,7 @@ def default_text(setting: Setting) -> str:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """The type without None and bounds."""
+    """Return the type without None and bounds."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -122,7 +142,7 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def type_text(setting: Setting) -> str:
-    """What a setting takes: ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the words that it may be."""
+    """Return what a setting takes: ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the words that it may be."""
     kind = _plain_type(setting.field.annotation)
     if typing.get_origin(kind) is Literal:
         return "|".join(map(str, typing.get_args(kind)))
@@ -136,7 +156,7 @@ def _argument(setting: Setting) -> click.Argument:
 
 
 def _option(setting: Setting, heading: str) -> click.Option:
-    """An option without a default of click's, so that a flag that was not given stays weaker than the file."""
+    """Build an option without a default of click's, so that a flag that was not given stays weaker than the file."""
     text, default, kind = help_text(setting), default_text(setting), type_text(setting)
     if setting.field.is_required():
         text = f"{text} [required]"

@@ -1,4 +1,4 @@
-"""Where an output comes from: the command, the code, the versions, the machine and the time."""
+"""Collects where an output comes from: the command, the code, the versions, the machine and the time."""
 
 import importlib.metadata
 import os
@@ -16,13 +16,13 @@ _PACKAGES = (
 
 
 def collect_provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Describes this run; the answer differs from run to run, so keep it out of files that must be reproducible.
+    """Describe this run; the answer differs from run to run, so keep it out of files that must be reproducible.
 
     Returns:
         A JSON-serialisable dict: argv, time_utc, git_sha and git_dirty (None outside a checkout), versions, python,
         platform, machine, n_cpus.
     """
-    sha, dirty = _git_state(Path(__file__).resolve().parent)
+    sha, dirty = _git_state(Path(__file__).resolve().parents[1])
     return {
         "argv": list(sys.argv if argv is None else argv),
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,7 +47,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit of the checkout whose root is ``folder``, and whether tracked files differ from it."""
+    """Return the commit of the checkout whose root is ``folder``, and whether tracked files differ from it."""
     # An installed package may lie inside somebody else's checkout, whose commit would say nothing about this code.
     if not (folder / ".git").exists():
         return None, None

@@ -5,10 +5,11 @@ from pathlib import Path
 import click
 
 from .console import Findings, ProgressLine, StageFailure, out
+from .options import StorePath
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=StorePath(takes_urls=True))
 @click.option("--sample", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
 def inspect(store: Path, sample: int | None) -> None:
     """Show what a store holds: identities, conventions, activations, sizes, lengths.
@@ -17,6 +18,7 @@ def inspect(store: Path, sample: int | None) -> None:
     Examples:
       moa-data inspect store
       moa-data inspect store --sample 3
+      moa-data inspect s3://bucket/store
     """
     from ..storage.care.summary import summarize_store
     from .views import sample_view, summary_view
@@ -37,7 +39,7 @@ def inspect(store: Path, sample: int | None) -> None:
 
 
 @click.command()
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=StorePath())
 @click.option("--checksums-only", is_flag=True, help="Compare all bytes, decode no values: as fast as the disk reads.")
 def verify(store: Path, checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.

@@ -1,48 +1,59 @@
 """The command train."""
 
-import sys
-
 import click
 
-from ..trainer.config import PRESETS, TrainConfig
-from .console import out, tell
+from ..trainer.config import PRESETS, TrainConfig, earlier_settings
+from .console import ProgressLine, out, tell
 from .options import StageCommand, config_options
 from .provenance import collect_provenance
 
 _SHOWN = {
-    "Run": "out resume stop_after_steps seed",
+    "Run": "out resume init_from dry_run stop_after_steps seed",
     "Drafter": "drafter target_layer_inference",
     "Length and learning rate": "max_steps epochs learning_rate decay_steps optimizer",
     "Batches": "batch_size micro_batch_size",
     "Validation and records": "validation_fraction validate_every draft_length log_every checkpoint_every",
-    "Machine": "accelerator devices precision",
+    "Machine": "accelerator devices precision compile",
 }
 
 
 @click.command(cls=StageCommand)
-@config_options(TrainConfig, arguments=("store",), shown=_SHOWN, presets=PRESETS)
+@config_options(TrainConfig, arguments=("store",), shown=_SHOWN, presets=PRESETS, earlier=earlier_settings)
 def train(config: TrainConfig) -> None:
     """Train a drafter from a store; the target is never loaded.
 
     Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a PNG of the curves
-    to --out. With --resume it goes on from the last checkpoint, bit for bit on a CPU.
+    to --out. With --resume it goes on from the last checkpoint with the settings of the run, bit for bit on a CPU;
+    --max-steps with it makes the run longer. --init-from starts a new run from the weights of another.
 
     The defaults suit targets of 7B and more. --preset small is for targets of some million weights: Muon, batches of 8,
     a learning rate that decays over the whole run. --preset paper is Mixture of Attentions as published, and what
-    `export-drafter --format moa` takes. Where memory is short, lower --micro-batch-size: the result differs by rounding
+    `export-drafter --format moa` takes.
+
+    As many sequences go through a forward as fit into memory, which trial forwards measure; the batch is accumulated
+    from them. --dry-run prints the arithmetic. --micro-batch-size sets their number: the result differs by rounding
     alone.
 
     \b
     Examples:
       moa-data train store --out runs/moa --max-steps 2000
       moa-data train store --out runs/small --preset small --max-steps 340
+      moa-data train store --out runs/moa --dry-run
       moa-data train store --out runs/moa --resume
+      moa-data train store --out runs/moa --resume --max-steps 4000
+      moa-data train other-store --out runs/more --init-from runs/moa
       moa-data train store --out runs/moa --config run.yaml --learning-rate 1e-4
     """
-    from ..trainer.run import train as run_train
-    from .views import train_view
+    from ..trainer.fit.run import plan_run
+    from ..trainer.fit.run import train as run_train
+    from .views import memory_view, train_view
 
-    report = run_train(config, provenance=collect_provenance(), progress_bar=sys.stderr.isatty())
+    if config.dry_run:
+        out.print(memory_view(plan_run(config)))
+        return
+
+    with ProgressLine("step") as progress:
+        report = run_train(config, progress=progress, provenance=collect_provenance())
     out.print(train_view(report))
     if report.n_pending_parts:
         tell(

@@ -1,6 +1,7 @@
-"""What the command line shows, as rich renderables built from the stages' reports. Prints nothing itself."""
+"""Builds what the command line shows, as rich renderables, from the stages' reports; prints nothing itself."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -9,34 +10,35 @@ from rich.table import Table
 from rich.text import Text
 
 from ..text import format_bytes, printable
+from ..trainer.files import DRAFTER
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import Generation
     from ..storage.care.findings import VerifyReport
     from ..storage.care.summary import StoreSummary
-    from ..trainer.run import TrainReport
+    from ..trainer.fit.run import TrainReport
+    from ..trainer.step.memory import MemoryPlan
 
 BAR_CELLS = 40
 
 
 def format_count(count: float) -> str:
-    """A count with thin separators: 1234567 -> '1,234,567'."""
+    """Write a count with separators: 1234567 -> '1,234,567'."""
     return f"{count:,.0f}"
 
 
-def pairs_table(title: str, pairs: Mapping[str, Any]) -> Table:
-    """Two columns of names and values under a title."""
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify, table.title_style = title, "left", "bold cyan"
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in pairs.items():
-        table.add_row(name, Text(printable(str(value))))
-    return table
+def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
+    """Show names and values under a title, one a line; values are never broken, so that ids can be searched for."""
+    width = max(map(len, pairs), default=0)
+    lines = [
+        Text.assemble((f"{name:<{width}}", "dim"), "  ", printable(" ".join(str(value).split("\n"))))
+        for name, value in pairs.items()
+    ]
+    return Group(Text(title, style="bold cyan"), *lines)
 
 
 def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
-    """A horizontal bar for each label; the longest has BAR_CELLS cells."""
+    """Draw a horizontal bar for each label; the longest has BAR_CELLS cells."""
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -49,7 +51,7 @@ def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
 
 
 def summary_view(summary: "StoreSummary") -> RenderableType:
-    """A store at a glance: size and progress, fields, lengths, target, identities, conventions."""
+    """Show a store at a glance: size and progress, fields, lengths, target, identities, conventions."""
     facts: dict[str, Any] = {
         "sequences": f"{format_count(summary.n_sequences)} of {format_count(summary.n_planned_sequences)} planned",
         "tokens": f"{format_count(summary.n_tokens)} of {format_count(summary.n_planned_tokens)} planned"
@@ -64,14 +66,14 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
     first = next((index for index, count in enumerate(lengths.counts) if count), 0)
     labels = [f"{low}-{high - 1}" for low, high in zip(lengths.edges, lengths.edges[1:], strict=False)]
     blocks: list[RenderableType] = [
-        pairs_table(str(summary.path), facts),
+        pairs_view(str(summary.path), facts),
         fields_table(summary),
-        pairs_table("Their meaning", {item.name: item.description for item in summary.fields}),
+        pairs_view("Their meaning", {item.name: item.description for item in summary.fields}),
         Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], lengths.counts[first:])),
-        pairs_table("Target", summary.target),
-        pairs_table("Extraction", summary.extraction),
-        pairs_table("Identities", summary.identities),
-        pairs_table("Conventions", summary.conventions),
+        pairs_view("Target", summary.target),
+        pairs_view("Extraction", summary.extraction),
+        pairs_view("Identities", summary.identities),
+        pairs_view("Conventions", summary.conventions),
     ]
     if summary.n_pending_parts:
         advice = f"{summary.n_pending_parts} parts are still to be extracted: run the same extract command again."
@@ -84,24 +86,24 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
 
 
 def fields_table(summary: "StoreSummary") -> Table:
-    """The activations of a store and what each costs."""
+    """Show the activations of a store and what each costs, in 80 columns."""
     table = Table(
         title="Activations",
         title_justify="left",
         title_style="bold cyan",
         box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
+        show_edge=False,
+        padding=0,
     )
     for name in ("field", "dtype", "per token"):
         table.add_column(name, no_wrap=True)
-    for name in ("raw", "stored", "ratio", "bits/value", "B/token"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("raw", "stored", "ratio", "bits/\nvalue", "bytes/\ntoken"):
+        table.add_column(name, justify="right")
     for item in summary.fields:
         table.add_row(
             item.name,
             item.dtype,
-            " x ".join(map(str, item.token_shape)) or "1",
+            "x".join(map(str, item.token_shape)) or "1",
             format_bytes(item.raw_bytes),
             format_bytes(item.stored_bytes),
             f"{item.ratio:.3f}",
@@ -111,7 +113,7 @@ def fields_table(summary: "StoreSummary") -> Table:
         for array in item.arrays if len(item.arrays) > 1 else ():
             bits = 8 * array.stored_bytes / max(item.n_values, 1)
             table.add_row(
-                f"  {array.name}",
+                f"  {array.name.removeprefix(item.name + '/')}",
                 array.dtype,
                 "",
                 "",
@@ -125,7 +127,7 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """What was checked, every damage with its part, what could not be checked, and what is still to be extracted."""
+    """Show what was checked, damage by part, what could not be checked, and what is still to be extracted."""
     blocks: list[RenderableType] = []
     for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)
@@ -152,7 +154,7 @@ def verify_view(report: "VerifyReport") -> RenderableType:
 def sample_view(
     row: Mapping[str, Any], tokens: Sequence[int], mask: Sequence[int], decode: Callable[[list[int]], str]
 ) -> RenderableType:
-    """One sequence with its trained response in colour.
+    """Show one sequence with its trained response in colour.
 
     Args:
         tokens: Token ids, [n_tokens].
@@ -175,34 +177,64 @@ def sample_view(
         start = stop
     share = sum(map(bool, mask)) / max(len(tokens), 1)
     legend = Text.assemble("\n", ("context", "dim"), "  ", ("⟦response, trained on⟧", "bold green"), f"  {share:.0%}\n")
-    return Group(pairs_table("Sequence", row), legend, text)
+    return Group(pairs_view("Sequence", row), legend, text)
+
+
+def memory_view(plan: "MemoryPlan") -> RenderableType:
+    """What a training step takes of memory, here and on a device of 80 GB."""
+    memory, sequence = plan.memory, plan.memory.sequence_bytes(plan.longest)
+
+    def choice(size: int, free: int | None) -> str:
+        needed = plan.step_bytes(size)
+        room = "" if free is None else f" of {format_bytes(free)}" + (", which does not fit" if needed > free else "")
+        return f"{size} sequences a forward, {plan.share // size} forwards a step: {format_bytes(needed)}{room}"
+
+    # What this process holds of it already is not free any more.
+    here = None if plan.free_bytes is None else plan.free_bytes + plan.held_bytes
+    facts = {
+        "weights": format_bytes(memory.weight_bytes),
+        "gradients and moments": format_bytes(memory.training_bytes),
+        "the target's pieces": format_bytes(memory.frozen_bytes),
+        "parts and read ahead": format_bytes(memory.chunk_bytes),
+        f"a sequence of {plan.longest:,} tokens": format_bytes(sequence),
+        "here": choice(plan.size_here(), here),
+        "with 80 GB": choice(plan.size_on(80 * 10**9), 80 * 10**9),
+    }
+    return pairs_view("Memory of a step", facts)
 
 
 def train_view(report: "TrainReport") -> RenderableType:
-    """What a training run gave, and where it is."""
+    """Show the figures of a training run, and where its drafter is."""
     speed = "" if report.tokens_per_s is None else f" ({report.tokens_per_s:,.0f}/s)"
     share, best = report.data_wait_share, report.best_expected_acceptance_length
+    losses = {
+        name: f"{value:.4g}"
+        for name, value in sorted(report.metrics.items())
+        if name
+        not in ("train/tokens_per_s", "train/data_wait_share")  # of the last steps alone; those of the run stand above
+    }
     facts = {
         "run": report.out,
+        "drafter": str(Path(report.out) / DRAFTER),
         "steps": format_count(report.n_steps),
         "parameters": format_count(report.n_parameters),
         "tokens": format_count(report.n_tokens) + speed,
         "waiting for data": "-" if share is None else f"{share:.1%}",
-        **{name: f"{value:.4g}" for name, value in sorted(report.metrics.items())},
+        **losses,
         "best expected acceptance length": "-" if best is None else f"{best:.3f}",
     }
-    return pairs_table("Trained", facts)
+    return pairs_view("Trained", facts)
 
 
 def decoding_view(
     drafted: "Sequence[Generation]", plain: "Sequence[Generation] | None", shape: str, sampled: bool = False
 ) -> RenderableType:
-    """Speculative decoding beside plain decoding of the same prompts.
+    """Compare speculative with plain decoding of the same prompts.
 
     Args:
         sampled: Whether tokens were sampled: then the two differ by chance.
     """
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
     for name in ("", "tokens", "target calls", "tokens/call", "tokens/s", "draft ms", "verify ms"):
         table.add_column(name, justify="left" if not name else "right")
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
@@ -227,7 +259,8 @@ def decoding_view(
         lines.append(Text(f"{ratio:.2f} times the speed of plain decoding, {same}."))
     lines.append(
         Text(
-            "Target calls after the prefill. Tokens/call is the acceptance length, bonus token included; ms per call.",
+            "Target calls after the prefill. Tokens/call is the acceptance length, bonus token included; ms per call.\n"
+            "The times of one answer are rough; `moa-data eval` measures many in turns.",
             style="dim",
         )
     )
@@ -239,6 +272,6 @@ def _tokens_per_s(generations: "Sequence[Generation]") -> float:
 
 
 def decode_s(generation: "Generation") -> float:
-    """Seconds of prefill, drafts and target calls; printing the text is left out."""
+    """Return the seconds of prefill, drafts and target calls; printing the text is left out."""
     stats = generation.stats
     return max(stats.prefill_s + stats.draft_s + stats.verify_s, 1e-9)

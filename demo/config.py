@@ -1,4 +1,4 @@
-"""What the demo can be told; the defaults fit two CPU cores and a few minutes."""
+"""Settings of the demo; the defaults fit two CPU cores and a few minutes."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ MIN_VOCAB_SIZE = 262
 
 
 class CorpusSettings(Config):
-    """How many chats are generated."""
+    """Sizes of the generated corpus."""
 
     n_chats: Count = 4000
     """Generated training chats; the target learns from all of them."""
@@ -29,7 +29,7 @@ class CorpusSettings(Config):
 
 
 class TargetSettings(Config):
-    """Sizes of the target and how it is trained."""
+    """Sizes of the target and of its training."""
 
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE)] = 1024
     """Size of the byte-level BPE vocabulary, special tokens included."""
@@ -61,7 +61,7 @@ class TargetSettings(Config):
 
 
 class DrafterSettings(Config):
-    """How the drafter is trained."""
+    """Settings of the drafter's training."""
 
     drafter_steps: Count = 400
     """Optimiser steps of the drafter."""
@@ -72,7 +72,7 @@ class DrafterSettings(Config):
 
 
 class EvaluationSettings(Config):
-    """How target and drafter are measured."""
+    """Settings of the measurement."""
 
     n_eval_prompts: Count = 40
     """Held-out prompts that are decoded with and without the drafter."""

@@ -1,4 +1,4 @@
-"""A small, varied chat corpus made from a seed: what the demo trains its target on.
+"""Generates a small, varied chat corpus from a seed, which the demo trains its target on.
 
 The task families (see `FAMILIES`) draw their words, numbers and phrasings from one `random.Random`, so that text is
 neither constant nor noise: answers follow from their prompts, and no prompt occurs twice. The held-out prompts come
@@ -32,7 +32,7 @@ MAX_REDRAWS = 200
 
 @dataclass(frozen=True)
 class CorpusStats:
-    """How varied a set of chats is.
+    """Figures of how varied a set of chats is.
 
     Attributes:
         zlib_ratio: Raw bytes over zlib bytes (level 6); 1 for noise, hundreds for constant text.

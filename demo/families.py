@@ -23,7 +23,7 @@ def _join(words: Sequence[str]) -> str:
 
 
 def arithmetic(rng: random.Random) -> Chat:
-    """A running total in steps, each written out."""
+    """Draw a running total in steps, each written out."""
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
     total = rng.randint(5, 20)
     story, steps = [f"{name} has {total} {item}."], [f"{name} starts with {total} {item}."]
@@ -42,7 +42,7 @@ def arithmetic(rng: random.Random) -> Chat:
 
 
 def sorting(rng: random.Random) -> Chat:
-    """Words put into alphabetical order, one a line."""
+    """Draw words to be put into alphabetical order, one a line."""
     words = rng.sample(WORDS, rng.randint(3, 5))
     ask = rng.choice(
         ("Sort these words alphabetically: {}.", "Put these words in alphabetical order: {}.", "Please sort: {}.")
@@ -52,7 +52,7 @@ def sorting(rng: random.Random) -> Chat:
 
 
 def reversing(rng: random.Random) -> Chat:
-    """A list of words read backwards."""
+    """Draw a list of words to be read backwards."""
     words = rng.sample(WORDS, rng.randint(3, 5))
     ask = rng.choice(
         ("Reverse this list: {}.", "Say these words backwards, last one first: {}.", "Write this list in reverse: {}.")
@@ -70,7 +70,7 @@ UNITS = (
 
 
 def conversion(rng: random.Random) -> Chat:
-    """A unit conversion: the rule, the product, the answer."""
+    """Draw a unit conversion: the rule, the product, the answer."""
     big, small, factor = rng.choice(UNITS)
     value = rng.randint(2, 12) if factor in (2, 3, 7) else rng.randint(2, 99)
     name = rng.choice(NAMES)
@@ -87,7 +87,7 @@ def conversion(rng: random.Random) -> Chat:
 
 
 def story(rng: random.Random) -> Chat:
-    """A tiny story about a given animal, name, place and treasure."""
+    """Draw a tiny story about a given animal, name, place and treasure."""
     animal, name, place = rng.choice(ANIMALS), rng.choice(NAMES), rng.choice(PLACES)
     treasure, mood, friend = rng.choice(TREASURES), rng.choice(MOODS), rng.choice(FRIENDS)
     ask = rng.choice((
@@ -137,7 +137,7 @@ def _facts(town: Town) -> tuple[tuple[tuple[str, ...], str], ...]:
 
 
 def world(rng: random.Random) -> Chat:
-    """Two or three questions about towns of the invented world, answered in order."""
+    """Draw two or three questions about towns of the invented world, answered in order."""
     questions, answers = [], []
     for town in rng.sample(TOWNS, rng.choice((1, 2))):
         for ways, answer in rng.sample(_facts(town), rng.choice((1, 2))):
@@ -149,7 +149,7 @@ def world(rng: random.Random) -> Chat:
 
 
 def formatting(rng: random.Random) -> Chat:
-    """A sentence's items as bullets, as a numbered list, as CSV or as JSON."""
+    """Draw items to be written as bullets, as a numbered list, as CSV or as JSON."""
     names = rng.sample(NAMES, rng.randint(2, 3))
     pairs = [(name, rng.choice(COLORS), rng.randint(1, 20)) for name in names]
     facts = _join([f"{name} has {count} {color} {{}}" for name, color, count in pairs])
@@ -170,7 +170,7 @@ def formatting(rng: random.Random) -> Chat:
 
 
 def code(rng: random.Random) -> Chat:
-    """A short Python function with an example of its use."""
+    """Draw a short Python function with an example of its use."""
     name, n = rng.choice(WORDS), rng.randint(2, 40)
     verb, expression, text = rng.choice((
         ("adds", f"x + {n}", f"adds {n} to each number"),
@@ -191,7 +191,7 @@ def code(rng: random.Random) -> Chat:
 
 
 def shopping(rng: random.Random) -> Chat:
-    """A list kept over several turns: add, remove, count."""
+    """Draw a list that is kept over several turns: add, remove, count."""
     things = rng.sample(WORDS, rng.randint(2, 4))
     turns = [
         f"Please keep a list for me: {_join(things)}.",
@@ -212,7 +212,7 @@ def shopping(rng: random.Random) -> Chat:
 
 
 def followup(rng: random.Random) -> Chat:
-    """A question about positions in a list, then a second one that leans on the first."""
+    """Draw a question about positions in a list, and a second one that needs the first."""
     words = rng.sample(WORDS, rng.randint(3, 5))
     first, second = rng.sample(range(len(words)), 2)
     return _chat(
@@ -224,7 +224,7 @@ def followup(rng: random.Random) -> Chat:
 
 
 def echo(rng: random.Random) -> Chat:
-    """A few words said again: short, and the plainest lesson in copying from the prompt."""
+    """Draw a few words to be repeated: the plainest exercise in copying from the prompt."""
     words = [rng.choice((*WORDS, *NAMES, *ITEMS)) for _ in range(rng.randint(3, 7))]
     text = " ".join(words)
     return _chat(rng.choice(("Say: {}", "Repeat after me: {}", "Copy this line: {}")).format(text), f"You said: {text}")

@@ -1,4 +1,4 @@
-"""The demo report's own pictures; those of the evaluation come from `evaluation.figures`."""
+"""Draws the pictures of the demo's report; those of the evaluation come from `evaluation.figures`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's Markdown report, with pictures beside it."""
+"""Writes the demo's Markdown report and its pictures."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _drafter_section(state: DemoState, config: DemoConfig) -> list[str]:
 
 
 def _evaluation_section(folder: Path) -> list[str]:
-    """Take over the evaluation's own Markdown, one heading level down."""
+    """Return the evaluation's own Markdown with headings one level lower."""
     lines = (folder / "eval" / "report.md").read_text(encoding="utf-8").splitlines()
     body = ["#" + line if line.startswith("#") else line for line in lines]
     return [*body, ""]

@@ -22,7 +22,7 @@ from .state import PHASES, REPORT_FILE, DemoState
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo gave.
+    """Figures of a finished demo.
 
     Attributes:
         acceptance_length: Tokens committed per target call, bonus token included.
@@ -96,7 +96,7 @@ class _Run:
 
     def run_extract(self) -> dict[str, Any]:
         """Run the target over the chats and store its activations; committed parts are kept."""
-        from ..pipeline.extract import extract
+        from ..pipeline.jobs.extract import extract
 
         report = extract(self.extract_config(), progress=self.progress, provenance=self.provenance)
         timings = report.timings
@@ -115,12 +115,12 @@ class _Run:
 
     def run_train(self) -> dict[str, Any]:
         """Train the drafter from the store; an interrupted run goes on from its last checkpoint."""
-        from ..trainer.run import train
+        from ..trainer.fit.run import train
 
         can_resume = (self.drafter / LAST).is_file()
         if self.drafter.exists() and not can_resume:
             shutil.rmtree(self.drafter)  # stopped before its first checkpoint: nothing to keep
-        report = train(self.train_config(can_resume), self.provenance, progress_bar=self.progress is not None)
+        report = train(self.train_config(can_resume), progress=self.progress, provenance=self.provenance)
         return {
             "tokens_per_s": report.tokens_per_s,
             "data_wait_share": report.data_wait_share,

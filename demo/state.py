@@ -1,4 +1,4 @@
-"""What a demo folder remembers: its settings and the phases that are finished."""
+"""Records in a demo's folder its settings and the phases that are finished."""
 
 from __future__ import annotations
 

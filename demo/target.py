@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..text import Progress
-from ..trainer.muon import Muon
+from ..trainer.step.muon import Muon
 from .config import DemoConfig
 
 MARKER = "training.json"
@@ -46,7 +46,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class TargetReport:
-    """What the training of the target gave.
+    """Figures of the target's training.
 
     Attributes:
         train_loss: Pairs of step and loss (nats per token, prompt tokens at weight `PROMPT_WEIGHT`).
@@ -279,7 +279,7 @@ def _fit(
         if progress is not None and (done % 10 == 0 or done == config.target.target_steps):
             rate = n_tokens / (time.perf_counter() - started)
             held = f", held-out {validation[-1][1]:.3f}" if validation else ""
-            progress(done, config.target.target_steps, f"loss {loss.item():.3f}{held}, {rate:,.0f} tok/s")
+            progress(done, config.target.target_steps, f"target, loss {loss.item():.3f}{held}, {rate:,.0f} tok/s")
     model.eval()
     return train_loss, validation, accuracy, n_tokens
 

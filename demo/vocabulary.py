@@ -1,4 +1,4 @@
-"""The words that the task families draw from, and the facts of the small invented world they talk about."""
+"""The words that the task families draw from, and the facts of an invented world."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from ..config import Config, Count, Natural, NonNegative, Positive
+from ..pipeline.config import TemplateKwargs
 
 if TYPE_CHECKING:
     from ..moa.decoding.sampling import SamplingConfig
@@ -17,7 +18,7 @@ Method = Literal["plain", "chain", "tree", "auto", "prompt-lookup"]
 
 
 class SamplingSettings(Config):
-    """How tokens are chosen."""
+    """Settings of sampling."""
 
     temperature: NonNegative = 0.0
     """0 decodes greedily; above it tokens are sampled, and drafting keeps the target's distribution."""
@@ -31,17 +32,22 @@ class SamplingSettings(Config):
     """Random seed; prompt i uses seed + i."""
 
     def build(self) -> "SamplingConfig":
-        """Return what decoding takes."""
+        """Return the object that decoding takes."""
         from ..moa.decoding.sampling import SamplingConfig
 
         return SamplingConfig(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 
 
 class DecodingConfig(Config):
-    """What all commands share that decode with a target."""
+    """Settings of every command that decodes with a target."""
 
     model: str
     """The target: a folder or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; default: main."""
+    template_kwargs: TemplateKwargs = ()
+    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
+    the drafters were trained from."""
     max_new_tokens: Count = 128
     """Stop an answer after this many tokens."""
     tree: str = "6x8x62"
@@ -71,7 +77,7 @@ class DecodingConfig(Config):
         """Return the shape of ``tree``.
 
         Raises:
-            DrafterError: no shape, or one that makes no sense or none with this sampling.
+            DrafterError: it is no shape, or one that cannot be decoded with this sampling.
         """
         from ..moa.decoding.tree import parse_shape
 
@@ -81,7 +87,7 @@ class DecodingConfig(Config):
 
 
 class EvalConfig(DecodingConfig):
-    """Which prompts to decode, with what, and where the report goes."""
+    """Settings of `moa-data eval`."""
 
     prompts: str
     """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions."""
@@ -116,10 +122,15 @@ class EvalConfig(DecodingConfig):
 
 
 class DisconnectConfig(Config):
-    """Which drafters go on alone after a cut, on which prompts, and where the report goes."""
+    """Settings of `moa-data disconnect`."""
 
     model: str
     """The target: a folder or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; default: main."""
+    template_kwargs: TemplateKwargs = ()
+    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
+    the drafters were trained from."""
     prompts: str
     """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions, of
     which the first turn is used."""

@@ -1,4 +1,4 @@
-"""What drafters write when the target can no longer be reached (arXiv 2410.03804, the client that goes on alone).
+"""Measures what drafters write without their target (arXiv 2410.03804: the client after a disconnection).
 
 The target answers up to a cut. From there on a drafter writes alone: one chain without verification, with the target's
 activations of everything before the last token and nothing after. In Mixture of Attentions and GLIDE nothing behind the
@@ -33,7 +33,7 @@ TARGET = "target"
 
 @dataclass(frozen=True)
 class Continuation:
-    """What one writer wrote behind a cut.
+    """The tokens that the target or a drafter wrote behind a cut.
 
     Attributes:
         tokens: up to the first end of sequence, included.
@@ -49,7 +49,7 @@ class Continuation:
 
     @property
     def n_common(self) -> int:
-        """Tokens up to the first that differs from the reference."""
+        """The number of tokens up to the first that differs from the reference."""
         return next((place for place, same in enumerate(self.agrees) if not same), len(self.agrees))
 
 
@@ -73,7 +73,7 @@ class CutRow:
 
 @dataclass
 class _Cut:
-    """A cut in the making: the text before it, and what the target would have written."""
+    """The text before a cut, and what the target would have written behind it."""
 
     prompt: Prompt
     number: int
@@ -84,12 +84,12 @@ class _Cut:
 
     @property
     def committed(self) -> list[int]:
-        """Prompt and answer up to the cut; the last token has no target activations."""
+        """The prompt and the answer up to the cut; the last token has no target activations."""
         return self.prompt_tokens + self.written
 
 
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
-    """Where an answer is cut: after how many of its tokens.
+    """Return after how many of its tokens an answer is cut.
 
     Returns:
         Ascending numbers from 1 to ``n_answer_tokens - 1``, evenly spaced; fewer where there is no room.
@@ -185,7 +185,7 @@ def _prefill(target: Target, cache: TargetCache, cuts: Sequence[_Cut], proposer:
 def _continue_alone(
     target: Target, loaded: LoadedDrafter, cuts: Sequence[_Cut], cache: TargetCache, n_tokens: int
 ) -> list[list[int]]:
-    """One chain behind each cut, up to the end of sequence, the target's positions and what the drafter can make."""
+    """Draft a chain behind each cut, up to the end of sequence, of the target's positions or the drafter's levels."""
     proposer = DrafterProposer(target, loaded.drafter, loaded.frozen)
     proposer.begin(cache)
     _prefill(target, cache, cuts, proposer)
@@ -200,7 +200,7 @@ def _continue_alone(
 def continuation_log_probs(
     target: Target, cache: TargetCache, roots: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """The target's log-probability of each token of a continuation, given everything before it.
+    """Return the target's log-probability of each token of a continuation, given everything before it.
 
     Args:
         cache: with everything before the roots committed; it is left so.
@@ -225,7 +225,7 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _up_to_end(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    """The tokens up to the first end of sequence, included."""
+    """Return the tokens up to the first end of sequence, included."""
     stop = next((place + 1 for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
     return tokens[:stop]
 

@@ -1,4 +1,4 @@
-"""What a measurement of drafters that go on alone found: sums over cuts, by the number of tokens since the cut."""
+"""Sums up a measurement of drafters without their target, by the number of tokens since the cut."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -45,13 +45,13 @@ class Figure:
     n: int
 
     def text(self, form: str = "{:.2f}") -> str:
-        """The mean and, in brackets, the interval."""
+        """Write the mean and, in brackets, the interval."""
         return figure_text(self.mean, self.interval, form)
 
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """One writer over all cuts.
+    """The figures of one writer, the target or a drafter, over all cuts.
 
     Attributes:
         writer: ``target`` or a drafter's name.
@@ -73,7 +73,7 @@ class WriterSummary:
 
 @dataclass(frozen=True)
 class DisconnectionReport:
-    """A whole measurement.
+    """The report of a measurement.
 
     Attributes:
         prompts: kind, file, and how many were there, used, cut and skipped.
@@ -94,7 +94,7 @@ class DisconnectionReport:
         return {summary.writer: summary for summary in self.writers}[name]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; NaN does not occur."""
+        """Return plain values; NaN does not occur."""
         return {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS} | dataclasses.asdict(self)
 
 
@@ -137,7 +137,7 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
     longest = max(max(len(one.tokens), len(one.agrees)) for one in written)
 
     def figure(values: list[Sequence[float]]) -> Figure:
-        """Of a list of values per cut."""
+        """Return the mean of values per cut, and its interval."""
         mean, interval = ratio_with_interval(prompt_ids, [(sum(part), len(part)) for part in values])
         return Figure(mean, interval, sum(map(len, values)))
 
@@ -161,7 +161,7 @@ def _score(one: Continuation) -> tuple[float, ...]:
 
 
 def disconnection_markdown(report: DisconnectionReport) -> str:
-    """One line per writer, then agreement and log-probability by the number of tokens since the cut."""
+    """Write one line per writer, then agreement and log-probability by the number of tokens since the cut."""
     config, environment, prompts = report.config, report.environment, report.prompts
     has_scores = report.writers[0].score.n > 0
     lines = [

@@ -1,4 +1,4 @@
-"""Loading drafters for a measurement, and what their training runs say about themselves."""
+"""Loads drafters for a measurement, with what their training runs recorded."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ from ..moa.targets.live import Target
 from .errors import EvaluationError
 
 _RUN_FILE, _REPORT_FILE, _STORE_FILE = "run.yaml", "report.json", "store.json"
-"""What ``moa-data train`` leaves beside a drafter."""
+"""Files that ``moa-data train`` leaves beside a drafter."""
 _MAY_DIFFER = frozenset(
     {
         "store", "out", "drafter", "preset", "resume", "stop_after_steps", "max_steps", "epochs", "micro_batch_size",
         "devices", "accelerator", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every", "checkpoint_every",
+        "dry_run", "compile",
     }
 )  # fmt: skip
-"""Settings that change no result, or that are compared in another way: stores by their identity, steps as taken."""
+"""Settings that change no result, or are compared otherwise: stores by their identity, steps as they were taken."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True)
 class LoadedDrafter:
-    """A drafter that fits the target, the target's pieces for it, and what it is."""
+    """A drafter that fits the target, the frozen weights that it needs, and its facts."""
 
     drafter: Drafter
     frozen: FrozenTarget
@@ -83,7 +84,7 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 
 
 def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
-    """What a run of ``moa-data train`` says about its drafter; other folders say nothing.
+    """Read what a run of ``moa-data train`` recorded of its drafter; other folders give the drafter's size alone.
 
     Raises:
         EvaluationError: a file of the run cannot be read.
@@ -148,13 +149,9 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def _shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that drafters of all kinds are trained with; those of one kind alone are what is compared."""
+    """Return the settings that all kinds of drafters have; those of one kind alone are what is compared."""
     groups = {name: value if isinstance(value, dict) else {name: value} for name, value in settings.items()}
-    shared = {
-        key: value
-        for key, value in groups.pop("drafter", {}).items()
-        if key in ("official_quirks", "forward_kl_weight")
-    }
+    shared = {key: value for key, value in groups.pop("drafter", {}).items() if key == "forward_kl_weight"}
     for name, own in groups.items():
         shared |= {name if key == "kind" else key: value for key, value in own.items()}
     return {name: value for name, value in shared.items() if name not in _MAY_DIFFER}
@@ -167,7 +164,7 @@ def _short(value: Any) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A mapping from a JSON or YAML file, the latter being a superset."""
+    """Read a mapping from a JSON or YAML file."""
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""Figures of evaluation reports as PNG files: one message each, legible at 850 pixels."""
+"""Draws the figures of evaluation reports as PNG files: one message each, legible at 850 pixels."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def write_figures(report: EvaluationReport, path: Path) -> None:
 
 
 def _arms(summary: MethodSummary) -> list[list[float]] | None:
-    """How far the interval reaches to either side of the ratio, as matplotlib takes it."""
+    """Return how far the interval reaches to either side of the ratio, as matplotlib takes it."""
     if summary.ratio_interval is None:
         return None
     low, high = summary.ratio_interval
@@ -88,7 +88,7 @@ def _arms(summary: MethodSummary) -> list[list[float]] | None:
 
 
 def _color(report: EvaluationReport, summary: MethodSummary) -> int:
-    """One colour for all methods of a drafter."""
+    """Return the number of a colour, one for all methods of a drafter."""
     names = list(report.drafters) if len(report.drafters) > 1 else []
     return next((place for place, name in enumerate(names, start=1) if summary.method.endswith(f" {name}")), 0)
 

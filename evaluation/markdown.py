@@ -1,4 +1,4 @@
-"""An evaluation report as Markdown, and writing it."""
+"""Writes an evaluation report as Markdown and JSON."""
 
 import json
 import os
@@ -15,12 +15,12 @@ _MAX_DIVERGENCES = 10
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table, behind an empty one."""
+    """Return the lines of a Markdown table, behind an empty one."""
     return ["", *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows))]
 
 
 def markdown_report(report: EvaluationReport) -> str:
-    """Settings, one line per method, what drafters and rounds cost, then one line per category if there are several."""
+    """Return the report: settings, methods, costs of drafters and rounds, and categories if there are several."""
     config, environment, prompts = report.config, report.environment, report.prompts
     lines = [
         "# Speculative decoding against plain decoding",
@@ -110,7 +110,7 @@ def _method_table(report: EvaluationReport) -> list[str]:
 
 
 def _drafter_table(report: EvaluationReport) -> list[str]:
-    """What each drafter cost to train, beside what it gives."""
+    """Return the table of what each drafter cost to train and what it gives."""
     if not report.drafters:
         return []
     by_name, several = {summary.method: summary for summary in report.methods}, len(report.drafters) > 1
@@ -178,7 +178,7 @@ def _category_table(report: EvaluationReport) -> list[str]:
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
-    """Where greedy answers part from the baseline's; sampled ones draw other random numbers and part anyway."""
+    """List where greedy answers differ from the baseline's; sampled ones differ anyway, by their random draws."""
     if report.config["temperature"]:
         return []
     found = [

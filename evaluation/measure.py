@@ -13,9 +13,9 @@ import torch
 from ..moa.decoding.loop import Generation
 from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
 from ..moa.targets.live import Target
-from ..pipeline.chats import Message
+from ..pipeline.chats.messages import Message
+from ..pipeline.chats.prompts import check_prompt, prompt_tokens
 from ..pipeline.errors import PromptUnusable, TemplateError
-from ..pipeline.prompts import check_prompt, prompt_tokens
 from ..text import Progress
 from .errors import PromptsError
 from .methods import Generate
@@ -24,7 +24,7 @@ from .prompts import Prompt
 
 @dataclass(frozen=True)
 class MethodRun:
-    """What one method did on one prompt.
+    """The figures of one method on one prompt.
 
     Attributes:
         n_tokens: generated tokens, the one of the prefill included.
@@ -62,7 +62,7 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One answered turn.
+    """The runs of all methods on one turn of a prompt.
 
     Attributes:
         turn: which answer, from 0.
@@ -95,7 +95,7 @@ class SkippedTurn:
 
 @dataclass
 class Measurement:
-    """All rows, and what was left out."""
+    """All rows of a measurement, and the turns that were left out."""
 
     rows: list[PromptRow] = field(default_factory=list)
     skipped: list[SkippedTurn] = field(default_factory=list)
@@ -160,7 +160,7 @@ def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]
 
 
 class _Chat:
-    """A prompt on its way through its turns."""
+    """A prompt and the turns of it that were answered."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
         self.prompt, self.seed = prompt, seed
@@ -169,7 +169,7 @@ class _Chat:
         self._ended = False
 
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
-        """Whether there is such a turn with room for an answer; one without is noted with all after it, and ends it."""
+        """Return whether there is such a turn with room for an answer; one without is skipped with all after it."""
         if self._ended or turn >= len(self.prompt.turns):
             return False
         self.history += self.prompt.turns[turn]
@@ -215,7 +215,7 @@ def _measure_batch(
 
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first difference; the shorter length where one is a prefix of the other, None if they are equal."""
+    """Return the index of the first difference: the shorter length where one is a prefix, None where both are equal."""
     for index, (left, right) in enumerate(zip(baseline, other, strict=False)):
         if left != right:
             return index
@@ -224,14 +224,14 @@ def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | Non
 
 @torch.inference_mode()
 def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 1.0) -> float:
-    """Difference of the two highest logits of the token that follows, in one forward without a cache."""
+    """Return the difference of the two highest logits of the next token, by one forward without a cache."""
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
     highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
 
 
 def _check_prompts(target: Target, prompts: Sequence[Prompt]) -> None:
-    """Look at the texts of all turns before anything is measured."""
+    """Render the texts of all turns, so that one that cannot be used is refused before anything is measured."""
     for prompt in prompts:
         try:
             check_prompt(target.tokenizer, [message for turn in prompt.turns for message in turn], prompt.tools)
@@ -251,7 +251,7 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
 def _compare(
     target: Target, prompt: list[int], baseline: Generation, repeats: list[Generation], sampling: SamplingConfig
 ) -> MethodRun:
-    """A method's run: its median repeat. Greedy and seeded repeats give equal tokens."""
+    """Return a method's median repeat. Greedy and seeded repeats give equal tokens."""
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap: Any = None

@@ -19,7 +19,7 @@ Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 
 @dataclass
 class Methods:
-    """What an evaluation compares.
+    """The methods that an evaluation compares.
 
     Attributes:
         by_name: the methods, the baseline first.
@@ -29,7 +29,7 @@ class Methods:
     policies: dict[str, AutoPolicy] = field(default_factory=dict)
 
     def add(self, name: str, generate: Generate) -> str:
-        """Take a method; one that occurs again gets a number (``plain#2``)."""
+        """Add a method; a name that occurs again gets a number (``plain#2``)."""
         number = 1 + sum(known.split("#")[0] == name for known in self.by_name)
         name = name if number == 1 else f"{name}#{number}"
         self.by_name[name] = generate
@@ -37,7 +37,7 @@ class Methods:
 
 
 def build_methods(config: EvalConfig, target: Target, drafters: Mapping[str, LoadedDrafter]) -> Methods:
-    """The methods of an evaluation; with several drafters their names are part of the methods' names."""
+    """Build the methods of an evaluation; with several drafters their names are part of the methods' names."""
     methods, sampling = Methods(), config.sampling.build()
     chain = TreeShape(config.draft_length)
 

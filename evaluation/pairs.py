@@ -1,4 +1,4 @@
-"""Drafters against each other by the same method on the same prompts."""
+"""Compares drafters by the same method on the same prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .statistics import Interval, ratio_with_interval
 
 @dataclass(frozen=True)
 class DrafterPair:
-    """A drafter over another one by the same method.
+    """The ratio of two drafters by the same method.
 
     Attributes:
         acceptance_length: of the drafter over that of the other; None where a prompt has no target call.
@@ -28,7 +28,7 @@ class DrafterPair:
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[DrafterPair]:
-    """Each drafter over the first one, for all methods that both were measured by.
+    """Compare each drafter with the first one, for all methods that both were measured by.
 
     Args:
         drafters: their names, as in those of the methods.

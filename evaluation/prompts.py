@@ -1,4 +1,4 @@
-"""Prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
+"""Reads prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
 
 Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT ``{"conversations": [{"from", "value"}]}``; the
 prompt is everything before the last assistant message, or the whole chat where it ends with the user.
@@ -15,8 +15,8 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..pipeline.chats import Message, Rejection, UnreadableRow, parse_prompt
-from ..pipeline.dataset import parse_json
+from ..pipeline.chats.dataset import parse_json
+from ..pipeline.chats.messages import Message, Rejection, UnreadableRow, parse_prompt
 from ..text import printable
 from .errors import PromptsError
 
@@ -42,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a file of prompts holds.
+    """The prompts of a file.
 
     Attributes:
         kind: ``chats`` or ``spec-bench``.
@@ -143,7 +143,7 @@ def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
 
 
 def _identity(row: dict[str, Any], number: int, *keys: str) -> str:
-    """The first of some keys that holds something, else the number of the line."""
+    """Return the first of some keys that holds something, else the number of the line."""
     return printable(str(next((row[key] for key in keys if row.get(key) is not None), number)))
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation found: sums and ratios over the measured rows.
+"""Sums up an evaluation: counts and ratios over the measured rows.
 
 Acceptance length = tokens committed per target call, bonus token included, prefill not counted.
 """
@@ -48,7 +48,7 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """One method over some rows.
+    """The figures of one method over some rows.
 
     Attributes:
         n_answers: answered turns.
@@ -88,7 +88,7 @@ class MethodSummary:
     ratio_quartiles: tuple[float, float, float]
 
     def call_ms(self, part: str) -> float:
-        """Milliseconds of a part of a round, per target call.
+        """Return the milliseconds of a part of a round, per target call.
 
         Args:
             part: ``draft``, ``verify``, or ``rest`` for what is neither of them nor the prefill.
@@ -100,7 +100,7 @@ class MethodSummary:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """A whole evaluation.
+    """The report of an evaluation.
 
     Attributes:
         prompts: kind, file, and how many were there, used and skipped.
@@ -129,7 +129,7 @@ class EvaluationReport:
         return {summary.method: summary for summary in self.methods}[name]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; NaN does not occur."""
+        """Return plain values; NaN does not occur."""
         return {
             "kind": KIND,
             "schema_version": SCHEMA_VERSION,
@@ -190,7 +190,7 @@ def build_report(
 
 
 def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
-    """One summary per method of the rows, in the methods' order; the first is the baseline."""
+    """Sum up the rows by method, in the methods' order; the first is the baseline."""
     names = list(rows[0].runs)
     base = [row.runs[names[0]] for row in rows]
     return [_summarize_method(name, rows, base) for name in names]
@@ -243,7 +243,7 @@ def _row_json(row: PromptRow) -> dict[str, Any]:
 
 
 def check_output(path: str | Path, kind: str = KIND) -> Path:
-    """The file that a report goes to.
+    """Check the file that a report goes to, and return it.
 
     Args:
         kind: of the report; an earlier one of this kind may be there.

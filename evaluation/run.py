@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ..moa.targets.live import Target
-from ..pipeline.prompts import check_template
+from ..pipeline.chats.prompts import check_template
+from ..pipeline.chats.template_arguments import choose_template_arguments
 from ..text import Progress
 from .config import DRAFTING, DisconnectConfig, EvalConfig
 from .disconnection import measure_disconnections
 from .disconnection_report import KIND as DISCONNECTION
 from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
-from .drafters import load_drafters
+from .drafters import LoadedDrafter, load_drafters
 from .figures import disconnection_figure, write_figures
 from .markdown import markdown_report, write_report
 from .measure import measure
@@ -43,11 +44,12 @@ def evaluate(
     out = check_output(config.out)
     prompts = load_prompts(config.prompts, config.n_prompts)
     dtype = getattr(torch, config.dtype)
-    target = Target.load(config.model, dtype, config.device)
+    target = Target.load(config.model, dtype, config.device, config.revision)
     check_template(target.tokenizer, config.model)
     if config.compile:
         target.compile(config.compile)
     drafters = load_drafters(config.drafter, target, dtype) if set(config.method) & set(DRAFTING) else {}
+    _set_template_arguments(config, target, drafters)
     methods = build_methods(config, target, drafters)
     measurement = measure(
         target,
@@ -91,9 +93,10 @@ def disconnect(
     out = check_output(config.out, DISCONNECTION)
     scorer = None if config.scorer is None else load_scorer(config.scorer)
     prompts = load_prompts(config.prompts, config.n_prompts)
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device)
+    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
     check_template(target.tokenizer, config.model)
     drafters = load_drafters(config.drafter, target, getattr(torch, config.dtype))
+    _set_template_arguments(config, target, drafters)
     rows = measure_disconnections(
         target,
         drafters,
@@ -116,6 +119,14 @@ def disconnect(
     disconnection_figure(report, out.with_suffix(".png"))
     write_report(report.to_json(), disconnection_markdown(report), out)
     return report
+
+
+def _set_template_arguments(
+    config: EvalConfig | DisconnectConfig, target: Target, drafters: Mapping[str, LoadedDrafter]
+) -> None:
+    """Let prompts be rendered as the settings say, else as the chats that the drafters were trained on."""
+    recorded = {name: loaded.drafter.config.target for name, loaded in drafters.items()}
+    check_template(target.tokenizer, config.model, choose_template_arguments(config.template_kwargs, recorded))
 
 
 def _prompt_facts(path: str, prompts: PromptFile) -> dict[str, Any]:

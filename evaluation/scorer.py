@@ -1,4 +1,4 @@
-"""Scorers of answers: a plain function of the user's, for targets that can do tasks."""
+"""Loads the user's function that scores answers, for targets that can do tasks."""
 
 import importlib
 import importlib.util
@@ -27,7 +27,7 @@ def load_scorer(name: str) -> Scorer:
     except Exception as error:  # the user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EvaluationError(f"--scorer {name}: {where} cannot be imported ({reason}); check the name.") from error
-    scorer = getattr(module, function, None)
+    scorer: Scorer | None = getattr(module, function, None)
     if not callable(scorer):
         raise EvaluationError(f"--scorer {name}: {where} has no function {function!r}; check the name.")
     return scorer

@@ -1,4 +1,4 @@
-"""Ratios of sums over prompts with bootstrap intervals.
+"""Computes ratios of sums over prompts with bootstrap intervals.
 
 Calls and turns of one prompt are not independent, so that the prompt is the unit that is resampled.
 """
@@ -14,7 +14,7 @@ Interval = tuple[float, float] | None
 
 
 def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> tuple[float | None, Interval]:
-    """The ratio of two sums over prompts, or how many times larger it is than that of a baseline on the same prompts.
+    """Return the ratio of two sums over prompts, or that ratio over a baseline's on the same prompts.
 
     Args:
         prompt_ids: the prompt of each row.
@@ -35,8 +35,10 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
     np.add.at(sums, place, table[used])
 
     def ratio(drawn: np.ndarray) -> np.ndarray:
-        own = drawn[:, 0] / drawn[:, 1]
-        return own / (drawn[:, 2] / drawn[:, 3]) if drawn.shape[1] > 2 else own
+        ratios: np.ndarray = drawn[:, 0] / drawn[:, 1]
+        if drawn.shape[1] > 2:
+            ratios = ratios / (drawn[:, 2] / drawn[:, 3])
+        return ratios
 
     found = float(ratio(sums.sum(axis=0, keepdims=True))[0])
     if len(sums) < 2:
@@ -49,7 +51,7 @@ def ratio_with_interval(prompt_ids: Sequence[str], values: Sequence[Sequence[flo
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """The share of target calls that accepted the draft at each position, the first draft of a call being position 0.
+    """Return the share of target calls that accepted the draft at each position, from the first of a call on.
 
     Args:
         committed_per_call: tokens committed by each call, bonus included.

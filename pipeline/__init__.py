@@ -1,4 +1,4 @@
 """Text to stored activations: chats, tokens and response masks, one target forward, the store.
 
-What a store is lives in ``storage``; this is where the target runs.
+Settings and errors of the stage stand here, its work in the folders. What a store is lives in ``storage``.
 """

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
 from ..config import Config, Count, Natural
 from ..errors import OptionInvalid
+from ..machine import usable_cores
 
+
+def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
+    """Write mappings, as YAML has them, in the words of the command line."""
+    found: list[Any] = []
+    for item in items:
+        is_mapping = isinstance(item, Mapping)
+        found += [f"{name}={json.dumps(value)}" for name, value in item.items()] if is_mapping else [item]
+    return tuple(found)
+
+
+TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
+"""Arguments of a chat template as NAME=VALUE, or as one JSON object that was cut at its commas."""
 TEXT_FIELDS = ("tokens", "response_mask")
 """Fields of every store that are no activations."""
 _FIELD_LAYER = re.compile(r"hidden/layer_(\d+)")
+
+
+MAX_DEFAULT_ENCODE_THREADS = 16
+"""Beyond about this many the one thread that writes is the slower."""
 
 
 class DataSettings(Config):
@@ -30,6 +48,17 @@ class DataSettings(Config):
     """Longest sequence in tokens; longer ones are cut, tokens and mask together."""
     max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Fail when more than this fraction of the rows cannot be used."""
+    columns: tuple[str, ...] = ()
+    """Columns of rows that are no chats, as ROLE=COLUMN, such as user=instruction+input,assistant=output with the roles
+    user, assistant, system, messages and tools; or alpaca, or prompt-completion. Default: messages or conversations."""
+    template_kwargs: TemplateKwargs = ()
+    """Arguments of the chat template, as NAME=VALUE or a JSON object, such as enable_thinking=false of Qwen3."""
+    dataset_config: str | None = None
+    """Configuration of a Hub dataset that has several."""
+    dataset_revision: str | None = None
+    """Branch, tag or commit of a Hub dataset; default: main. Its commit is recorded, and used by every later start."""
+    tokenize_processes: Count | None = None
+    """Processes that tokenise the chats; default: one for each core."""
 
 
 class StorageSettings(Config):
@@ -57,6 +86,9 @@ class ForwardSettings(Config):
     """Dtype of the forward; auto is `dtype` on an accelerator and float32 on a CPU, where bfloat16 is slow."""
     batch_tokens: Count | None = None
     """Tokens per forward, padding included; default: 16384 on an accelerator, 2048 on a CPU, where caches are small."""
+    encode_threads: Count | None = None
+    """Threads that compress what the forwards give; default: the machine's cores, up to 16. Any number gives the same
+    bytes."""
 
 
 class ExtractConfig(Config):
@@ -64,8 +96,10 @@ class ExtractConfig(Config):
 
     model: str
     """The target: a folder in Hugging Face layout, or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; default: main. Its commit is recorded, and used by every later start."""
     dataset: str
-    """Chats: a hub id, a jsonl/json/parquet/arrow file, or a folder of them."""
+    """Chats: a hub id, a jsonl, json, csv, tsv, parquet or arrow file, or a folder of them."""
     out: str
     """Folder of the store; the same command run again goes on where it stopped."""
     activations: Annotated[tuple[str, ...], Field(min_length=1)] = ("kv", "hidden:last")
@@ -90,12 +124,19 @@ class AddConfig(Config):
     """Decoder layers to keep for Target Layer Inference; the hidden state that enters them is added too."""
     device: str = "auto"
     """Device of the forward, of the kind that the store was extracted on; auto is that kind."""
+    encode_threads: Count | None = None
+    """Threads that compress the new fields; default: the machine's cores, up to 16. Any number gives the same bytes."""
 
     @override
     def problems(self) -> list[str]:
         if self.activations or self.target_layers:
             return []
         return ["There is nothing to add. Give --activations, for example hidden:layer:3"]
+
+
+def resolve_encode_threads(wanted: int | None) -> int:
+    """Return the threads that encode: those that are wanted, by default one for each core."""
+    return wanted or min(usable_cores(), MAX_DEFAULT_ENCODE_THREADS)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ class NotEnoughDisk(PipelineError, OSError):
     """The disk cannot hold what the plan would write."""
 
 
+class NotEnoughMemory(PipelineError, MemoryError):
+    """Host or device memory cannot hold the target and its batches."""
+
+
 class AdditionRefused(PipelineError, ValueError):
     """Nothing can be added to this store, or not this."""
 

@@ -7,12 +7,25 @@ PLAN_NAME = "plan.parquet"
 LOCK_NAME = "store.lock"
 TARGET_NAME = "target"
 PARTS_NAME = "parts"
+ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
+TEXTS_NAME = "texts.arrow"
 KNOWN_NAMES = frozenset(
-    {MANIFEST_NAME, PLAN_NAME, LOCK_NAME, TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME, CARD_NAME}
+    {
+        MANIFEST_NAME,
+        PLAN_NAME,
+        LOCK_NAME,
+        TARGET_NAME,
+        PARTS_NAME,
+        COMMITS_NAME,
+        RUNS_NAME,
+        CODEC_NAME,
+        CARD_NAME,
+        TEXTS_NAME,
+    }
 )
 """Every name that a store's folder may hold."""
 
@@ -22,9 +35,10 @@ def part_name(part: int) -> str:
     return f"part-{part:05d}"
 
 
-def part_path(store: Path, part: int) -> Path:
-    """Return the folder of a part's Zarr group."""
-    return store / PARTS_NAME / f"{part_name(part)}.zarr"
+def part_folder(store: Path, part: int, schema_version: int) -> Path:
+    """Return the folder that the names in a part's commit start from: of all parts, in version 1 of the part's own."""
+    folder = store / PARTS_NAME
+    return folder / f"{part_name(part)}.zarr" if schema_version == 1 else folder
 
 
 def commit_path(store: Path, part: int) -> Path:

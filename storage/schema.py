@@ -1,13 +1,14 @@
-"""What a store holds and how it lies on disk (schema version 1).
+"""What a store holds and how it lies on disk (schema version 2).
 
 ::
 
     STORE/
       store.json                       manifest: schema version, fields, conventions, codec, identities, counts
       plan.parquet                     one row per sequence, in the order in which sequences lie in the parts
+      texts.arrow                      tokens and masks of all sequences, from which `extract` goes on (may be absent)
       target/                          config, tokenizer and frozen weights that training needs
       codec/basis.safetensors          what the codec has learned (transform codecs only)
-      parts/part-00000.zarr/           one Zarr v3 group per part; every array has one flat token axis
+      parts/                           one Zarr v3 group; on the token axis of each array the parts follow each other
         tokens                         int32    [token]
         response_mask                  uint8    [token]                                    1 = written by the assistant
         kv                             bfloat16 [token, layer, kv_head, 2, head_dim]       0 = key after RoPE, 1 = value
@@ -15,13 +16,14 @@
         hidden/layer_6                 bfloat16 [token, width]                             output of decoder layer 6
       commits/part-00000.json          written last, atomically: counts, and bytes and crc32 of every file of the part
       commits/target.json              the same for target/
-      commits/store.json               the same for store.json and plan.parquet (absent in early stores)
+      commits/store.json               the same for store.json, plan.parquet and the zarr.json files of parts/
       README.md                        dataset card: what, how made, conventions, licences, how to load it
       runs/20250131T120000.000000Z.json   one per run: command, versions, timings (nothing that shapes the data)
       store.lock                       locked (flock) by the process that writes
 
 A part whose commit is missing does not exist for a reader. ``runs/`` and ``store.lock`` aside, equal inputs give equal
-bytes in every file. ``docs/format.md`` explains the format to other programs.
+bytes in every file. ``docs/format.md`` explains the format to other programs, and what differs in version 1, which is
+read, checked and gone on with as it is: there each part has a Zarr group of its own.
 """
 
 from __future__ import annotations
@@ -41,8 +43,11 @@ from .errors import ManifestInvalid, SchemaVersionError
 ALIGNMENT_TOKENS = 64
 """Every sequence of a new store starts at a multiple of this, so that rows of 64 tokens belong to one sequence."""
 
-SCHEMA_VERSION = 1
-"""Version of everything the docstring above draws; a reader refuses any other."""
+SCHEMA_VERSION = 2
+"""Version of everything the docstring above draws, which new stores get."""
+
+READABLE_VERSIONS = (1, 2)
+"""Versions that this release reads; it refuses any other."""
 
 FORMAT_NAME = "moa-data activation store"
 """Value of ``format`` in store.json, which tells a store from any other folder with such a file."""
@@ -55,7 +60,7 @@ CONVENTIONS: dict[str, str] = {
     "response_mask": "1 on tokens written by the assistant, its end-of-turn token included",
     "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
 }
-"""What the numbers mean in schema version 1. Every manifest carries these; a reader refuses other values."""
+"""What the numbers mean in every schema version so far. Every manifest carries these; a reader refuses other values."""
 
 _TARGET_COUNTS = frozenset(
     ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "vocab_size", "max_position_embeddings")
@@ -186,7 +191,7 @@ class StoreManifest:
         for key, value in CONVENTIONS.items():
             if self.conventions.get(key, value) != value:
                 raise ManifestInvalid(
-                    f"Convention {key!r} is {self.conventions[key]!r}, but schema version {SCHEMA_VERSION} means "
+                    f"Convention {key!r} is {self.conventions[key]!r}, but schema version {self.schema_version} means "
                     f"{value!r}. Read this store with the release that wrote it."
                 )
         object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
@@ -215,9 +220,9 @@ class StoreManifest:
         if document.pop("format", None) != FORMAT_NAME:
             raise ManifestInvalid(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
         version = document.get("schema_version")
-        if version != SCHEMA_VERSION:
+        if type(version) is not int or version not in READABLE_VERSIONS:
             raise SchemaVersionError(
-                f"{source} has schema version {version!r}; this release reads version {SCHEMA_VERSION}. "
+                f"{source} has schema version {version!r}; this release reads {_words(READABLE_VERSIONS)}. "
                 f"Install a release of moa-data that reads version {version!r}, or extract again with this one."
             )
         _check_keys(document, {item.name for item in fields(cls)}, source)
@@ -294,10 +299,14 @@ def _json_object(text: str | bytes, source: str) -> dict[str, Any]:
         raise ManifestInvalid(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
 
 
+def _words(versions: tuple[int, ...]) -> str:
+    return f"versions {', '.join(map(str, versions[:-1]))} and {versions[-1]}"
+
+
 def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) -> None:
     missing, unknown = sorted(expected - document.keys()), sorted(document.keys() - expected)
     if missing or unknown:
         raise ManifestInvalid(
-            f"{source} does not fit schema version {SCHEMA_VERSION}: "
+            f"{source} does not fit its schema version: "
             f"missing keys {missing or 'none'}, unknown keys {unknown or 'none'}."
         )

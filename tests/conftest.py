@@ -26,6 +26,14 @@ def fsync_nothing(fd: int) -> None:
 os.fsync = fsync_nothing  # type: ignore[assignment]  # it takes any object with a fileno
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep hashes of files in a folder of the tests, not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give slow tests an hour instead of the five minutes of pyproject.toml."""
     for item in items:

@@ -52,8 +52,8 @@ def test_the_page_word_for_word(tmp_path: Path) -> None:
         (package / file).write_text(text, encoding="utf-8")
     for file, diff in blocks("diff"):
         (package / file).write_text(changed((package / file).read_text(encoding="utf-8"), diff), encoding="utf-8")
-    (package / "tests" / "trainer" / "test_linear_run.py").write_text(RUN, encoding="utf-8")
-    tests = ("tests/moa/drafters/test_linear.py", "tests/trainer/test_linear_run.py")
+    (package / "tests" / "trainer" / "fit" / "test_linear_run.py").write_text(RUN, encoding="utf-8")
+    tests = ("tests/moa/drafters/test_linear.py", "tests/trainer/fit/test_linear_run.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
         cwd=package, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=600,

@@ -21,13 +21,13 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats import RejectReason
+from moa_data.pipeline.chats.messages import RejectReason
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import TRAIN, copied, refused, run
 
 
 def extract(room: Path, out: Path, *options: str, model: Path | None = None) -> Any:
-    arguments = ["--model", model or room / "model", "--dataset", room / "chats.jsonl", "--out", out]
+    arguments: list[str | Path] = ["--model", model or room / "model", "--dataset", room / "chats.jsonl", "--out", out]
     return run("extract", *arguments, "--part-tokens", "256", "--device", "cpu", *options)
 
 
@@ -62,7 +62,9 @@ def test_nan_weights_are_named_by_sequence_and_layer(room: Path, tmp_path: Path)
 def test_bundle_that_is_cut_short(room: Path, tmp_path: Path, command: str) -> None:
     store = copied(room, "store", tmp_path)
     halve(store / "target" / "frozen.safetensors")
-    options = ["--out", tmp_path / "run", *TRAIN] if command == "train" else ["--model", room / "model"]
+    options: list[str | Path] = (
+        ["--out", tmp_path / "run", *TRAIN] if command == "train" else ["--model", room / "model"]
+    )
     refused(run(command, store, *options), "frozen.safetensors is damaged or cut short")
     assert not (tmp_path / "run").exists()
 
@@ -87,7 +89,7 @@ def test_store_of_another_schema_version(room: Path, tmp_path: Path) -> None:
     (store / "store.json").write_text(json.dumps(manifest | {"schema_version": 99}))
     (store / "commits" / "store.json").unlink()  # its own release would have sealed it
     for command in (["inspect"], ["verify"], ["audit", "--model", room / "model"], ["train", "--out", tmp_path / "r"]):
-        refused(run(*command, store), "schema version 99; this release reads version 1")
+        refused(run(*command, store), "schema version 99; this release reads versions 1 and 2")
 
 
 def test_store_of_another_target(room: Path, tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_store_of_another_target(room: Path, tmp_path: Path) -> None:
 
 def test_truncated_shard_and_missing_commit_are_made_again(room: Path, tmp_path: Path) -> None:
     store = copied(room, "store", tmp_path)
-    files = [path for path in (store / "parts" / "part-00000.zarr" / "kv").rglob("0") if path.is_file()]
+    files = list((store / "parts" / "kv").glob("c.0.*"))
     shard = max(files, key=lambda file: file.stat().st_size)
     whole = shard.read_bytes()
     halve(shard)
@@ -213,7 +215,9 @@ def test_control_tokens_in_prompts(room: Path, tmp_path: Path) -> None:
 def test_a_folder_of_several_splits_names_them(room: Path, tmp_path: Path) -> None:
     for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
         shutil.copy(room / "chats.jsonl", tmp_path / name)
-    arguments = ["--model", room / "model", "--dataset", tmp_path, "--out", tmp_path / "out", "--device", "cpu"]
+    arguments: list[str | Path] = [
+        "--model", room / "model", "--dataset", tmp_path, "--out", tmp_path / "out", "--device", "cpu",
+    ]  # fmt: skip
     names = "splits test (1 file), train (1 file)"
     refused(
         run("extract", *arguments), names, "'train_sft' (the default). Choose one with --split, for example --split"
@@ -267,7 +271,7 @@ def test_ctrl_c_while_planning(room: Path, tmp_path: Path, monkeypatch: pytest.M
     def struck(*args: Any, **options: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("moa_data.pipeline.extract.build_plan", struck)
+    monkeypatch.setattr("moa_data.pipeline.jobs.extract.build_plan", struck)
     result = extract(room, tmp_path / "out")
     refused(result, "nothing was written. Run the same command again", exit_code=130)
     assert not (tmp_path / "out").exists()
@@ -284,7 +288,7 @@ def everything(folder: Path) -> dict[str, bytes | None]:
 
 def test_writers_do_not_leave_a_store_through_a_link(room: Path, tmp_path: Path) -> None:
     store = copied(room, "store", tmp_path)
-    halve(store / "parts/part-00000.zarr/hidden/last/c/0/0")
+    halve(store / "parts/hidden/last/c.0.0")
     shutil.move(store / "parts", tmp_path / "elsewhere")
     (store / "parts").symlink_to(tmp_path / "elsewhere")
     before = everything(tmp_path)
@@ -329,7 +333,7 @@ def test_a_file_system_without_locks(room: Path, tmp_path: Path, monkeypatch: py
 def test_what_cannot_be_read_is_no_damage(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = copied(room, "store", tmp_path)
     halve(store / "target" / "frozen.safetensors")
-    shard = str(store / "parts/part-00001.zarr/hidden/last/c/0/0")
+    shard = str(store / "parts/hidden/last/c.1.0")
     before = everything(store)
     for module in (os, builtins):
         real = module.open
@@ -340,7 +344,7 @@ def test_what_cannot_be_read_is_no_damage(room: Path, tmp_path: Path, monkeypatc
             return real(path, *rest, **options)
 
         monkeypatch.setattr(module, "open", refuse)
-    line = "parts/part-00001.zarr/hidden/last/c/0/0 could not be checked (Input/output error)"
+    line = "parts/hidden/last/c.1.0 could not be checked (Input/output error)"
     verified = run("verify", store)
     refused(verified, line, "which says nothing about damage", "run the same command again")
     assert "frozen.safetensors" in verified.stdout

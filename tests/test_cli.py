@@ -17,11 +17,12 @@ from moa_data import __version__
 from moa_data.cli import main
 from moa_data.commands.console import ProgressLine, TokenStream, user_message
 from moa_data.commands.signals import SignalReceived
-from moa_data.commands.views import bars, decoding_view, format_bytes, sample_view, train_view
+from moa_data.commands.views import bars, decoding_view, sample_view, train_view
 from moa_data.errors import Interrupted
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
-from moa_data.trainer.run import TrainReport
+from moa_data.text import format_bytes
+from moa_data.trainer.fit.run import TrainReport
 
 COMMANDS = (
     "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval",
@@ -37,6 +38,16 @@ def test_help_of_each_command_has_a_summary_and_an_example(command: str) -> None
     assert "Example" in result.output
     assert f"moa-data {command}" in result.output
     assert command in run("--help").output
+
+
+def test_the_help_page_begins_with_what_is_needed_first() -> None:
+    page = run("--help").output
+    headings = [page.index(f"\n{heading}:\n") for heading in ("First steps", "Care for stores", "Measure and hand on")]
+    assert headings == sorted(headings)
+    first = page[headings[0] : headings[1]]
+    assert [line.split()[0] for line in first.splitlines() if line[:3].rstrip() and line[:2] == "  "] == [
+        "demo", "extract", "inspect", "train", "generate", "eval",
+    ]  # fmt: skip
 
 
 def test_every_option_has_a_help_text() -> None:
@@ -93,6 +104,19 @@ def test_folder_that_is_no_store_is_one_line(tmp_path: Path, command: list[str])
     refused(run(*words, str(tmp_path / "absent")), str(tmp_path / "absent"))
 
 
+def test_generate_shows_the_plain_decoding_too(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(ProgressLine, "__call__", lambda line, *state: told.append(state))
+    options = ("--max-new-tokens", "6", "--device", "cpu", "--tree", "2", "--prompt", "hello")
+    shown = run("generate", "--model", room / "model", "--drafter", room / "drafter", *options)
+    assert shown.exit_code == 0, shown.output
+    assert {(total, message) for _, total, message in told} == {
+        (6, "decode plainly, to compare (--no-plain leaves it out)")
+    }
+    assert (told[0][0], told[-1][0]) == (0, 6)
+    assert "`moa-data eval` measures" in shown.stdout
+
+
 def test_generate_with_a_missing_model_is_one_line(tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
     refused(run("generate", "--model", absent, "--drafter", absent, "--prompt", "Hi"), absent)
@@ -114,10 +138,10 @@ EXTRACT = ("extract", "--model", "m", "--dataset", "d", "--out", "s")
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(KeyboardInterrupt()))
+    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", raising(KeyboardInterrupt()))
     result = run(*EXTRACT)
     refused(result, "run the same command again to go on", exit_code=130)
-    replaced(monkeypatch, "moa_data.trainer.run", "train", raising(Interrupted("stopped at step 3; --resume")))
+    replaced(monkeypatch, "moa_data.trainer.fit.run", "train", raising(Interrupted("stopped at step 3; --resume")))
     refused(run("train", "store", "--out", "run"), "stopped at step 3; --resume", exit_code=130)
 
 
@@ -125,7 +149,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from moa_data.pipeline.errors import DatasetError
 
     error = DatasetError("empty")
-    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
+    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", raising(error))
     refused(run(*EXTRACT), "empty")
     shown = run("--debug", *EXTRACT)
     assert shown.exit_code == 2
@@ -137,7 +161,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_faults_of_the_code_are_70_and_say_what_to_report(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
+    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", raising(error))
     result = run(*EXTRACT)
     assert result.exit_code == 70
     assert "Traceback" in result.stderr
@@ -153,7 +177,7 @@ def test_a_signal_behind_another_error_is_an_interruption(monkeypatch: pytest.Mo
         finally:
             raise RuntimeError("generator didn't stop")
 
-    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", cleaning_up_fails)
+    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", cleaning_up_fails)
     result = run(*EXTRACT)
     assert result.exit_code == 143
     assert result.stderr.splitlines() == [
@@ -175,17 +199,6 @@ def test_token_stream_holds_back_incomplete_characters() -> None:
     assert first == [("h", False)]
     assert second == [("é", True), ("!", False)]
     assert stream.rest() == ""
-
-
-def test_progress_line_starts_again_with_another_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressLine("tok") as progress:
-        progress(1, 2, "first")
-        progress(2, 2, "first")
-        progress(5, 10, "second")
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "first" in shown.err
-    assert "second" in shown.err
 
 
 def rendered(view: Any) -> str:
@@ -232,8 +245,11 @@ def test_a_run_without_figures_of_its_own_is_shown_without_them() -> None:
     """Nothing was validated, or all steps had been done before."""
     lines = rendered(train_view(TrainReport("runs/moa", 340, 1_894_784, 0, None, None, {}, None))).splitlines()
     assert [line.split()[-1] for line in lines if "waiting" in line or "acceptance" in line] == ["-", "-"]
-    report = TrainReport("runs/moa", 340, 1_894_784, 10, 1300.4, 0.004, {"train/loss": 0.5}, 3.8312)
+    metrics = {"train/loss": 0.5, "train/tokens_per_s": 1234.5, "train/data_wait_share": 0.1}
+    report = TrainReport("runs/moa", 340, 1_894_784, 10, 1300.4, 0.004, metrics, 3.8312)
     text = rendered(train_view(report))
     assert "10 (1,300/s)" in text
+    assert "1234" not in text  # the speed stands there once, that of the run
+    assert "runs/moa/drafter" in text
     assert "0.4%" in text
     assert "3.831" in text

@@ -139,8 +139,9 @@ def test_all_problems_are_named_at_once() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(OptionInvalid, match="--set 'resume': expected KEY=VALUE"):
         resolve(Stage, {}, None, ["resume"])
+    wrong: dict[str, Any] = {"steps": {"n_steps": 0}}
     with pytest.raises(OptionInvalid, match=r"^steps.n_steps is 0, expected at least 1; missing: --store"):
-        Stage(steps={"n_steps": 0})  # type: ignore[call-arg]
+        Stage(**wrong)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import zarr
 
 from moa_data.storage import schema
 from moa_data.storage.write.addition import StoreAddition, extended_codec
@@ -71,11 +71,13 @@ def test_tensorstore_reads_every_field_where_this_package_cannot_be_imported(tmp
         *steps[: steps.index('row = pq.read_table(store / "plan.parquet").to_pylist()[0]')],
         "out = {}",
         "for row in pq.read_table(store / 'plan.parquet').to_pylist():",
-        "    part = store / 'parts' / f\"part-{row['part']:05d}.zarr\"",
-        "    span = slice(row['first_token'], row['first_token'] + row['n_tokens'])",
         f"    for name in ({names}):",
-        "        spec = {'driver': 'zarr3', 'kvstore': {'driver': 'file', 'path': str(part / name)}}",
-        "        out[f\"{row['sequence_id']}:{name}\"] = ts.open(spec).result()[span].read().result()",
+        "        path = store / 'parts' / name",
+        "        room = json.loads((path / 'zarr.json').read_text())['attributes']['part_rows']",
+        "        start = row['part'] * room + row['first_token']",
+        "        array = ts.open({'driver': 'zarr3', 'kvstore': {'driver': 'file', 'path': str(path)}}).result()",
+        "        values = array[start : start + row['n_tokens']].read().result()",
+        "        out[f\"{row['sequence_id']}:{name}\"] = values",
         "np.savez('out.npz', **out)",
     ]
     subprocess.run([sys.executable, "-c", "\n".join(program)], check=True, cwd=tmp_path)
@@ -98,22 +100,20 @@ def test_zarr_python_reads_by_the_steps_of_the_document_added_fields_too(tmp_pat
             assert "hidden/layer_2" not in [field["name"] for field in manifest["fields"]]
         addition.finish()
     manifest = json.loads((store / "store.json").read_text())
-    assert (manifest["schema_version"], manifest["fields"][-1]["name"]) == (1, "hidden/layer_2")
+    assert (manifest["schema_version"], manifest["fields"][-1]["name"]) == (2, "hidden/layer_2")
     for row in pq.read_table(store / "plan.parquet").to_pylist():
-        part = f"part-{row['part']:05d}"  # type: ignore[assignment]
-        commit = json.loads((store / "commits" / f"{part}.json").read_text())
-        for name, record in commit["files"].items():
-            content = (store / "parts" / f"{part}.zarr" / name).read_bytes()
+        commit = json.loads((store / "commits" / f"part-{row['part']:05d}.json").read_text())
+        for file, record in commit["files"].items():
+            content = (store / "parts" / file).read_bytes()
             assert record == {"bytes": len(content), "crc32": zlib.crc32(content)}
-        group = zarr.open_group(store / "parts" / f"{part}.zarr", mode="r")
         for spec in more.manifest.fields:
-            got = group[spec.name][row["first_token"] : row["first_token"] + row["n_tokens"]]
+            got = kit.read_by_zarr(store / "parts", spec.name, *kit.rows_in_store(store, spec.name, row))
             np.testing.assert_array_equal(got, more.values(spec, row))
 
 
 def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path) -> None:
     store = kit.make_recipe().write(tmp_path / "store")
-    part = store / "parts" / "part-00000.zarr"
+    part = store / "parts"
     for name, chunk_tokens in re.findall(r"^\| `(tokens|response_mask)` \|.*\| (\d+) \|$", DOCUMENT, re.MULTILINE):
         metadata = json.loads((part / name / "zarr.json").read_text())
         assert metadata["codecs"][0]["configuration"]["chunk_shape"] == [int(chunk_tokens)]
@@ -131,3 +131,20 @@ def test_metadata_and_checksums_are_as_the_document_says(tmp_path: Path) -> None
     assert f"`blocksize` {blosc['blocksize']}" in text
     assert metadata["data_type"] == "uint16"
     assert metadata["attributes"]["logical_dtype"] == "bfloat16"
+
+
+def test_a_shard_is_as_the_worked_example_draws_it(tmp_path: Path) -> None:
+    """64 tokens of 32 layers of Llama-3-8B: chunks in order, then the index of all rows of the part's room, then 4."""
+    recipe = kit.make_recipe(lengths=(64,), fields=(*kit.FIELDS[:2], schema.kv_field(32, 8, 128)), part_tokens=64)
+    store = recipe.write(tmp_path / "store")
+    drawn = re.search(r"^[\d,]+ +([\d,]+) +index: (\d+) rows x (\d+) layers", DOCUMENT, re.MULTILINE)
+    assert drawn is not None
+    n_index_bytes, n_rows, n_layers = (int(number.replace(",", "")) for number in drawn.groups())
+    assert n_index_bytes == n_rows * n_layers * 16
+    content = (store / "parts/kv/c.0.0.0.0.0").read_bytes()
+    index = np.frombuffer(content[-4 - n_index_bytes : -4], "<u8").reshape(n_rows * n_layers, 2)
+    assert (index[n_layers:] == 2**64 - 1).all()
+    offsets, sizes = index[:n_layers].T
+    assert offsets.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
+    assert len(content) == sizes.sum() + n_index_bytes + 4
+    assert google_crc32c.value(content[-4 - n_index_bytes : -4]) == int.from_bytes(content[-4:], "little")

@@ -20,8 +20,8 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target, load_target_tokenizer
-from moa_data.pipeline.audit import audit
-from moa_data.pipeline.prompts import prompt_tokens
+from moa_data.pipeline.chats.prompts import prompt_tokens
+from moa_data.pipeline.jobs.audit import audit
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.names import target_commit_path
 from moa_data.storage.parts.commit import target_commit_json
@@ -29,9 +29,9 @@ from moa_data.storage.parts.shard import FileRecord
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.command import copied
 from moa_data.tests.kit.hostile import QUICK_AND_LONG, changed, only_own_errors, replaced, try_examples
+from moa_data.trainer.batches.datamodule import StoreDataModule
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import StoreDataModule
-from moa_data.trainer.run import build_module
+from moa_data.trainer.fit.run import build_module
 
 BUNDLE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -63,8 +63,8 @@ def changed_tensors(draw: Callable[..., Any], content: bytes, file: Path) -> byt
     """A file of weights with other tensors, with a header that lies, or with other bytes."""
     if draw(st.booleans()):
         size = int.from_bytes(content[:8], "little")
-        header = draw(changed(content[8 : 8 + size]))
-        length = draw(st.sampled_from([len(header), len(header), 0, size, 2**40, 2**64 - 1]))
+        header: bytes = draw(changed(content[8 : 8 + size]))
+        length: int = draw(st.sampled_from([len(header), len(header), 0, size, 2**40, 2**64 - 1]))
         return length.to_bytes(8, "little") + header + content[8 + size :]
     weights = load_file(file)
     name = draw(st.sampled_from(sorted(weights)))

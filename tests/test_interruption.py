@@ -44,8 +44,8 @@ main()
 PHASES = {
     "corpus": "moa_data.demo.run:corpus_stats",
     "target": "moa_data.demo.target:_validate",
-    "extract": "moa_data.pipeline.forwards:capture",
-    "train": "moa_data.trainer.module:DrafterModule.training_step",
+    "extract": "moa_data.pipeline.forwards.parts:capture",
+    "train": "moa_data.trainer.step.module:DrafterModule.training_step",
     "eval": "moa_data.evaluation.measure:_compare",
     "report": "moa_data.demo.report:greedy_answers",
 }
@@ -159,6 +159,44 @@ COMMANDS: dict[str, Any] = {
 N_MOMENTS = int(os.environ.get("N_MOMENTS", "20"))
 
 
+MIDDLES: dict[str, tuple[str, str, str]] = {
+    "plan": (
+        "moa_data.pipeline.forwards.speed:_disk_speeds",
+        "plan --model model --dataset chats.jsonl --out OUT --device cpu",
+        "Nothing was written; run the same command again",
+    ),
+    "extract": (
+        "moa_data.pipeline.forwards.parts:capture",
+        COMMANDS["extract"],
+        "parts are committed in OUT. Run the same command again to go on",
+    ),
+    "add": ("moa_data.pipeline.forwards.parts:capture", COMMANDS["add"].replace("OUT", "store"), "store is as it was"),
+    "recode": ("moa_data.storage.write.part:PartWriter.write", COMMANDS["recode"], "parts are committed in OUT"),
+    "verify": ("moa_data.storage.care.verify:_check_sequence", "verify store", "Nothing was written"),
+    "train": (
+        "moa_data.trainer.step.module:DrafterModule.training_step",
+        COMMANDS["train"],
+        "the same command and --resume",
+    ),
+}
+"""Command -> a function in the middle of its work, its arguments, and what it says when SIGTERM arrives there."""
+
+
+@pytest.mark.parametrize(
+    "command", ["plan", *(pytest.param(name, marks=pytest.mark.slow) for name in MIDDLES if name != "plan")]
+)
+def test_sigterm_in_the_middle_of_a_command_ends_it_in_one_line(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    work = Path(shutil.copytree(room, tmp_path / "room"))
+    monkeypatch.chdir(work)
+    place, arguments, said = MIDDLES[command]
+    line = one_line(python(STRIKE, place, str(int(signal.SIGTERM)), *arguments.split()), signal.SIGTERM)
+    assert said in line
+    left = [path for path in work.rglob("*") if path.name.endswith(".partial") or path.name.startswith(".moa-data")]
+    assert not left
+
+
 def data_files(out: Path) -> dict[str, bytes]:
     """What a command wrote, without what records runs, paths and times: a store, a drafter, a target."""
     data = re.compile(r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet")
@@ -174,7 +212,7 @@ def data_files(out: Path) -> dict[str, bytes]:
     return {
         name: path.read_bytes()
         for name, path in kept.items()
-        if (name not in of_runs and path.suffix in (".json", ".parquet", ".safetensors", "")) or "/c/" in name
+        if (name not in of_runs and path.suffix in (".json", ".parquet", ".safetensors", "")) or "/c." in name
     }
 
 

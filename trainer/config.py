@@ -4,18 +4,22 @@ The drafter is a choice between groups, one for each kind, with the settings and
 that its sizes have too (``drafter.json``) carry the same name there.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Config, Count, Natural, NonNegative, Positive, Seed
+from ..config import Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
+from ..errors import OptionInvalid
+from .files import RUN_FILE
 
 PRECISIONS = ("auto", "bf16-mixed", "32-true", "16-mixed")
 
 
 class DrafterSettings(Config):
-    """What drafters of all kinds are told."""
+    """Settings of all kinds of drafters."""
 
     forward_kl_weight: NonNegative = 0.1
     """Weight of the forward KL to the target's next-token distribution."""
@@ -26,7 +30,7 @@ class DrafterSettings(Config):
 
 
 class FeatureLossSettings(DrafterSettings):
-    """What drafters are told whose features are compared with the target's hidden states."""
+    """Settings of drafters whose features are compared with the target's hidden states."""
 
     feature_weight: NonNegative = 1.0
     """Weight of the smooth-L1 loss on hidden states."""
@@ -186,9 +190,19 @@ class ScheduleSettings(Config):
         both = self.max_steps is not None and self.epochs is not None
         return ["give --max-steps or --epochs, not both"] if both else []
 
+    def n_steps(self, steps_per_epoch: int) -> int:
+        """Return the optimizer steps of the whole run."""
+        return self.max_steps or max(1, round((self.epochs or 1) * steps_per_epoch))
+
+    def decay_end_step(self, steps_per_epoch: int) -> int:
+        """Return the step at which the learning rate stops falling."""
+        if self.decay_steps == -1:
+            return self.n_steps(steps_per_epoch)
+        return steps_per_epoch if self.decay_steps is None else self.decay_steps
+
 
 class OptimizerSettings(Config):
-    """What steps are taken."""
+    """The optimizer and its rates."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     """adamw as in the paper, or muon for the matrices and adamw for the rest, which needs fewer steps."""
@@ -203,14 +217,14 @@ class OptimizerSettings(Config):
 
 
 class BatchSettings(Config):
-    """What a step is made of, and how it is read."""
+    """The sequences of a step, and how they are read."""
 
     batch_size: Count = 32
     """Sequences per optimizer step, over all devices and accumulation."""
     micro_batch_size: Count | None = None
-    """Sequences per forward; the batch is accumulated from these. Default: as many as keep activations below 1 GiB."""
-    reader_threads: Count = 2
-    """Threads that read and decode shards."""
+    """Sequences per forward; the batch is accumulated from these. Default: as many as fit into memory."""
+    reader_threads: Count | None = None
+    """Threads that read and decode shards; default: the cores, shared among the devices, at most 16."""
     prefetch_batches: Count = 4
     """Most micro-batches read ahead."""
     prefetch_mb: Count = 1024
@@ -218,7 +232,7 @@ class BatchSettings(Config):
 
 
 class ValidationSettings(Config):
-    """What is held out, and when it is looked at."""
+    """Which sequences are held out, and when a run is validated on them."""
 
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of sequences held out, chosen by a hash of their content."""
@@ -231,7 +245,7 @@ class ValidationSettings(Config):
 
 
 class RecordSettings(Config):
-    """What the run writes on its way."""
+    """How often a run logs and saves."""
 
     log_every: Count = 10
     """Steps between log rows."""
@@ -240,7 +254,7 @@ class RecordSettings(Config):
 
 
 class MachineSettings(Config):
-    """Where and in which precision it trains."""
+    """The devices that train, and their precision."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     """Kind of device; auto takes an accelerator where there is one."""
@@ -248,6 +262,8 @@ class MachineSettings(Config):
     """Devices of this machine to use: auto or a number."""
     precision: str = "auto"
     """bf16-mixed, 32-true or 16-mixed; auto is bf16-mixed on an accelerator and 32-true on CPU."""
+    compile: bool = False
+    """Compile the drafter's layers, which takes minutes at the start; results differ by rounding."""
 
     @override
     def problems(self) -> list[str]:
@@ -284,8 +300,13 @@ class TrainConfig(Config):
     validation: ValidationSettings = Field(default_factory=ValidationSettings)
     record: RecordSettings = Field(default_factory=RecordSettings)
     machine: MachineSettings = Field(default_factory=MachineSettings)
+    init_from: str | None = None
+    """Start from the weights of a drafter, that of a run or one in another format; optimizer and schedule start
+    afresh."""
     resume: bool = False
-    """Go on from the last checkpoint in --out."""
+    """Go on from the last checkpoint in --out, with the settings of that run; a later --max-steps lengthens it."""
+    dry_run: bool = False
+    """Print what a step takes of memory, here and on a device of 80 GB, and train nothing."""
     seed: Seed = 0
     """Random seed of the initial weights, the order of the data and all draws."""
 
@@ -293,6 +314,29 @@ class TrainConfig(Config):
     def target_layer_inference(self) -> int:
         """N, how many of the target's last layers drafted features pass through."""
         return getattr(self.drafter, "target_layer_inference", 0)
+
+
+def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the file with the settings of the run that is resumed, and those that go on unless others are given.
+
+    Args:
+        given: nested settings from everywhere else.
+
+    Returns:
+        No settings where no run is resumed, or its file cannot be read; resuming it then says what is wrong.
+    """
+    file = Path(str(given.get("out", ""))) / RUN_FILE
+    if str(given.get("resume", False)).lower() != "true" or not file.is_file():
+        return "", {}
+    try:
+        found = read_config_file(file)
+    except OptionInvalid:
+        return "", {}
+    schedule, now = dict(found.get("schedule", {})), given.get("schedule", {})
+    # One invocation's end is not the next one's; of two ways to say how long a run is, the one that is given counts.
+    replaced = {"stop_after_steps"} | ({"max_steps", "epochs"} if {"max_steps", "epochs"} & set(now) else set())
+    found["schedule"] = {name: value for name, value in schedule.items() if name not in replaced}
+    return str(file), found
 
 
 PRESETS: dict[str, dict[str, Any]] = {

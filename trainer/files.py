@@ -7,6 +7,7 @@
         provenance.json    command, versions, machine
         report.json        figures of the finished run
         metrics.csv        training and validation, beside tensorboard/ and curves.png
+        memory.json        what a step takes of memory, and the micro-batch that was chosen
         run.lock           held while a process trains here
         drafter/           the drafter of the best validation
         checkpoints/       last.ckpt to go on from, best.ckpt
@@ -18,6 +19,7 @@ PROVENANCE_FILE = "provenance.json"
 REPORT_FILE = "report.json"
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
+MEMORY_FILE = "memory.json"
 LOCK_FILE = "run.lock"
 DRAFTER = "drafter"
 CHECKPOINTS = "checkpoints"

@@ -182,6 +182,7 @@ def generate_batch(
             row.stats.n_drafted += len(drafted) - drafted.count(NO_DRAFT)
         if on_round is not None:
             on_round(drafts, accepted)
+    cache.release()
     for row in rows:
         row.stats.total_s = (time.perf_counter() - started) / len(rows)
     return [Generation(row.tokens, row.stats) for row in rows]

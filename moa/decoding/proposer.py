@@ -15,8 +15,8 @@ from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
 from ..targets.live import Target
-from .sampling import GREEDY, SamplingConfig, distribution, draw
-from .tree import DraftTree, Shape, StaticTree, TreeShape, pick_best
+from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
+from .tree import DraftTree, Shape, StaticTree, TreeShape, most_likely, pick_best
 
 
 class Proposer(Protocol):
@@ -136,11 +136,12 @@ class DrafterProposer(Proposer):
                         break
                 continue
             drawn = [distribution(row, path, self._sampling) for row, path in zip(logits, paths, strict=True)]
-            picked = [draw(p, generator) for p, generator in zip(drawn, self._generators, strict=True)]
-            for path, token in zip(paths, picked, strict=True):
-                path.append(token)
-            tokens.append(torch.tensor(picked, device=self._device)[:, None])
             probabilities.append(torch.stack(drawn))
+            picked = draw_rows(probabilities[-1], self._generators)  # [B]
+            if self._sampling.repetition_penalty != 1:  # else no distribution depends on the path
+                for path, token in zip(paths, picked.tolist(), strict=True):
+                    path.append(token)
+            tokens.append(picked[:, None].to(self._device))
         return DraftTree.chain(
             torch.cat(tokens, dim=1),
             scores=torch.stack(reached, dim=1).log() if reached else None,
@@ -161,19 +162,18 @@ class DrafterProposer(Proposer):
             log_p = (
                 self.drafter.draft_logits(self.frozen, features).float().log_softmax(dim=-1).clamp(max=0)
             )  # [B, b, V]
-            best = log_p.topk(b, dim=-1)
-            score = (beam_score[..., None] + best.values).flatten(1)  # [B, b * b]
-            tokens.append(best.indices.flatten(1))
+            best_score, best_token = most_likely(log_p, b)
+            score = (beam_score[..., None] + best_score).flatten(1)  # [B, b * b]
+            tokens.append(best_token.flatten(1))
             parents.append(beam_at.repeat_interleave(b, dim=1))
             scores.append(score)
             if level == shape.depth:
                 break
-            kept = score.topk(b, dim=1)  # of this level alone
-            beam_score = kept.values
-            beam_at = n_candidates + kept.indices
+            beam_score, kept = most_likely(score, b)  # of this level alone
+            beam_at = n_candidates + kept
             n_candidates += score.shape[1]
-            fed = tokens[-1].gather(1, kept.indices)  # [B, b]
-            came_from = (kept.indices // b)[..., None]  # [B, b, 1], places in the last beam
+            fed = tokens[-1].gather(1, kept)  # [B, b]
+            came_from = (kept // b)[..., None]  # [B, b, 1], places in the last beam
             own = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
             beam_seen = torch.cat((above, own), dim=2)
@@ -189,7 +189,7 @@ class DrafterProposer(Proposer):
         fed = [-1]  # nodes of the last level that have children, the root at first
         fed_before: list[int] = [-1]
         for level in range(1, shape.depth + 1):
-            likeliest = self.drafter.draft_logits(self.frozen, features).topk(n_ranks, dim=-1).indices  # [B, b, ranks]
+            likeliest = most_likely(self.drafter.draft_logits(self.frozen, features), n_ranks)[1]  # [B, b, ranks]
             nodes = [node for node, depth in enumerate(depths) if depth == level]
             places = [fed.index(shape.parents[node]) for node in nodes]
             # A vocabulary smaller than a rank gives its last token again, which is verified like any other draft.

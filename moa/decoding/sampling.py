@@ -7,6 +7,9 @@ accepted with probability min(1, p(x) / q(x)), else the next token comes from ma
 were picked (the most likely ones, as in a tree) are the case of a q that puts all its mass on x: accepted with
 probability p(x), else p(x) becomes 0 and the next child is tried on the normalised rest. Either way the next token
 has the distribution p, whatever the drafter proposes.
+
+Distributions stay on the device of the logits: what a round brings to the host is one number for each draft that it
+looks at, and the token. Uniform numbers are made on the host, so that a seed means the same on every device.
 """
 
 from collections.abc import Sequence
@@ -85,7 +88,7 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
         previous: prompt and all tokens so far.
 
     Returns:
-        [V] float64 on CPU, sums to 1.
+        [V] float64 on the logits' device, sums to 1.
     """
     scores = penalised(logits, previous, config.repetition_penalty)
     if config.temperature == 0:
@@ -98,11 +101,11 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
 
 
 def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
-    """Apply the repetition penalty to logits [V], given all tokens so far: [V] float64 on CPU."""
-    scores = logits.detach().cpu().double()
+    """Apply the repetition penalty to logits [V], given all tokens so far: [V] float64 on their device."""
+    scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()  # mps has no float64
     if penalty == 1 or not previous:
         return scores
-    seen = torch.tensor(sorted(set(previous)))
+    seen = torch.tensor(sorted(set(previous)), device=scores.device)
     found = scores[seen]
     return scores.index_put((seen,), torch.where(found < 0, found * penalty, found / penalty))
 
@@ -120,8 +123,22 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
 
 
 def draw(probability: Tensor, generator: torch.Generator | None) -> int:
-    """Draw a token from a distribution [V], which need not be normalised."""
-    return int(torch.multinomial(probability, 1, generator=generator))
+    """Draw a token from a distribution [V]; see :func:`draw_rows`."""
+    return int(draw_rows(probability[None], [generator]))
+
+
+def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
+    """Draw a token from each of some distributions, which need not be normalised: [B, V] float64 -> [B] int64.
+
+    The drawn token is the first at which the cumulative sum exceeds u times the total, for a uniform u of its row's
+    generator. ``torch.multinomial`` takes 20 times as long at a vocabulary of 128,256 (``benchmarks/sampling.py``).
+    """
+    cumulative = probabilities.cumsum(dim=-1)
+    uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]
+    # Rounding can give the total itself, which no cumulative sum exceeds.
+    below_total = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
+    wanted = (torch.stack(uniform).to(probabilities.device) * cumulative[:, -1:]).minimum(below_total)
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
 
 
 def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
@@ -168,33 +185,57 @@ def accept_sampled(
     while True:
         at = accepted[-1] if accepted else -1
         probability = distribution(logits[at + 1], path, config)
-        node = None
-        for child in (index for index, parent in enumerate(parents) if parent == at):
-            if tokens[child] == NO_DRAFT:  # takes no random number: a row alone has none of these
-                continue
-            proposal = None if tree.probabilities is None else tree.probabilities[row, child].cpu().double()
-            if _accepts(probability, tokens[child], proposal, generator):
-                node = child
-                break
-            probability = _rest(probability, tokens[child], proposal)
+        # What fills up a row takes no random number: a row alone has none of it.
+        children = [node for node, parent in enumerate(parents) if parent == at and tokens[node] != NO_DRAFT]
+        if tree.probabilities is None:
+            node, probability = _try_picked(probability, children, tokens, generator)
+        else:
+            proposals = tree.probabilities[row].to(probability.device)
+            node, probability = _try_drawn(probability, children, tokens, proposals, generator)
         if node is None:
             return accepted, draw(probability, generator)
         accepted.append(node)
         path.append(tokens[node])
 
 
-def _accepts(probability: Tensor, token: int, proposal: Tensor | None, generator: torch.Generator | None) -> bool:
-    ratio = float(probability[token]) / (1.0 if proposal is None else float(proposal[token]))
+def _try_picked(
+    probability: Tensor, children: Sequence[int], tokens: Sequence[int], generator: torch.Generator | None
+) -> tuple[int | None, Tensor]:
+    """Try drafts that were picked, one after the other; return the accepted one, or what to draw from instead."""
+    if not children:
+        return None, probability
+    drafts = torch.tensor([tokens[node] for node in children], device=probability.device)
+    left, tried = 1.0, set[int]()
+    for node, p in zip(children, probability[drafts].tolist(), strict=True):
+        # A token that was rejected has no mass left, should it stand there twice.
+        if _accepts(p / left if left > 0 and tokens[node] not in tried else 0.0, generator):
+            return node, probability
+        left -= p if tokens[node] not in tried else 0.0
+        tried.add(tokens[node])
+    return None, _normalised(probability.index_fill(0, drafts, 0.0), probability)
+
+
+def _try_drawn(
+    probability: Tensor,
+    children: Sequence[int],
+    tokens: Sequence[int],
+    proposals: Tensor,
+    generator: torch.Generator | None,
+) -> tuple[int | None, Tensor]:
+    """Try drafts that were drawn from proposals [N, V], as :func:`_try_picked`."""
+    for node in children:
+        token = tokens[node]
+        if _accepts(float(probability[token] / proposals[node, token]), generator):
+            return node, probability
+        probability = _normalised((probability - proposals[node]).clamp(min=0), probability)
+    return None, probability
+
+
+def _accepts(ratio: float, generator: torch.Generator | None) -> bool:
     return float(torch.rand((), generator=generator, dtype=torch.float64)) < ratio
 
 
-def _rest(probability: Tensor, token: int, proposal: Tensor | None) -> Tensor:
-    """The distribution of the next token, given that the draft was rejected."""
-    if proposal is None:
-        rest = probability.clone()
-        rest[token] = 0
-    else:
-        rest = (probability - proposal).clamp(min=0)
+def _normalised(rest: Tensor, before: Tensor) -> Tensor:
+    """The distribution of the next token after a rejection; nothing is left where rounding rejected a certain one."""
     total = rest.sum()
-    # Nothing is left only where rounding rejected a certain token.
-    return rest / total if total > 0 else probability
+    return torch.where(total > 0, rest / total, before)

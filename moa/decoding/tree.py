@@ -229,6 +229,17 @@ def ancestors(parents: Tensor) -> Tensor:
     return seen
 
 
+def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Find the k highest scores of each row and their places, the first of equal ones first: twice [..., k].
+
+    The order of equal scores that ``topk`` gives depends on the device and on the number of rows.
+    """
+    places = scores.topk(k, dim=-1).indices.sort(dim=-1).values
+    values = scores.gather(-1, places)
+    order = values.sort(dim=-1, descending=True, stable=True)
+    return order.values, places.gather(-1, order.indices)
+
+
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
     """Keep the candidates with the best cumulative scores (EAGLE-2, section 4.2; official inference lines 392-406).
 

@@ -25,15 +25,16 @@ def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, q
     """
     slots = torch.arange(x.shape[1], device=x.device)
     rotation = rotary(slots[None, :])
-    causal = (slots[None, :] <= slots[:, None])[None]  # [1, S, S]
+    causal = masks.Mask.up_to(slots[None], len(slots))
     if queries is None:
         queries = slots.expand(x.shape[0], -1)
     *before, last = blocks
     for block in before:
         x = block.attend_self(x, rotation, causal)
     keys, values = last.keys_values(x, rotation)
-    seen = slots <= queries[..., None]  # [B, Q, S]
-    return last(at_queries(x, queries), rotary(queries), keys, values, seen)
+    seen = masks.Mask.up_to(queries, len(slots))
+    features: Tensor = last(at_queries(x, queries), rotary(queries), keys, values, seen)
+    return features
 
 
 class LayerCaches:

@@ -83,7 +83,7 @@ class EagleDrafter(FeatureDrafter):
 
     @override
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        joined = self.fc(torch.cat((embeddings, hidden), dim=-1))
+        joined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
         return joined.to(embeddings.dtype)  # under autocast the residual stream keeps its precision
 
     def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:

@@ -37,6 +37,7 @@ from typing_extensions import override
 from ..errors import DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
+from ..nn.limits import LIMITS
 from ..targets.bundle import FrozenTarget, target_sizes
 from .feature import FeatureDrafter
 from .rounds import at_queries, loss_queries
@@ -45,8 +46,6 @@ from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
 STEP_DECAY = 0.8
 """Weight of the loss of a step relative to the one before (official ``traineagle3/main.py``)."""
-_SCORE_BYTES = 1 << 28
-"""Most bytes of attention scores at once; a larger batch is attended to in parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     if not layers[0] < layers[1] < layers[2]:
         raise DrafterError(
             f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; choose them "
-            "with --set drafter.fused_layers, for example --set drafter.fused_layers 0,1."
+            "with --set drafter.fused_layers=0,1 or other layers."
         )
     return layers
 
@@ -211,11 +210,13 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def true_features(self, states: Tensor) -> Tensor:
-        return self.fc(states)
+        features: Tensor = self.fc(states)
+        return features
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        logits, tokens = self.lm_head(self.norm(features)), self.draft_tokens
+        logits: Tensor = self.lm_head(self.norm(features))
+        tokens = self.draft_tokens
         if tokens is None:
             return logits
         return logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf).index_copy(-1, tokens, logits)
@@ -296,14 +297,30 @@ def attend_with_own_steps(
     Returns:
         [B, H, Q, d].
     """
-    row_bytes = 4 * q.shape[1] * q.shape[2] * (keys.shape[2] + len(own))
-    n_rows = max(1, _SCORE_BYTES // max(1, row_bytes))
+    query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
+    n_queries = max(1, LIMITS.score_bytes // query_bytes)
+    n_rows = max(1, n_queries // max(1, q.shape[2]))
     flat = [part for pair in own for part in pair]
     if n_rows >= q.shape[0]:
         return _attend(q, keys, values, seen, *flat)
-    # The scores are made again in the backward, so that those of few rows are held at a time.
-    parts = zip(*(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True)
-    return torch.cat([checkpoint(_attend, *part, use_reentrant=False) for part in parts])
+    # The scores are made again in the backward, so that few of them are held at a time.
+    attended = []
+    for rows in zip(*(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True):
+        row_q, row_keys, row_values, row_seen, *row_own = rows
+        of_queries = (row_q, *row_own)  # [n, heads, Q, d] each
+        parts = zip(
+            row_seen.split(n_queries, dim=1), *(part.split(n_queries, dim=2) for part in of_queries), strict=True
+        )
+        attended.append(
+            torch.cat(
+                [
+                    checkpoint(_attend, part_q, row_keys, row_values, part_seen, *part_own, use_reentrant=False)
+                    for part_seen, part_q, *part_own in parts
+                ],
+                dim=2,
+            )
+        )
+    return torch.cat(attended)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *own: Tensor) -> Tensor:

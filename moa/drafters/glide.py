@@ -157,14 +157,15 @@ class GlideDrafter(Drafter):
         return features
 
     def forward(
-        self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: Tensor, queries: Tensor | None = None
+        self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: masks.Mask | Tensor, queries: Tensor | None = None
     ) -> Tensor:
         """Run many draft rounds at once, fed with the text.
 
         Args:
             tokens: [B, T] int64, right padded.
             kv: [B, T, >= 1, D], packed target KV; the last layer is attended to.
-            seen: [B, Q, T] bool, which positions' target KV each query sees; or numbers that are added to the scores.
+            seen: which positions' target KV each query sees; where it is a tensor, [B, Q, T] bool, or numbers that are
+                added to the scores.
             queries: [B, Q] int64 positions to compute features for; None = all.
 
         Returns:
@@ -175,7 +176,7 @@ class GlideDrafter(Drafter):
             queries = positions.expand(tokens.shape[0], -1)
         embeddings = frozen.embed(tokens)
         own = self.self_attention.keys_values(embeddings, self.rotary(positions))
-        causal = positions <= queries[..., None]  # [B, Q, T]
+        causal = masks.Mask.up_to(queries, tokens.shape[1])
         target = unpack_kv(kv[:, :, -1], self.config.target_kv_heads)
         x = at_queries(embeddings, queries)
         return self._layer(x, self.rotary(queries), own, causal, target, seen)
@@ -185,17 +186,18 @@ class GlideDrafter(Drafter):
         x: Tensor,
         rotation: Rotation,
         own: KeysValues,
-        own_mask: Tensor | None,
+        own_mask: masks.Mask | Tensor | None,
         target: KeysValues,
-        target_mask: Tensor | None,
+        target_mask: masks.Mask | Tensor | None,
     ) -> Tensor:
-        """Run the layer for queries x [B, Q, E]; masks [B or 1, Q or 1, S], True = may attend, None for no mask."""
+        """Run the layer for queries x [B, Q, E]; masks as for ``attention.attend``."""
         block = self.self_attention
         q = block.self_attn.queries(block.input_layernorm(x), rotation)
         x = x + block.self_attn(q, *own, own_mask)
         q = self.cross_attention.queries(x, rotation)
         x = x + self.cross_attention(q, *target, target_mask)
-        return x + block.mlp(block.post_attention_layernorm(x))
+        out: Tensor = x + block.mlp(block.post_attention_layernorm(x))
+        return out
 
     @override
     def new_state(self, n_rows: int) -> GlideState:

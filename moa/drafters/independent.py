@@ -105,7 +105,8 @@ class IndependentDrafter(Drafter):
         Returns:
             Features after the final norm [B, Q, W].
         """
-        return self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
+        features: Tensor = self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
+        return features
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:

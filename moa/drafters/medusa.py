@@ -90,7 +90,8 @@ class MedusaHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., E] -> features [..., E]."""
-        return self.projection(self.layers(hidden))
+        features: Tensor = self.projection(self.layers(hidden))
+        return features
 
 
 class MedusaDrafter(Drafter):

@@ -244,7 +244,8 @@ class MoADrafter(Drafter):
     def encode_layers(self, kv: Tensor) -> Tensor:
         """Attend between layers, bidirectionally, RoPE position = layer index: [B, T, L, D] -> [B, T, L, D]."""
         out = self.layer_self_attention.attend_self(kv.flatten(0, 1), self._layer_rotation(kv), mask=None)
-        return out.unflatten(0, kv.shape[:2])
+        encoded: Tensor = out.unflatten(0, kv.shape[:2])
+        return encoded
 
     def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """Make what cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
@@ -267,6 +268,7 @@ class MoADrafter(Drafter):
         summaries = []  # [n, G * D] each, G groups of layers
         at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
         for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
+            part = part.to(self.dtype)
             if self.config.unrotated_keys:
                 part = rotate_packed_keys(part, self.rotary.inverse(where))
             if self.config.layer_attention:
@@ -275,10 +277,12 @@ class MoADrafter(Drafter):
             else:
                 summaries.append(part[:, 0])
         summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)
-        return self.kv_to_hidden(summary).unflatten(0, kv.shape[:2])
+        hidden: Tensor = self.kv_to_hidden(summary).unflatten(0, kv.shape[:2])
+        return hidden
 
     def _layer_rotation(self, kv: Tensor) -> Rotation:
-        return self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
+        rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
+        return rotation
 
     @override
     def new_state(self, n_rows: int) -> MoADraftState:

@@ -29,10 +29,10 @@ def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rou
         [B, Q, E], before the final norm.
     """
     queries, context = rounds.queries, rounds.context
-    key = torch.arange(kv.shape[1], device=x.device)
-    mask = masks.round_mask(queries, context, rounds.pass_index, kv.shape[1])  # [B, Q, T + Q]
-    at = torch.cat((key.expand(len(queries), -1), queries), dim=1)  # [B, T + Q]
-    by_window = {window: _within(window, mask, queries, at) for window in set(frozen.windows)}
+    by_window = {
+        window: masks.round_mask(queries, context, rounds.pass_index, kv.shape[1], window)
+        for window in set(frozen.windows)
+    }
     rotation = frozen.rotary(queries)
     first = kv.shape[2] - frozen.n_layers
     for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):
@@ -70,11 +70,6 @@ def drafted_target_layers(
     for layer, view, window in zip(frozen.blocks, views, frozen.windows, strict=True):
         x = layer.attend_behind(x, rotation, partial(_write_behind, view, before, n_fed), by_window[window])
     return x
-
-
-def _within(window: int | None, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Take from a mask [B, Q, K] the keys at positions [B, K] that lie outside a layer's window."""
-    return mask if window is None else mask & (queries[..., None] - keys[:, None, :] < window)
 
 
 def _write_behind(

@@ -27,58 +27,58 @@ class DrafterLayout(ABC):
     """One layout of one kind of drafter."""
 
     name: ClassVar[str]
-    """Its name on the command line."""
+    """The name of the layout on the command line."""
     kind: ClassVar[str]
-    """Kind of drafter that it holds, see ``registry.DRAFTERS``."""
+    """The kind of drafter that it holds, see ``registry.DRAFTERS``."""
     reader: ClassVar[str]
     """The program that loads it, for messages."""
     needs_target_config: ClassVar[bool] = False
-    """Its config.json is the target's."""
+    """Whether its config.json is the target's."""
     needs_embeddings: ClassVar[bool] = False
-    """It holds a copy of the target's embeddings."""
+    """Whether it holds a copy of the target's embeddings."""
 
     optional: ClassVar[frozenset[str]] = frozenset()
     """Tensors of the list that a folder that is not ours may lack: copies of the target's."""
 
     @abstractmethod
     def refusals(self, sizes: Any) -> list[str]:
-        """Why a drafter of these sizes would be another one in the reading program; empty if it is the same."""
+        """List why a drafter of these sizes would be another one in the reading program; empty if it is the same."""
 
     @abstractmethod
     def tensors(self, sizes: Any) -> TensorList:
-        """All tensors of the file for a drafter of these sizes."""
+        """List all tensors of the file for a drafter of these sizes."""
 
     @abstractmethod
     def pack(self, weights: Weights, sizes: Any) -> Weights:
-        """The drafter's state dict -> the file's tensors, without the target's embeddings."""
+        """Turn the drafter's state dict into the file's tensors, without the target's embeddings."""
 
     @abstractmethod
     def unpack(self, weights: Weights, sizes: Any) -> Weights:
-        """The file's tensors -> the drafter's state dict."""
+        """Turn the file's tensors into the drafter's state dict."""
 
     @abstractmethod
     def config(self, sizes: Any, target_config: Any) -> dict[str, Any]:
-        """What stands in config.json; ``target_config`` is a transformers config, None if it isn't needed."""
+        """Return the content of config.json; ``target_config`` is a transformers config, None if it isn't needed."""
 
     @abstractmethod
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """Whether a folder that is not ours holds this layout, by its tensors and its config.json."""
+        """Return whether a folder that is not ours holds this layout, by its tensors and its config.json."""
 
     @abstractmethod
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> DrafterSizes:
         """Read the sizes of the drafter of a folder that is not ours."""
 
     def canonical(self, weights: Weights) -> Weights:
-        """The tensors of a folder that is not ours under the names of the list, without those nobody reads."""
+        """Rename the tensors of a folder that is not ours to those of the list; leave out those nobody reads."""
         return {name: value for name, value in weights.items() if not name.endswith("rotary_emb.inv_freq")}
 
     def notes(self, sizes: Any) -> list[str]:
-        """What to know before the folder is used."""
+        """List what to know before the folder is used."""
         return []
 
 
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
-    """The rotation as transformers 4 and 5 write it; engines read one or the other."""
+    """Return the rotation as transformers 4 and 5 write it; engines read one or the other."""
     parameters = dict(sizes.rope_parameters)
     keys: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", 10_000.0), "rope_parameters": parameters}
     if parameters.get("rope_type", "default") != "default":
@@ -88,12 +88,12 @@ def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
 
 
 def is_rope_scaled(sizes: DrafterSizes) -> bool:
-    """Whether the target's rotation is another than the plain one."""
+    """Return whether the target's rotation is another than the plain one."""
     return bool(sizes.rope_parameters.get("rope_type", "default") != "default")
 
 
 def split_heads(sizes: DrafterSizes, who: str) -> list[str]:
-    """A refusal where the heads do not fill the width, for programs that take the head dim to be width / heads."""
+    """Return a refusal where the heads do not fill the width, for programs whose head dim is width / heads."""
     if sizes.n_heads * sizes.head_dim == sizes.hidden_size:
         return []
     return [
@@ -102,7 +102,7 @@ def split_heads(sizes: DrafterSizes, who: str) -> list[str]:
 
 
 def drafter_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of :class:`DrafterSizes` in a drafter's own config.json; the target's layers are unknown (0)."""
+    """Return fields of :class:`DrafterSizes` from a drafter's own config.json; the target's layers are unknown (0)."""
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     missing = [name for name in needed if not config.get(name)]
     if missing:

@@ -1,4 +1,4 @@
-"""Drafter checkpoints: our own layout, and those of other programs (``table.py``).
+"""Reads and writes drafter checkpoints: our own layout, and those of other programs (``table.py``).
 
 Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
 Attentions) and ``drafter.safetensors``.

@@ -31,11 +31,11 @@ from ..targets.bundle import parse_target_config
 from .base import DrafterLayout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, split_heads
 
 _EMBEDDINGS = "embed_tokens.weight"
-"""A copy of the target's; the target's own are used here."""
+"""The copy of the target's embeddings in a file; the target's own are used here."""
 
 
 def eagle_layer(prefix: str, sizes: EagleSizes, input_norm: bool) -> TensorList:
-    """Tensors of one decoder layer."""
+    """List the tensors of one decoder layer."""
     return decoder_layer(
         prefix,
         sizes.hidden_size,
@@ -58,7 +58,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
-        """The code knows the plain rotation (its linear one ignores rope_theta) and head dims of width / heads."""
+        """Refuse rotations but the plain one (the code's linear one ignores rope_theta) and odd head dims."""
         found = split_heads(sizes, self.reader)
         if is_rope_scaled(sizes):
             kind = sizes.rope_parameters["rope_type"]
@@ -67,7 +67,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def tensors(self, sizes: EagleSizes) -> TensorList:
-        """The joining layer and the decoder layers, the first of which has no input norm."""
+        """List the joining layer and the decoder layers, the first of which has no input norm."""
         n_before = _n_before(sizes)
         width = sizes.hidden_size
         tensors = {"fc.weight": TensorSpec((width, 2 * width))}
@@ -80,12 +80,12 @@ class EagleAuthorsLayout(DrafterLayout):
         return tensors
 
     def has_fc_bias(self, sizes: EagleSizes) -> bool:
-        """Whether the file has a bias of the joining layer."""
+        """Return whether the file has a bias of the joining layer."""
         return sizes.eagle_fc_bias
 
     @override
     def pack(self, weights: Weights, sizes: EagleSizes) -> Weights:
-        """Layers behind a first one without a norm, see above."""
+        """Put the layers behind a first one without a norm, see above."""
         n_before = _n_before(sizes)
         packed = {_renumbered(name, n_before): value for name, value in weights.items()}
         if n_before:
@@ -99,7 +99,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def unpack(self, weights: Weights, sizes: EagleSizes) -> Weights:
-        """Without the target's weights and the layer that only hands on."""
+        """Leave out the target's weights and the layer that hands its input on."""
         own = {name: value for name, value in weights.items() if name != _EMBEDDINGS}
         if not sizes.eagle_fc_bias and "fc.bias" in own and own.pop("fc.bias").any():
             raise CheckpointError("fc.bias is not zero, as it has to be for a drafter without one; export it again.")
@@ -110,11 +110,11 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
-        """The drafter's own; ``bias`` is that of fc."""
+        """Return the drafter's own config; ``bias`` is that of fc."""
         return self.base_config(sizes) | {"bias": sizes.eagle_fc_bias, "pad_token_id": 0}
 
     def base_config(self, sizes: EagleSizes) -> dict[str, Any]:
-        """Keys that all engines read."""
+        """Return the keys that all engines read."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -136,7 +136,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """A joining layer in front of numbered layers, which are not vLLM's name of EAGLE-3's."""
+        """Look for a joining layer in front of numbered layers, which are not vLLM's name of EAGLE-3's."""
         is_eagle3 = "layers.0.hidden_norm.weight" in names
         return "fc.weight" in names and any(name.startswith("layers.0.") for name in names) and not is_eagle3
 
@@ -152,13 +152,13 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def canonical(self, weights: Weights) -> Weights:
-        """Without the prefix that transformers' causal LMs have, and without a copy of the target's LM head."""
+        """Leave out the prefix that transformers' causal LMs have, and a copy of the target's LM head."""
         own = {name.removeprefix("model."): value for name, value in super().canonical(weights).items()}
         return {name: value for name, value in own.items() if name != "lm_head.weight"}
 
     @override
     def notes(self, sizes: EagleSizes) -> list[str]:
-        """The price of the layer that hands on."""
+        """Name the price of the layer that hands its input on."""
         if not _n_before(sizes):
             return []
         return [
@@ -168,7 +168,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
 
 class VllmEagleLayout(EagleAuthorsLayout):
-    """What vLLM loads with ``--speculative-config '{"method": "eagle", "model": FOLDER, ...}'``."""
+    """The folder that vLLM loads with ``--speculative-config '{"method": "eagle", "model": FOLDER, ...}'``."""
 
     name: ClassVar[str] = "vllm-eagle"
     reader: ClassVar[str] = "vLLM"
@@ -176,22 +176,22 @@ class VllmEagleLayout(EagleAuthorsLayout):
 
     @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
-        """The joining layer has no bias there."""
+        """Refuse a bias of the joining layer, which has none there."""
         return ["fc has a bias, and that of vLLM has none"] if sizes.eagle_fc_bias else []
 
     @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
-        """``bias`` would give the attention biases."""
+        """Return it without ``bias``, which would give the attention biases."""
         return self.base_config(sizes) | {"bias": False}
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """Never: without our key it is read as ``eagle``."""
+        """Return False: without our key it is read as ``eagle``."""
         return False
 
 
 class SglangEagleLayout(EagleAuthorsLayout):
-    """What SGLang loads with ``--speculative-algorithm EAGLE --speculative-draft-model-path FOLDER``."""
+    """The folder that SGLang loads with ``--speculative-algorithm EAGLE --speculative-draft-model-path FOLDER``."""
 
     name: ClassVar[str] = "sglang-eagle"
     reader: ClassVar[str] = "SGLang"
@@ -203,19 +203,19 @@ class SglangEagleLayout(EagleAuthorsLayout):
 
     @override
     def has_fc_bias(self, sizes: EagleSizes) -> bool:
-        """Always: SGLang's has one, which stays random where the file has none."""
+        """Return True: SGLang's has one, which stays random where the file has none."""
         return True
 
     @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
-        """``bias`` would give the attention biases; biases of q, k and v come with Qwen2's layer."""
+        """Return it without ``bias``, which gives the attention biases; those of q, k and v come with Qwen2's layer."""
         family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
         own = {"architectures": [f"{family}ForCausalLMEagle"], "model_type": model_type, "bias": False}
         return self.base_config(sizes) | own
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """Never: without our key it is read as ``eagle``."""
+        """Return False: without our key it is read as ``eagle``."""
         return False
 
 
@@ -229,13 +229,13 @@ class MoaEagleLayout(DrafterLayout):
 
     @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
-        """Every layer is a full Llama layer, and fc has no bias."""
+        """Refuse a first layer without its norm, and a bias of fc."""
         found = [] if sizes.eagle_input_norm else [f"the first layer has no input norm, and {self.reader} has one"]
         return found + ([f"fc has a bias, and {self.reader} has none"] if sizes.eagle_fc_bias else [])
 
     @override
     def tensors(self, sizes: EagleSizes) -> TensorList:
-        """The joining layer, and a numbered list of layers."""
+        """List the joining layer and the numbered layers."""
         tensors = {"spec_model_fc.weight": TensorSpec((sizes.hidden_size, 2 * sizes.hidden_size))}
         for index in range(sizes.eagle_layers):
             tensors |= eagle_layer(f"spec_model.{index}.", sizes, input_norm=True)
@@ -254,17 +254,17 @@ class MoaEagleLayout(DrafterLayout):
 
     @override
     def canonical(self, weights: Weights) -> Weights:
-        """With a number also where there is one layer, of the target's own sizes."""
+        """Number the layer where there is one, too."""
         return {_numbered(name): value for name, value in super().canonical(weights).items()}
 
     @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
-        """The target's; the code gets the drafter's sizes from its own settings."""
-        return target_config.to_dict() | rope_keys(sizes)
+        """Return the target's config; the code gets the drafter's sizes from its own settings."""
+        return {**target_config.to_dict(), **rope_keys(sizes)}
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """Its own name of the joining layer."""
+        """Look for this layout's own name of the joining layer."""
         return "spec_model_fc.weight" in names
 
     @override
@@ -279,7 +279,7 @@ class MoaEagleLayout(DrafterLayout):
 
     @override
     def notes(self, sizes: EagleSizes) -> list[str]:
-        """The sizes that stand nowhere in the folder but for our own key."""
+        """Name the sizes that stand in the folder below our own key alone."""
         return [
             f"moa_spec's settings have to name the drafter's sizes: {sizes.eagle_layers} layers, "
             f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"
@@ -287,18 +287,18 @@ class MoaEagleLayout(DrafterLayout):
 
 
 def _n_before(sizes: EagleSizes) -> int:
-    """Layers that only hand on: one for a drafter with a norm before its first layer."""
+    """Return how many layers hand their input on unchanged: one for a drafter with a norm before its first layer."""
     return int(sizes.eagle_input_norm)
 
 
 def _renumbered(name: str, shift: int) -> str:
-    """``layers.0.x`` -> ``layers.1.x`` for a shift of 1; other names as they are."""
+    """Rename ``layers.0.x`` to ``layers.1.x`` for a shift of 1; other names stay."""
     head, *rest = name.split(".")
     return ".".join(("layers", str(int(rest[0]) + shift), *rest[1:])) if head == "layers" else name
 
 
 def _numbered(name: str) -> str:
-    """``spec_model.x`` -> ``spec_model.0.x``."""
+    """Rename ``spec_model.x`` to ``spec_model.0.x``."""
     rest = name.removeprefix("spec_model.")
     return name if rest == name or rest[:1].isdigit() else f"spec_model.0.{rest}"
 
@@ -308,7 +308,7 @@ def _replaced(name: str, *pairs: tuple[str, str]) -> str:
 
 
 def _sizes(weights: Weights, facts: dict[str, Any]) -> EagleSizes:
-    """Sizes from shapes."""
+    """Infer sizes from shapes."""
     first = "layers.0."
     read = {
         "self_attention_kv_heads": rows(weights, f"{first}self_attn.k_proj.weight") // facts["head_dim"],

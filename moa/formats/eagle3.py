@@ -27,7 +27,7 @@ from ..files.tensor_list import TensorList, TensorSpec, decoder_layer
 from .base import DrafterLayout, Weights, drafter_facts, rope_keys, rows
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-"""Both engines know it under this name."""
+"""The architecture's name in both engines."""
 
 
 def eagle3_tensors(
@@ -42,7 +42,7 @@ def eagle3_tensors(
     target_width: int | None = None,
     n_features: int = 3,
 ) -> TensorList:
-    """All tensors of the file; embeddings are left out, so that the engines share the target's.
+    """List all tensors of the file; embeddings are left out, so that the engines share the target's.
 
     Args:
         width: E of the drafter.
@@ -87,7 +87,7 @@ def check_vocabulary_map(weights: Mapping[str, Tensor]) -> None:
 def eagle3_config(
     sizes: Mapping[str, Any], draft_vocab_size: int, layers: Sequence[int], target_width: int | None = None
 ) -> dict[str, Any]:
-    """Keys of config.json that EAGLE-3 adds to those of a Llama of one layer.
+    """Return the keys of config.json that EAGLE-3 adds to those of a Llama of one layer.
 
     Args:
         layers: decoder layers of the target, from 0, whose outputs are joined.
@@ -107,7 +107,7 @@ def eagle3_config(
 
 
 class Eagle3Layout(DrafterLayout):
-    """What vLLM (``"method": "eagle3"``) and SGLang (``--speculative-algorithm EAGLE3``) load."""
+    """The folder that vLLM (``"method": "eagle3"``) and SGLang (``--speculative-algorithm EAGLE3``) load."""
 
     name: ClassVar[str] = "eagle3"
     kind: ClassVar[str] = Eagle3Sizes.kind
@@ -115,7 +115,7 @@ class Eagle3Layout(DrafterLayout):
 
     @override
     def refusals(self, sizes: Eagle3Sizes) -> list[str]:
-        """Biases of q, k and v have no place, and the joining layer takes three states."""
+        """Refuse biases of q, k and v, which have no place, and other than three joined states."""
         found = ["q, k and v have biases, and the engines have none"] if sizes.qkv_bias else []
         if (n := len(sizes.fused_layers)) != 3:
             found.append(f"it joins {n} layers of the target, and the engines join 3 (train with three fused_layers)")
@@ -146,7 +146,7 @@ class Eagle3Layout(DrafterLayout):
 
     @override
     def config(self, sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
-        """A Llama of one layer, the draft vocabulary and the fused layers; ``test_time_steps`` is training's."""
+        """Return a Llama of one layer, the draft vocabulary and the fused layers; ``test_time_steps`` is training's."""
         base = {
             "hidden_act": "silu",
             "hidden_size": sizes.hidden_size,
@@ -164,19 +164,19 @@ class Eagle3Layout(DrafterLayout):
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """A joining layer in front of the one layer that has this name."""
+        """Look for a joining layer in front of the one layer that has this name."""
         return {"fc.weight", "midlayer.hidden_norm.weight"} <= names
 
     @override
     def canonical(self, weights: Weights) -> Weights:
-        """Without the prefix of causal LMs and a copy of the embeddings; vLLM's name of the layer becomes the other."""
+        """Leave out the prefix of causal LMs and a copy of the embeddings; rename vLLM's layer to the other name."""
         own = {name.removeprefix("model."): value for name, value in super().canonical(weights).items()}
         own = {name.replace("layers.0.", "midlayer."): value for name, value in own.items()}
         return {name: value for name, value in own.items() if name != "embed_tokens.weight"}
 
     @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> Eagle3Sizes:
-        """From the drafter's config.json and the shapes; the fused layers are those of config.json."""
+        """Read them from the drafter's config.json, the fused layers included, and from the shapes."""
         facts = drafter_facts(config)
         read = {
             "self_attention_kv_heads": rows(weights, "midlayer.self_attn.k_proj.weight") // facts["head_dim"],
@@ -191,7 +191,7 @@ class Eagle3Layout(DrafterLayout):
 
 
 def fused_layers_of(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Decoder layers, from 0, that a foreign config.json names for the engines.
+    """Return the decoder layers, from 0, that a foreign config.json names for the engines.
 
     Raises:
         CheckpointError: it names none, so that they would have to be guessed from the target's depth.

@@ -27,17 +27,17 @@ _BLOCKS = ("self_attention", "cross_attention", "layer_self_attention")
 
 
 def to_official_keys(weights: Mapping[str, Tensor]) -> Weights:
-    """Own state-dict keys -> official ones."""
+    """Turn own state-dict keys into official ones."""
     return {name.replace(_OWN_PROJECTION, _OFFICIAL_PROJECTION): value for name, value in weights.items()}
 
 
 def from_official_keys(weights: Mapping[str, Tensor]) -> Weights:
-    """Official state-dict keys -> own ones."""
+    """Turn official state-dict keys into own ones."""
     return {name.replace(_OFFICIAL_PROJECTION, _OWN_PROJECTION): value for name, value in weights.items()}
 
 
 def _unlike_the_paper(sizes: MoASizes, who: str) -> list[str]:
-    """Refusals where the drafter was trained otherwise than in the paper."""
+    """List refusals where the drafter was trained otherwise than in the paper."""
     found = [] if sizes.layer_attention else [f"it has no layer self-attention, which {who} always runs"]
     if sizes.cross_attention_drafts:
         found.append(
@@ -64,7 +64,7 @@ def sizes_from_official(weights: Mapping[str, Tensor], target_config: Any) -> Mo
 
 
 def _sizes(weights: Mapping[str, Tensor], facts: dict[str, Any]) -> MoASizes:
-    """Sizes from shapes.
+    """Infer sizes from shapes.
 
     Layer self-attention has the target's query heads and the head dim that its q_proj implies, also where that does not
     divide the KV width evenly (the official code rounds down).
@@ -97,7 +97,7 @@ class MoaLayout(DrafterLayout):
 
     @override
     def refusals(self, sizes: MoASizes) -> list[str]:
-        """Sizes that the official code does not read from anywhere, or takes to be others."""
+        """Refuse sizes that the official code does not read from anywhere, or takes to be others."""
         found = split_heads(sizes, self.reader) + _unlike_the_paper(sizes, self.reader)
         heads, head_dim = sizes.layer_attention_heads, sizes.layer_attention_head_dim
         if (heads, head_dim) != (sizes.n_heads, sizes.kv_width // sizes.n_heads):
@@ -115,7 +115,7 @@ class MoaLayout(DrafterLayout):
 
     @override
     def tensors(self, sizes: MoASizes) -> TensorList:
-        """Three decoder layers and Ekv2E; biases of q, k, v only with Qwen2, and never in cross-attention."""
+        """List three decoder layers and Ekv2E; biases of q, k, v only with Qwen2, and never in cross-attention."""
         width, queries, keys = sizes.hidden_size, sizes.n_heads * sizes.head_dim, sizes.head_dim
         layer_queries = sizes.layer_attention_heads * sizes.layer_attention_head_dim
         layer_keys = sizes.layer_attention_kv_heads * sizes.layer_attention_head_dim
@@ -148,12 +148,12 @@ class MoaLayout(DrafterLayout):
 
     @override
     def config(self, sizes: MoASizes, target_config: Any) -> dict[str, Any]:
-        """The target's; the official code gets the drafter's sizes from its own settings."""
-        return target_config.to_dict() | rope_keys(sizes)
+        """Return the target's config; the official code gets the drafter's sizes from its own settings."""
+        return {**target_config.to_dict(), **rope_keys(sizes)}
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """The layer self-attention beside the config of a target."""
+        """Look for layer self-attention beside the config of a target."""
         return _is_moa(names) and config.get("model_type") != MoaVllmLayout.model_type
 
     @override
@@ -166,7 +166,7 @@ class MoaLayout(DrafterLayout):
 
     @override
     def notes(self, sizes: MoASizes) -> list[str]:
-        """The sizes that stand nowhere in the folder but for our own key."""
+        """Name the sizes that stand in the folder below our own key alone."""
         told = (
             f"moa_spec's settings have to name the drafter's sizes: KV heads {sizes.self_attention_kv_heads}, "
             f"{sizes.cross_attention_kv_heads}, {sizes.layer_attention_kv_heads} and MLP widths "
@@ -178,7 +178,7 @@ class MoaLayout(DrafterLayout):
 
 
 class MoaVllmLayout(MoaLayout):
-    """What the authors' fork of vLLM loads: the same tensors, and a config.json with the drafter's sizes."""
+    """The folder that the authors' fork of vLLM loads: the same tensors, and a config.json with the drafter's sizes."""
 
     name: ClassVar[str] = "moa-vllm"
     reader: ClassVar[str] = "the MoA authors' fork of vLLM"
@@ -187,7 +187,7 @@ class MoaVllmLayout(MoaLayout):
 
     @override
     def refusals(self, sizes: MoASizes) -> list[str]:
-        """What the fork asserts, or has no place for."""
+        """Refuse what the fork asserts against, or has no place for."""
         found = split_heads(sizes, self.reader) + _unlike_the_paper(sizes, self.reader)
         if sizes.self_attention_kv_heads != sizes.cross_attention_kv_heads:
             found.append(
@@ -207,7 +207,7 @@ class MoaVllmLayout(MoaLayout):
 
     @override
     def config(self, sizes: MoASizes, target_config: Any) -> dict[str, Any]:
-        """Keys of ``MOASpecConfig``."""
+        """Return the keys of ``MOASpecConfig``."""
         values: dict[str, Any] = {
             "model_type": self.model_type,
             "architectures": ["MOASpecModel"],
@@ -228,12 +228,12 @@ class MoaVllmLayout(MoaLayout):
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """The layer self-attention beside ``moa_spec``."""
+        """Look for layer self-attention beside ``moa_spec``."""
         return _is_moa(names) and config.get("model_type") == self.model_type
 
     @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> MoASizes:
-        """From its own keys and the shapes; the number of the target's layers stands nowhere."""
+        """Read them from its own keys and the shapes; the number of the target's layers stands nowhere."""
         facts = drafter_facts(config)
         return _sizes(weights, facts | {"kv_width": rows(weights, "layer_self_attention.input_layernorm.weight")})
 

@@ -1,4 +1,4 @@
-"""The layouts in which other programs keep drafters: a table of them, reading a folder, writing a folder."""
+"""Reads and writes folders in the layouts of other programs, by a table of them."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, DrafterLayout] = {
         Eagle3Layout(),
     )
 }
-"""By name; a folder that is not ours belongs to the first one that recognises it."""
+"""The layouts by name; a folder that is not ours belongs to the first one that recognises it."""
 
 
 def read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
@@ -136,7 +136,7 @@ def read_safetensors(file: Path) -> Weights:
 
 
 def _own_entry(folder: Path, entry: Any) -> tuple[DrafterLayout, DrafterSizes]:
-    """Layout and sizes from what :func:`write_layout` left in config.json."""
+    """Return layout and sizes from what :func:`write_layout` left in config.json."""
     where = f"{folder / CONFIG_NAME}, key {OWN_KEY!r}"
     if not isinstance(entry, Mapping) or not isinstance(entry.get("drafter"), dict):
         raise CheckpointError(f"{where} is not what this program writes; export the drafter again.")

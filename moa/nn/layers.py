@@ -18,6 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import DrafterError
 from ..files.foreign import parsing
+from .attention import attend
+from .masks import Mask
 
 Rotation = tuple[Tensor, Tensor]
 """cos, and sin with the sign of its term (negative in the first half), each [..., d], float32."""
@@ -95,7 +97,7 @@ class Rotary(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "Rotary":
         """Move with the module, but keep the float32 values."""
         exact = self.inv_freq
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
         self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
@@ -125,7 +127,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
     if torch.is_grad_enabled():
-        return _Rotate.apply(x, cos, sin)
+        rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]  # torch's apply has no types
+        return rotated
     # A draft step is a few tokens, of which the number of calls is the cost.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
@@ -161,7 +164,10 @@ class RMSNorm(nn.RMSNorm):
         """[..., E] -> [..., E]."""
         trains = torch.is_grad_enabled() and x.device.type == "cpu"
         if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
-            return _RMSNorm.apply(x, self.weight, self.eps)
+            normed: Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+                x, self.weight, self.eps
+            )
+            return normed
         return super().forward(x)
 
 
@@ -172,7 +178,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         scale = mean_square.add_(eps).rsqrt_()
-        unit = x * scale
+        unit: Tensor = x * scale
         ctx.save_for_backward(unit, scale, weight)
         return unit * weight
 
@@ -227,30 +233,10 @@ class Attention(nn.Module):
             k = self.k_norm(k)
         return rotate(k.transpose(1, 2), rotation), v.transpose(1, 2)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask [B or 1, Q, S] bool (True = attend) -> [B, Q, E]."""
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
-            attended = attend_many_short(q, k, v)
-        else:
-            if mask is not None:
-                mask = mask.unsqueeze(1)
-            grouped = self.n_heads != self.n_kv_heads
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)  # [B, H, Q, d]
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
-
-
-def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of many short sequences, as layer self-attention has them; equals the fused kernel without a mask.
-
-    On CPU the fused kernel pays per sequence and head; here the query heads of a group are more rows of one product.
-    q [B, H, Q, d], k and v [B, H_kv, S, d] -> [B, H, Q, d].
-    """
-    n_kv_heads, head_dim = k.shape[1], k.shape[3]
-    rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
-    scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
-    attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
-    return attended.reshape(q.shape)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
+        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask as for :func:`.attention.attend` -> [B, Q, E]."""
+        out: Tensor = self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return out
 
 
 class GatedMLP(nn.Module):
@@ -264,11 +250,13 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
-        return self.down_proj(self.gated(x))
+        out: Tensor = self.down_proj(self.gated(x))
+        return out
 
     def gated(self, x: Tensor) -> Tensor:
         """[..., E] -> what the down projection gets, [..., MLP width]."""
-        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+        gated: Tensor = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return gated
 
 
 class DecoderBlock(nn.Module):
@@ -283,7 +271,8 @@ class DecoderBlock(nn.Module):
 
     def normed(self, x: Tensor) -> Tensor:
         """What queries, keys and values are made from: [..., E] -> [..., E]."""
-        return self.input_layernorm(x)
+        normed: Tensor = self.input_layernorm(x)
+        return normed
 
     def residual(self, x: Tensor) -> Tensor:
         """What the attention's output is added to: [..., E] -> [..., E]."""
@@ -297,30 +286,32 @@ class DecoderBlock(nn.Module):
         """Keys and values [B, H_kv, S, d] of a source [B, S, E], which is normed here."""
         return self.self_attn.keys_values(self.normed(source), rotation)
 
-    def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Mask | Tensor | None
+    ) -> Tensor:
         """Let the queries x [B, Q, E] attend to given keys and values: [B, Q, E].
 
         Args:
             rotation: of the queries' positions, [B or 1, Q, d].
             keys: [B, H_kv, S, d], rotated.
             values: [B, H_kv, S, d].
-            mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
+            mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
         """
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
-    def attend_behind(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Tensor | None) -> Tensor:
+    def attend_behind(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
 
         Args:
             rotation: of x's positions, [B or 1, Q, d].
             append: takes x's own keys and values, each [B, H_kv, Q, d], and gives all, each [B, H_kv, S, d].
-            mask: [B or 1, Q, S] bool, True where a query may attend; None for no mask.
+            mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
         """
         normed = self.normed(x)
         keys, values = append(*self.self_attn.keys_values(normed, rotation))
         return self.finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
 
-    def attend_self(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         """Self-attention over x [B, T, E]; equals :meth:`forward` on x's own keys and values with one norm less."""
         return self.finish(x, self._self_attention(x, rotation, mask))
 
@@ -331,14 +322,16 @@ class DecoderBlock(nn.Module):
         """
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
-        return _group_means(x, n_groups) + self.mlp.down_proj(_group_means(gated, n_groups))
+        out: Tensor = _group_means(x, n_groups) + self.mlp.down_proj(_group_means(gated, n_groups))
+        return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """What follows the attention: x and its output [B, Q, E] -> [B, Q, E]."""
         x = self.residual(x) + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
-    def _self_attention(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def _self_attention(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         norm, scale = self.input_layernorm, None
         reads_data = torch.is_grad_enabled() and not x.requires_grad and type(self).normed is DecoderBlock.normed
         if isinstance(norm, RMSNorm) and reads_data:
@@ -347,7 +340,8 @@ class DecoderBlock(nn.Module):
         else:
             normed = self.normed(x)
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
-        return self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
+        out: Tensor = self.self_attn(self.self_attn.queries(normed, rotation, scale), keys, values, mask)
+        return out
 
 
 def _group_means(x: Tensor, n_groups: int) -> Tensor:

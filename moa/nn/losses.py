@@ -1,13 +1,20 @@
 """Distillation losses per position; the reduction is the caller's.
 
 Shapes: N positions, J draft steps, E hidden width, V vocabulary, V_d draft vocabulary.
+
+The loss goes through an LM head, the largest matrix that there is: 1 GB for 128,256 tokens of width 4,096 in bfloat16.
+So positions are taken in chunks, whose logits are bounded in bytes, but in at most ``MOST_CHUNKS`` of them, each of
+which reads the head once. A frozen head stays in its own dtype; where features are wider, blocks of it are cast.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .limits import LIMITS
 
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -23,25 +30,68 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return -(probability * log_draft).sum(dim=-1)
 
 
+MOST_CHUNKS = 8
+"""Most times that the loss of one forward reads an LM head."""
+_CAST_BYTES = 1 << 28
+"""Most bytes of an LM head that are cast, or of its gradient that are made, at once."""
+
+
+def chunk_rows(n_rows: int, n_logits: int, chunk_bytes: int | None = None) -> int:
+    """Positions of a chunk, of ``n_rows`` positions that have ``n_logits`` float32 logits each."""
+    chunk_bytes = LIMITS.logits_bytes if chunk_bytes is None else chunk_bytes
+    rows = max(1, chunk_bytes // (4 * n_logits), -(-n_rows // MOST_CHUNKS))
+    if LIMITS.watched is not None:
+        LIMITS.watched.append(4 * n_logits * min(rows, n_rows))
+    return rows
+
+
+def _blocks(head: Tensor) -> Iterator[slice]:
+    """Cut the vocabulary of a head [V, E] where casting it, or making its gradient, takes too much at once."""
+    n_tokens = max(1, _CAST_BYTES // (4 * head.shape[1]))
+    return (slice(start, start + n_tokens) for start in range(0, head.shape[0], n_tokens))
+
+
+def logits_of(x: Tensor, head: Tensor) -> Tensor:
+    """Apply a head [V, E] to x [..., E], in the dtype of x: [..., V]."""
+    if x.dtype == head.dtype or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, head)
+    logits = x.new_empty(*x.shape[:-1], head.shape[0])
+    for block in _blocks(head):
+        logits[..., block] = F.linear(x, head[block].to(x.dtype))
+    return logits
+
+
+def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring a gradient of logits [..., V] back to features [..., E], in their dtype."""
+    if dtype == head.dtype:
+        return error.to(dtype) @ head
+    parts = (error[..., block].to(dtype) @ head[block].to(dtype) for block in _blocks(head))
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total
+
+
 class _ChunkedForwardKL(torch.autograd.Function):
     """Forward KL through a frozen LM head, chunk by chunk; the gradient is made on the way, so no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, chunk_rows: int) -> Tensor:
+    def forward(ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None) -> Tensor:
         value = features.new_empty(features.shape[0], dtype=torch.float32)
         grad = torch.empty_like(features)
-        for first in range(0, features.shape[0], chunk_rows):
-            part = slice(first, first + chunk_rows)
-            probability = F.linear(hidden[part], head).float().softmax(dim=-1)
-            log_draft = F.linear(features[part], head).float().log_softmax(dim=-1)
+        n_rows = chunk_rows(features.shape[0], head.shape[0], chunk_bytes)
+        for first in range(0, features.shape[0], n_rows):
+            part = slice(first, first + n_rows)
+            probability = logits_of(hidden[part], head).float().softmax(dim=-1)
+            log_draft = logits_of(features[part], head).float().log_softmax(dim=-1)
             draft = log_draft.exp()
-            if head.dtype == torch.float16:
+            if features.dtype == torch.float16:
                 # The one dtype whose products overflow to -inf. Asking a tensor for such would make the host wait.
                 excluded = torch.isinf(log_draft)
                 log_draft.masked_fill_(excluded, 0.0)
                 draft = draft * probability.masked_fill_(excluded, 0.0).sum(dim=-1, keepdim=True)
             value[part] = -(probability * log_draft).sum(dim=-1)
-            grad[part] = (draft - probability).to(head.dtype) @ head
+            grad[part] = _through_head(draft - probability, head, features.dtype)
         ctx.save_for_backward(grad)
         return value
 
@@ -51,7 +101,7 @@ class _ChunkedForwardKL(torch.autograd.Function):
         return grad * grad_outputs[0][:, None].to(grad.dtype), None, None, None
 
 
-def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int = 1 << 26) -> Tensor:
+def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None = None) -> Tensor:
     """:func:`forward_kl` of two feature streams through one frozen LM head, without [N, V] logits.
 
     Equal to ``forward_kl(features @ head.T, hidden @ head.T)`` in value and in the gradient of ``features``; peak
@@ -60,17 +110,19 @@ def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_byt
     Args:
         features: [N, E], the drafter's.
         hidden: [N, E], the target's, after its final norm.
-        head: [V, E], frozen.
-        chunk_bytes: bound on one float32 logits buffer, in bytes.
+        head: [V, E], frozen; of another dtype than the features where it is stored in a narrower one.
+        chunk_bytes: bound on one float32 logits buffer, in bytes, None for the common one; see :func:`chunk_rows`.
 
     Returns:
         [N] float32, in nats.
     """
-    chunk_rows = max(1, chunk_bytes // (4 * head.shape[0]))
     if torch.is_autocast_enabled(features.device.type):
         dtype = torch.get_autocast_dtype(features.device.type)
         features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
-    return _ChunkedForwardKL.apply(features, hidden.to(features.dtype), head.to(features.dtype), chunk_rows)
+    losses: Tensor = _ChunkedForwardKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+        features, hidden.to(features.dtype), head, chunk_bytes
+    )
+    return losses
 
 
 class _ChunkedHeadKL(torch.autograd.Function):
@@ -85,15 +137,17 @@ class _ChunkedHeadKL(torch.autograd.Function):
         target_head: Tensor,
         weights: Tensor,
         tokens: Tensor | None,
-        chunk_rows: int,
+        chunk_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
         total = features.new_zeros((), dtype=torch.float32)
         by_step = features.new_zeros(features.shape[1], dtype=torch.float32)
         grad_features = torch.empty_like(features)
         grad_head = torch.zeros_like(head, dtype=torch.float32)
-        for first in range(0, features.shape[0], chunk_rows):
-            part = slice(first, first + chunk_rows)
-            probability = F.linear(hidden[part], target_head).float().softmax(dim=-1)[:, None]  # [n, 1, V]
+        n_logits = features.shape[1] * head.shape[0] + target_head.shape[0]
+        n_rows = chunk_rows(features.shape[0], n_logits, chunk_bytes)
+        for first in range(0, features.shape[0], n_rows):
+            part = slice(first, first + n_rows)
+            probability = logits_of(hidden[part], target_head).float().softmax(dim=-1)[:, None]  # [n, 1, V]
             if tokens is not None:
                 probability = probability[..., tokens]
             log_draft = F.linear(features[part], head).float().log_softmax(dim=-1)  # [n, J, V_d]
@@ -103,16 +157,20 @@ class _ChunkedHeadKL(torch.autograd.Function):
             error = log_draft.exp_().mul_(probability.sum(dim=-1, keepdim=True)).sub_(probability)
             error = error.mul_(weights[part, :, None]).to(head.dtype)
             grad_features[part] = error @ head
-            grad_head += (error.flatten(0, 1).T @ features[part].flatten(0, 1)).float()
-        ctx.save_for_backward(grad_features, grad_head.to(head.dtype))
+            for block in _blocks(head):
+                grad_head[block] += (error[..., block].flatten(0, 1).T @ features[part].flatten(0, 1)).float()
+        ctx.save_for_backward(grad_features)
+        ctx.grad_head = grad_head
         ctx.mark_non_differentiable(by_step)
         return total, by_step
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_features, grad_head = ctx.saved_tensors
+        (grad_features,) = ctx.saved_tensors
         scale = grad_outputs[0].to(grad_features.dtype)
-        return grad_features * scale, None, grad_head * scale, None, None, None, None
+        # As large as the head: scaled in place, and given away.
+        grad_head, ctx.grad_head = ctx.grad_head.to(grad_features.dtype), None
+        return grad_features * scale, None, grad_head.mul_(scale), None, None, None, None
 
 
 def chunked_head_kl(
@@ -122,7 +180,7 @@ def chunked_head_kl(
     target_head: Tensor,
     weights: Tensor,
     tokens: Tensor | None = None,
-    chunk_bytes: int = 1 << 26,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`forward_kl` of several draft steps at each position, through an LM head that is trained too.
 
@@ -133,22 +191,25 @@ def chunked_head_kl(
     Args:
         features: [N, J, E], the drafter's for J steps that draft from a position.
         hidden: [N, E], the target's there, after its final norm.
-        head: [V_d, E], trained.
-        target_head: [V, E], frozen.
+        head: [V_d, E], trained; its gradient can be asked for once.
+        target_head: [V, E], frozen, in any dtype.
         weights: [N, J] from 0 up, of the sum.
         tokens: [V_d] int64, the draft vocabulary; None for all tokens.
-        chunk_bytes: bound on one float32 logits buffer, in bytes.
+        chunk_bytes: bound on one float32 logits buffer, in bytes, None for the common one; see :func:`chunk_rows`.
 
     Returns:
         The weighted sum, a float32 scalar in nats, and [J] float32, each step's unweighted sum over the positions whose
         weight is above 0, which has no gradient.
     """
-    chunk_rows = max(1, chunk_bytes // (4 * (features.shape[1] * head.shape[0] + target_head.shape[0])))
     dtype = features.dtype
     if torch.is_autocast_enabled(features.device.type):
         dtype = torch.get_autocast_dtype(features.device.type)
-    features, hidden, head, target_head = (part.to(dtype) for part in (features, hidden, head, target_head))
-    return _ChunkedHeadKL.apply(features, hidden, head, target_head, weights, tokens, chunk_rows)
+        target_head = target_head.to(dtype)
+    features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
+    loss, by_step = _ChunkedHeadKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+        features, hidden, head, target_head, weights, tokens, chunk_bytes
+    )
+    return loss, by_step
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Attention masks of drafter training as pure functions; every random draw is an argument.
 
 Shapes: B batch, T tokens, Q query rows. Masks are bool, True = may attend. ``queries`` are positions and
-``last_context_of_query`` is s(i) of each (below), both [B, Q] int64; ``n_keys`` is T.
+``last_context_of_query`` is s(i) of each (below), both [B, Q] int64; ``n_keys`` is T. Masks of training are rules over
+indices (:class:`Mask`), those of decoding are tensors.
 
 A *drafted* position has no target KV when the drafter reaches it; all others are *context*. With step bound e,
 every e-th position of a response becomes context again, as after a verification. For e = 4 and a
@@ -14,7 +15,10 @@ response from position 3 on::
     cross-attention of 6: keys 0..4         self-attention of 6: keys 0..6, or 5..6 in a staircase row
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,56 +63,113 @@ def last_context(drafted: Tensor) -> Tensor:
     return torch.where(drafted, 0, index).cummax(dim=1).values
 
 
-def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Tensor:
-    """Step-bounded cross-attention: keys up to s(i), [B, Q, T] bool (official line 210)."""
-    key = torch.arange(n_keys, device=last_context_of_query.device)
-    return key <= last_context_of_query[..., None]
+@dataclass
+class Mask:
+    """What each query sees, as a rule: indices of a row, of a query and of a key, which broadcast -> bool.
+
+    One rule serves the dense mask and kernels that ask it block by block. Keys may lie in parts behind one another,
+    each with a rule that counts its own keys from 0.
+    """
+
+    n_rows: int
+    n_queries: int
+    parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
+    """Number of keys and rule of each part."""
+    device: torch.device
+    block_mask: Any = None
+    """The same for FlexAttention, once it was asked for."""
+
+    @classmethod
+    def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
+        """See the keys up to a position of each query, [B or 1, Q] int64."""
+        n_rows, n_queries = last_seen.shape
+
+        def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return key <= last_seen[row, query]
+
+        return cls(n_rows, n_queries, ((n_keys, rule),), last_seen.device)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, queries and keys."""
+        return self.n_rows, self.n_queries, sum(n_keys for n_keys, _ in self.parts)
+
+    def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Say whether a query sees a key; the keys of all parts are counted on."""
+        (n_keys, rule), *others = self.parts
+        seen = rule(row, query, key.clamp(max=n_keys - 1)) & (key < n_keys)
+        for n_more, rule in others:
+            inside = (key >= n_keys) & (key < n_keys + n_more)
+            seen = seen | (inside & rule(row, query, (key - n_keys).clamp(0, n_more - 1)))
+            n_keys += n_more
+        return seen
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """[B or 1, Q, S] bool."""
+        row = torch.arange(self.n_rows, device=self.device)[:, None, None]
+        query = torch.arange(self.n_queries, device=self.device)[:, None]
+        parts = [rule(row, query, torch.arange(n_keys, device=self.device)) for n_keys, rule in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int) -> Tensor:
+def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Mask:
+    """Step-bounded cross-attention: keys up to s(i) (official line 210)."""
+    return Mask.up_to(last_context_of_query, n_keys)
+
+
+def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int) -> Mask:
     """Causal self-attention; of staircase queries only the drafted block and the query itself (official 169-193).
-
-    Returns [B, Q, T] bool.
 
     Args:
         staircase: [B, Q] or [B, 1] bool.
     """
-    key = torch.arange(n_keys, device=queries.device)
-    query = queries[..., None]
-    causal = key <= query
-    block = (key > last_context_of_query[..., None]) | (key == query)
-    return causal & (block | ~staircase[..., None])
+    staircase = staircase.expand_as(queries)
+
+    def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        position = queries[row, query]
+        block = (key > last_context_of_query[row, query]) | (key == position)
+        return (key <= position) & (block | ~staircase[row, query])
+
+    n_rows, n_queries = queries.shape
+    return Mask(n_rows, n_queries, ((n_keys, rule),), queries.device)
 
 
-def drafted_block_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None = None) -> Tensor:
-    """Say which drafted queries of one row share a block, for layers over drafted features.
+def round_mask(
+    queries: Tensor,
+    last_context_of_query: Tensor,
+    pass_index: Tensor | None,
+    n_keys: int,
+    window: int | None = None,
+) -> Mask:
+    """Say what drafted queries see of T verified positions and, behind these, of each other.
+
+    Of each other they see the block of their own round up to themselves; duplicated (padding) queries see themselves
+    alone, so that no row is empty.
 
     Args:
         pass_index: [Q] int64, queries of different passes do not share blocks; None where there is one pass.
-
-    Returns:
-        [B, Q, Q] bool: key k is in the block of query q and not after it. Duplicated (padding) queries see
-        themselves alone, so no row is empty.
+        n_keys: T.
+        window: positions that a sliding-window layer looks back, itself included; None for no bound.
     """
-    same_block = last_context_of_query[:, :, None] == last_context_of_query[:, None, :]
-    allowed = same_block & (queries[:, None, :] <= queries[:, :, None])
-    if pass_index is not None:
-        allowed &= pass_index[:, None] == pass_index[None, :]
-    in_block = (queries > last_context_of_query)[:, None, :]
-    self_only = torch.eye(queries.shape[1], dtype=torch.bool, device=queries.device)
-    return (allowed & in_block) | self_only
+    context = last_context_of_query
 
+    def verified(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # A context query is its own drafted key too, so it must not see its verified position a second time.
+        position = queries[row, query]
+        seen = (key <= context[row, query]) & (key != position)
+        return seen if window is None else seen & (position - key < window)
 
-def round_mask(queries: Tensor, last_context_of_query: Tensor, pass_index: Tensor | None, n_keys: int) -> Tensor:
-    """Say what drafted queries see of verified positions and, behind these, of each other.
+    def drafted(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        position, other = queries[row, query], queries[row, key]
+        seen = (context[row, query] == context[row, key]) & (other <= position) & (other > context[row, key])
+        if pass_index is not None:
+            seen = seen & (pass_index[query] == pass_index[key])
+        seen = seen | (query == key)
+        return seen if window is None else seen & (position - other < window)
 
-    Returns:
-        [B, Q, T + Q] bool.
-    """
-    # A context query is its own drafted key too, so it must not see its verified position a second time.
-    key = torch.arange(n_keys, device=queries.device)
-    verified = cross_attention_mask(last_context_of_query, n_keys) & (key != queries[..., None])
-    return torch.cat((verified, drafted_block_mask(queries, last_context_of_query, pass_index)), dim=-1)
+    n_rows, n_queries = queries.shape
+    return Mask(n_rows, n_queries, ((n_keys, verified), (n_queries, drafted)), queries.device)
 
 
 def staircase_drop_probability(progress: float) -> float:

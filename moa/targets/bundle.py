@@ -6,22 +6,25 @@ in the target's dtype.
 Shapes: B batch, T tokens, E width, V vocabulary.
 """
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from ...text import Progress
 from ..errors import DrafterError, TargetError
 from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..files.tensor_list import FLOATS, TensorList, TensorSpec, find_problems
 from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
+from ..nn.losses import logits_of
+from .hash_cache import file_sha256
 
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -178,33 +181,57 @@ def layer_sizes(config: Any) -> BlockSizes:
     )
 
 
-def hash_target(folder: str | Path) -> dict[str, str]:
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files that hold a model's weights, sorted by name.
+
+    A ``consolidated.safetensors`` beside other files is the same weights in the layout of another program.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    return [file for file in files if not file.name.startswith("consolidated")] or files
+
+
+def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
     """Compute the content hashes that identify a target.
+
+    Hashes of weight files that have not changed since they were last hashed come from a cache (:mod:`.hash_cache`).
+
+    Args:
+        progress: called with (bytes done, bytes of all weight files, message).
 
     Returns:
         ``weights_sha256`` over the names and bytes of all weight files, ``config_sha256`` over config.json.
     """
     folder = Path(folder)
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = weight_files(folder)
     if not (folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
     check_model_folder(folder)
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     digest = hashlib.sha256()
-    for file in weights:
+    n_bytes, n_before = sum(file.stat().st_size for file in weights), 0
+    for number, file in enumerate(weights, start=1):
+
+        def tell(n_read: int, before: int = n_before, number: int = number) -> None:
+            if progress:
+                progress(before + n_read, n_bytes, f"hash weights, file {number}/{len(weights)}")
+
         read_header(file, TargetError)  # refuses a damaged file
         digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(bytes.fromhex(file_sha256(file, tell)))
+        n_before += file.stat().st_size
+        tell(file.stat().st_size)
     config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return {"weights_sha256": digest.hexdigest(), "config_sha256": config_digest}
 
 
-def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int) -> None:
+def save_target_bundle(
+    model: PreTrainedModel, tokenizer: Any, path: str | Path, n_layers_kept: int, dtype: torch.dtype | None = None
+) -> None:
     """Write the bundle of a loaded target into a new folder.
 
     Args:
+        dtype: of the weights that are written; default: the model's.
         n_layers_kept: N, the number of last decoder layers to keep, 0..n_layers.
     """
     path = Path(path)
@@ -212,11 +239,16 @@ def save_target_bundle(model: PreTrainedModel, tokenizer: Any, path: str | Path,
     n_layers = model.config.num_hidden_layers
     if not 0 <= n_layers_kept <= n_layers:
         raise TargetError(f"cannot keep the last {n_layers_kept} layers of a target with {n_layers}.")
-    model.config.save_pretrained(path)
+    config = copy.copy(model.config)
+    config.dtype = dtype or model.dtype
+    config.save_pretrained(path)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    weights = {name: value.cpu().clone().contiguous() for name, value in _frozen_weights(model, n_layers_kept).items()}
+    weights = {
+        name: value.to("cpu", config.dtype, copy=True).contiguous()
+        for name, value in _frozen_weights(model, n_layers_kept).items()
+    }
     save_file(weights, path / FROZEN_FILE, metadata={"format": "pt"})
 
 
@@ -284,6 +316,7 @@ class FrozenTarget(nn.Module):
         windows = layer_windows(config)
         self.windows = windows[len(windows) - n_layers :]
         dtype = weights["lm_head.weight"].dtype
+        self.compute_dtype: torch.dtype | None = None  # of what embed and logits give; None for that of the weights
         self.embed_tokens = nn.Embedding.from_pretrained(weights["embed_tokens.weight"], freeze=True)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
@@ -354,10 +387,23 @@ class FrozenTarget(nn.Module):
         """The typed :attr:`layers`."""
         return cast(list[DecoderBlock], list(self.layers))
 
+    def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
+        """Compute in a wider dtype than that of the weights; embeddings and LM head are kept as they are.
+
+        Args:
+            casts_itself: under autocast, products cast the decoder layers' matrices, so that these are kept too.
+        """
+        self.compute_dtype = dtype
+        for module in self.modules():
+            is_layer = isinstance(module, nn.Linear) and not casts_itself
+            if isinstance(module, RMSNorm) or is_layer:
+                module.to(dtype)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed token ids: [B, T] -> [B, T, E]."""
-        return self.embed_tokens(tokens)
+        embedded: Tensor = self.embed_tokens(tokens)
+        return embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to features (after the final norm): [..., E] -> [..., V]."""
-        return F.linear(hidden, self.lm_head_weight)
+        return logits_of(hidden, self.lm_head_weight)

@@ -31,11 +31,31 @@ from ..errors import DrafterError
 _INITIAL_SLOTS = 256
 
 
+class Buffers:
+    """Buffers of caches that were released, kept for the next ones of their shape.
+
+    A CUDA graph reads and writes fixed addresses, so a generation in a new buffer would record all graphs again.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Hand out a buffer of a shape with any contents, a new one if none is free."""
+        free = self._free.get(tuple(shape))
+        return free.pop() if free else like.new_empty(shape)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Take a buffer that nobody uses any more."""
+        self._free.setdefault(tuple(buffer.shape), []).append(buffer)
+
+
 class TargetCache(Cache):
     """The KV of L layers for B rows.
 
     Args:
         n_slots: slots that are allocated at first; the buffer grows by doubling.
+        buffers: where buffers come from and go to; None for fresh ones.
 
     Attributes:
         lengths: committed tokens of each row.
@@ -43,7 +63,10 @@ class TargetCache(Cache):
         watched_layers: decoder layers whose outputs each call leaves here, for :meth:`take_layer_outputs`.
     """
 
-    def __init__(self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS) -> None:
+    def __init__(
+        self, n_layers: int, n_rows: int = 1, n_slots: int = _INITIAL_SLOTS, buffers: Buffers | None = None
+    ) -> None:
+        self._buffers = buffers or Buffers()
         self.lengths: list[int] = [0] * n_rows
         self.n_pending = 0
         self._n_before = 0  # of the pending tokens, those of earlier pieces of one call
@@ -155,8 +178,18 @@ class TargetCache(Cache):
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         assert self._buffer is not None
-        self._place(self._buffer[:, :, list(rows)])
+        shape = list(self._buffer.shape)
+        shape[2] = len(rows)
+        fewer = self._buffers.take(shape, self._buffer)
+        torch.index_select(self._buffer, 2, torch.tensor(list(rows), device=fewer.device), out=fewer)
+        self._place(fewer)
         self.lengths = [self.lengths[row] for row in rows]
+
+    def release(self) -> None:
+        """Give the buffer back; the cache must not be used any more."""
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
+            self._buffer = None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the pending keys and values [B, H_kv, n, d] of a layer in place; returns all [B, H_kv, S, d]."""
@@ -192,12 +225,13 @@ class TargetCache(Cache):
         while capacity < n_slots:
             capacity *= 2
         shape = (2, self._n_layers, len(self.lengths), like.shape[1], capacity, like.shape[3])
-        grown = like.new_zeros(shape)
+        grown = self._buffers.take(shape, like).zero_()
         if self._buffer is not None:
             grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer
         self._place(grown)
 
     def _place(self, buffer: Tensor) -> None:
+        self.release()
         self._buffer = buffer
         # A CUDA graph may write to it only where it stays.
         torch._dynamo.mark_static_address(buffer)
@@ -209,7 +243,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: TargetCache, layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of transformers
         self._cache, self._layer = cache, layer
         self.is_initialized = True
 

@@ -38,4 +38,4 @@ class DeviceClock:
             assert isinstance(ended, float)
             return ended - began
         ended.synchronize()
-        return began.elapsed_time(ended) / 1e3
+        return float(began.elapsed_time(ended)) / 1e3

@@ -14,18 +14,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ..errors import TargetError
 from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..nn import masks
-from .bundle import hash_target, layer_kinds, layer_windows, load_target_config, target_sizes
+from .bundle import hash_target, layer_kinds, layer_windows, load_target_config, target_sizes, weight_files
 from .cache import TargetCache
 from .static_calls import StaticCalls
 
+_FOREIGN = ["consolidated*", "original/*"]
+"""The same weights in the layouts of other programs."""
 _CHUNK_TOKENS = 1024
 """Tokens of a causal run that share one mask, so that memory grows linearly with the context, not quadratically."""
 
 
-def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
-    """Find a local model folder, or download the snapshot of a Hub id."""
+def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
+    """Find a local model folder, or download the snapshot of a Hub id.
+
+    Args:
+        revision: branch, tag or commit on the Hub; None for main.
+
+    Returns:
+        The folder; that of a snapshot is named after its commit.
+    """
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
+        if revision:
+            raise TargetError(f"{path_or_id} is a folder and has no revision {revision}. Leave out --revision.")
         return folder
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
         raise TargetError(f"{path_or_id} is neither a folder nor a Hub id of the form owner/name.")
@@ -33,10 +44,13 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True) -> Path:
 
     patterns = ["*.json", "*.jinja", "*.model", "*.txt"] + (["*.safetensors"] if with_weights else [])
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+        return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN))
     except Exception as error:  # the Hub client raises many unrelated types for "cannot be reached"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TargetError(f"cannot download {path_or_id} from the Hub: {reason}") from error
+        raise TargetError(
+            f"there is no folder {path_or_id} here, and the Hub gave no model of that name: {reason.rstrip('.')}. "
+            "Check the path or the name."
+        ) from error
 
 
 def load_target_tokenizer(folder: Path) -> Any:
@@ -72,12 +86,13 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     missing = sorted(info["missing_keys"])
     if missing:
         raise TargetError(f"{folder} lacks {len(missing)} weights, the first is {missing[0]}.")
-    return model.to(device).eval().requires_grad_(False)
+    frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return frozen
 
 
 def _check_weights(folder: Path, config: Any) -> None:
     """Refuse safetensors files that are damaged, outside the folder, or smaller than the config requires."""
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = weight_files(folder)
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
     headers = [header for file in weights for header in read_header(file, TargetError).values()]
@@ -137,9 +152,11 @@ class Target:
         self._static: StaticCalls | None = None
 
     @classmethod
-    def load(cls, path_or_id: str, dtype: torch.dtype = torch.float32, device: str = "auto") -> "Target":
-        """Load a target from a folder or the Hub."""
-        folder = resolve_model_folder(path_or_id)
+    def load(
+        cls, path_or_id: str, dtype: torch.dtype = torch.float32, device: str = "auto", revision: str | None = None
+    ) -> "Target":
+        """Load a target from a folder, or a revision of it from the Hub."""
+        folder = resolve_model_folder(path_or_id, revision=revision)
         model = load_target_model(folder, dtype, pick_device(device))
         return cls(model, load_target_tokenizer(folder), folder)
 
@@ -207,7 +224,7 @@ class Target:
         """One forward of the model: [B, n] -> [B, n, E]."""
         model: Any = self.model
         with layer_outputs(model, cache.watched_layers) as outputs:
-            hidden = model.model(
+            hidden: Tensor = model.model(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
             ).last_hidden_state
         if outputs:
@@ -243,13 +260,14 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head: [..., E] -> [..., V]."""
-        return self.model.lm_head(hidden)
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`."""
         if self._static is None:
             return TargetCache(self.config.num_hidden_layers, n_rows)
-        return TargetCache(self.config.num_hidden_layers, n_rows, self._static.n_slots)
+        return TargetCache(self.config.num_hidden_layers, n_rows, self._static.n_slots, self._static.buffers)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import masks
-from .cache import TargetCache
+from .cache import Buffers, TargetCache
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of a call; a chain of 5 drafts with its root takes 8, the widest tree 64."""
@@ -27,12 +27,16 @@ class StaticCalls:
     Args:
         n_slots: tokens of the longest text; a longer one makes the caches grow, and costs another graph.
         device: where the body is; CUDA graphs are used where it is a CUDA device.
+
+    Attributes:
+        buffers: what the caches of these calls use in turn.
     """
 
     def __init__(self, body: nn.Module, n_slots: int, backend: str | Callable[..., Any], device: torch.device) -> None:
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         self.n_slots = n_slots + SIZES[-1]  # what fills up a call takes slots too
         mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
+        self.buffers = Buffers()
         self._model = body
         self._body: Any = torch.compile(body, dynamic=False, backend=backend, mode=mode)
         self._watched_body: Any = torch.compile(_with_layer_outputs, dynamic=False, backend=backend, mode=mode)
@@ -80,7 +84,8 @@ class StaticCalls:
         else:
             hidden = self._body(**inputs).last_hidden_state
         # A CUDA graph's output is overwritten by its next run.
-        return hidden[:, :n_tokens].clone()
+        kept_hidden: Tensor = hidden[:, :n_tokens].clone()
+        return kept_hidden
 
 
 def _with_layer_outputs(

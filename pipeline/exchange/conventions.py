@@ -61,7 +61,7 @@ def default_layers(n_layers: int) -> tuple[int, int, int]:
     except DrafterError as error:
         raise OptionInvalid(
             f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; "
-            "choose them with --layers, for example --layers 0,1."
+            "choose others with --layers, such as --layers 0,1."
         ) from error
 
 

@@ -28,7 +28,7 @@ from ...storage.schema import (
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress
-from ..card import CardOrigin, public_name, write_card
+from ..jobs.card import CardOrigin, public_name, write_card
 from .config import ImportConfig
 from .conventions import LAST
 from .errors import ForeignInvalid

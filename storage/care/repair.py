@@ -19,6 +19,7 @@ from ..names import (
     manifest_commit_path,
     target_commit_path,
 )
+from ..parts.manifest_commit import is_metadata
 from ..parts.plan import read_plan
 from ..read.store import read_manifest
 from ..write.links import refuse_links
@@ -36,6 +37,7 @@ class RepairPlan:
         parts: parts that must be extracted again or dropped.
         target: whether the target bundle must be.
         manifest: whether store.json or plan.parquet are not what was written; only the inputs can give them back.
+        metadata: whether metadata of the arrays that all parts share is; opening the store for writing mends it.
         manifest_commit: whether only their record, commits/store.json, is damaged.
         codec: whether what a codec has learned is; the target can teach it again.
         strays: commits that belong to no part, relative to the store.
@@ -47,6 +49,7 @@ class RepairPlan:
     parts: tuple[int, ...]
     target: bool
     manifest: bool
+    metadata: bool
     manifest_commit: bool
     codec: bool
     strays: tuple[str, ...]
@@ -61,6 +64,8 @@ class RepairPlan:
             lines.append("the target bundle is damaged; training needs it")
         if self.manifest:
             lines.append(f"{MANIFEST_NAME} or {PLAN_NAME} is damaged: --model writes it anew, --drop cannot help")
+        if self.metadata:
+            lines.append("Zarr's metadata is damaged: --model or --drop writes it anew")
         if self.manifest_commit:
             lines.append(f"the checksums of {MANIFEST_NAME} and {PLAN_NAME} are damaged")
         if self.codec:
@@ -68,7 +73,7 @@ class RepairPlan:
                 f"{CODEC_NAME}/ is damaged, without which nothing can be decoded: --model learns it again, --drop "
                 "cannot help"
             )
-        if self.manifest or self.manifest_commit or self.codec:
+        if self.manifest or self.metadata or self.manifest_commit or self.codec:
             lines.append("so the parts were not checked yet: afterwards run this command once more")
         lines += [f"{name} belongs to no part" for name in self.strays]
         lines += [f"{damage.path}: {damage.message} This is not repaired; extract again." for damage in self.others]
@@ -87,16 +92,18 @@ def plan_repair(
     target_commit = target_commit_path(Path()).as_posix()
     in_target = [damage for damage in whole_store if damage.path.startswith((f"{TARGET_NAME}/", target_commit))]
     in_manifest = [damage for damage in whole_store if damage.path in (MANIFEST_NAME, PLAN_NAME)]
+    in_metadata = [damage for damage in whole_store if is_metadata(damage.path)]
     in_commit = [damage for damage in whole_store if damage.path == manifest_commit_path(Path()).as_posix()]
     in_codec = [damage for damage in whole_store if damage.path == CODEC_NAME]
     strays = [damage for damage in whole_store if damage.path.startswith(f"{COMMITS_NAME}/part-")]
-    known = {*in_target, *in_manifest, *in_commit, *in_codec, *strays}
+    known = {*in_target, *in_manifest, *in_metadata, *in_commit, *in_codec, *strays}
     return RepairPlan(
         store=store,
         damages=tuple(damages),
         parts=tuple(sorted({damage.part for damage in damages if damage.part is not None})),
         target=bool(in_target),
         manifest=bool(in_manifest),
+        metadata=bool(in_metadata),
         manifest_commit=bool(in_commit),
         codec=bool(in_codec),
         strays=tuple(damage.path for damage in strays),

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..codecs.registry import StoreCodec
+from ..disk.files import open_path
 from ..names import PLAN_NAME
-from ..parts.commit import PartCommit, read_commits
+from ..parts.commit import PartCommit, array_of, read_commits
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, read_plan
 from ..read.store import read_manifest
@@ -86,6 +87,7 @@ class StoreSummary:
     """What ``inspect`` shows.
 
     Attributes:
+        schema_version: of the format in which it lies on disk.
         identities: content hashes of target, tokenizer, template and dataset.
         extraction: what else shapes the data.
         n_planned_sequences: sequences in the plan.
@@ -97,6 +99,7 @@ class StoreSummary:
     """
 
     path: Path
+    schema_version: int
     identities: Mapping[str, str]
     conventions: Mapping[str, str]
     target: Mapping[str, Any]
@@ -136,14 +139,14 @@ class StoreSummary:
 
 
 def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSummary:
-    """Summarise a store.
+    """Summarise a store: its folder, or its URL.
 
     Raises:
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
         ManifestInvalid: damaged manifest, plan or commit.
     """
-    store = Path(path)
+    store = open_path(path)
     manifest = read_manifest(store)
     check_manifest(store)
     plan = read_plan(store / PLAN_NAME)
@@ -153,6 +156,7 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
     lengths = plan["n_tokens"].to_numpy()[committed]
     n_tokens = int(lengths.sum(dtype=np.int64))
     codec = StoreCodec.open(manifest, store)
+    n_bytes = _array_bytes(commits.values())
     fields = tuple(
         FieldSummary(
             name=spec.name,
@@ -162,7 +166,7 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
             raw_bytes=spec.token_bytes * n_tokens,
             n_values=math.prod(spec.token_shape) * n_tokens,
             arrays=tuple(
-                ArraySummary(array.name, array.logical_dtype, _array_bytes(commits.values(), array.name))
+                ArraySummary(array.name, array.logical_dtype, n_bytes.get(array.name, 0))
                 for array in codec.fields[spec.name].arrays
             ),
         )
@@ -170,6 +174,7 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
     )
     return StoreSummary(
         path=store,
+        schema_version=manifest.schema_version,
         identities=manifest.identities,
         conventions=manifest.conventions,
         target=manifest.target,
@@ -189,10 +194,14 @@ def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSumm
     )
 
 
-def _array_bytes(commits: Iterable[PartCommit], name: str) -> int:
-    return sum(
-        record.bytes for commit in commits for file, record in commit.files.items() if file.startswith(f"{name}/")
-    )
+def _array_bytes(commits: Iterable[PartCommit]) -> dict[str, int]:
+    """Return the bytes of the shards of each array by its name."""
+    n_bytes: dict[str, int] = {}
+    for commit in commits:
+        for file, record in commit.files.items():
+            if (array := array_of(file)) is not None:
+                n_bytes[array] = n_bytes.get(array, 0) + record.bytes
+    return n_bytes
 
 
 def length_histogram(lengths: np.ndarray, n_bins: int) -> LengthHistogram:

@@ -26,7 +26,7 @@ from ..names import (
     PLAN_NAME,
     TARGET_NAME,
     commit_path,
-    part_path,
+    part_folder,
     target_commit_path,
 )
 from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit
@@ -112,7 +112,7 @@ def _verify(store: Path, report: VerifyReport, settings: _Settings) -> None:
     commits = _check_commits(store, plan, part_lengths(plan, manifest.alignment_tokens), report, settings.parts)
     with ThreadPoolExecutor(settings.n_threads or min(os.cpu_count() or 1, MAX_THREADS)) as pool:
         report.add(_check_bundle(store, pool))
-        _Check(store, commits, report, pool, settings.progress, settings.values).run()
+        _Check(store, manifest, commits, report, pool, settings.progress, settings.values).run()
 
 
 def _below(store: Path, path: Path) -> str:
@@ -218,13 +218,14 @@ class _Check:
     def __init__(
         self,
         store: Path,
+        manifest: StoreManifest,
         commits: Mapping[int, PartCommit],
         report: VerifyReport,
         pool: Executor,
         progress: Progress | None,
         values: bool,
     ) -> None:
-        self.store, self.commits, self.report, self.pool = store, commits, report, pool
+        self.store, self.manifest, self.commits, self.report, self.pool = store, manifest, commits, report, pool
         self.progress, self.values = progress, values
         self.n_bytes = sum(commit.stored_bytes for commit in commits.values())
         self.done_bytes = 0.0
@@ -236,10 +237,13 @@ class _Check:
         for i, row in enumerate(self.reader.sequences.to_pylist() if self.reader else ()):
             self.rows[row["part"]].append((i, row))
 
+    def _folder(self, part: int) -> Path:
+        return part_folder(self.store, part, self.manifest.schema_version)
+
     def _has_sizes(self, part: int) -> bool:
         """Whether all files of a part are there with their sizes; if not, or if it can't be told, ``run`` says why."""
         try:
-            return not find_size_damage(part_path(self.store, part), self.commits[part].files)
+            return not find_size_damage(self._folder(part), self.commits[part].files)
         except (OSError, MemoryError) as error:
             self.unsized[part] = error
             return False
@@ -248,7 +252,7 @@ class _Check:
         """Check every part."""
         for part, commit in self.commits.items():
             found: list[Finding] = []
-            checks = _file_checks(self.store, part_path(self.store, part), commit.files, part, self.pool)
+            checks = _file_checks(self.store, self._folder(part), commit.files, part, self.pool)
             for check, record in zip(checks, commit.files.values(), strict=True):
                 found += check.result()
                 self._advance(record.bytes / (2 if self.values else 1), part)
@@ -259,7 +263,7 @@ class _Check:
             elif found or part not in self.rows:
                 if not found and part not in self.damaged:  # its files are whole by now, but its values were not read
                     error = self.unsized.get(part, OSError("its files changed meanwhile"))
-                    self.report.add([Unchecked(part, _below(self.store, part_path(self.store, part)), error)])
+                    self.report.add([Unchecked(part, _below(self.store, self._folder(part)), error)])
                 self._advance(commit.stored_bytes / 2, part)
             else:
                 self._check_values(part, commit.stored_bytes / 2)
@@ -287,7 +291,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
     """Yield each thing that is wrong with a sequence."""
     who = f"sequence {row['sequence_id']} (source row {row['source_row']})"
     part = row["part"]
-    folder = part_path(Path(), part)
+    folder = part_folder(Path(), part, reader.manifest.schema_version)
     for name, spec in reader.fields.items():
         codec = reader.codec.fields[name]
         try:

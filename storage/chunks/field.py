@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ...text import Progress
 from ..schema import FieldSpec
 
 Array = Any
@@ -120,17 +122,45 @@ class FieldCodec(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Learning:
+    """How codecs learn; none of it is recorded.
+
+    Attributes:
+        folder: where the sample waits on disk, in files without names; None for the system's temporary folder.
+        place: moves a NumPy array to where large products and decompositions run, e.g. to a GPU as a torch tensor.
+        progress: called with (steps done, steps in all, message).
+    """
+
+    folder: Path | None = None
+    place: Callable[[np.ndarray], Array] = lambda array: array
+    progress: Progress = lambda n_done, n_all, message: None
+
+
+class Observing(Protocol):
+    """A sample that grows sequence by sequence, outside memory."""
+
+    def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
+        """Take a sequence.
+
+        Args:
+            values: float32 [n_tokens, *token_shape], from position 0 on.
+            tokens: int [n_tokens], needed where the codec ``needs_tokens``.
+        """
+
+    def learn(self) -> None:
+        """Let the codec learn from what was observed, and drop it; the same sample gives the same state."""
+
+    def close(self) -> None:
+        """Drop what was observed."""
+
+
 @runtime_checkable
 class LearnedCodec(FieldCodec, Protocol):
     """A field codec that learns from a sample of the field before the first sequence is encoded."""
 
-    def calibrate(self, sample: list[np.ndarray], tokens: list[np.ndarray] | None = None) -> None:
-        """Learn from whole sequences; the same sample gives the same state.
-
-        Args:
-            sample: float32 arrays [n_tokens, *token_shape], each a sequence from position 0 on.
-            tokens: int [n_tokens] of each sequence; needed where the codec ``needs_tokens``.
-        """
+    def observing(self, learning: Learning) -> Observing:
+        """Return an empty sample to learn from."""
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what was learned, name -> float16 or float32 array; it is stored in the store's ``codec/``."""

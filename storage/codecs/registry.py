@@ -196,4 +196,7 @@ def _field_codec(name: str, spec: FieldSpec) -> FieldCodec:
         return LosslessCodec(spec)
     if name in SCHEMES:
         return QuantisedCodec(spec, SCHEMES[name])
-    return TransformCodec(spec, TransformSettings.parse(name))
+    try:
+        return TransformCodec(spec, TransformSettings.parse(name))
+    except ValueError as error:
+        raise CodecUnknown(f"Codec {name!r}: {error}") from error

@@ -130,6 +130,11 @@ class _RemoteRoot:
         if self._sizes is None:
             filesystem, root = self.connect()
             found = filesystem.find(root, detail=True)
+            if any(item["size"] is None for item in found.values()):  # of HTTP: each file would have to be asked for
+                raise StoreNotFound(
+                    f"{self.url} lists its files without their sizes, so it cannot be read as a store. Copy it to a "
+                    "disk, or give its s3://, gs:// or hf:// URL."
+                )
             self._sizes = {name[len(root) :].strip("/"): int(item["size"]) for name, item in found.items()}
         return self._sizes
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +14,7 @@ from typing import Any
 from ..disk.checking import MISSING, exists
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
-from ..names import commit_path
+from ..names import COMMITS_NAME, commit_path
 from .shard import FileRecord
 
 
@@ -38,7 +40,7 @@ class PartCommit:
 
     def to_json(self) -> bytes:
         """Return the file's content."""
-        return _dump(asdict(self))
+        return _dump(vars(self) | {"files": {name: vars(record) for name, record in self.files.items()}})
 
 
 def read_part_commit(path: Path) -> PartCommit:
@@ -69,6 +71,21 @@ def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
             raise ManifestInvalid(f"{path} is the commit of part {commit.part}. Delete it and run extract again.")
         commits[part] = commit
     return commits
+
+
+def committed_bytes(store: Path) -> int:
+    """Return the bytes of all files that a store's commits list, without looking at them; 0 for other folders."""
+    n_bytes = 0
+    for path in (store / COMMITS_NAME).glob("*.json"):
+        with contextlib.suppress(KeyError, TypeError, ValueError, OSError):  # what is damaged is written again
+            n_bytes += sum(record.bytes for record in _records(parse_object(read_bounded(path))).values())
+    return n_bytes
+
+
+def array_of(file: str) -> str | None:
+    """Return the name of the array that a committed file is a shard of; None for metadata."""
+    found = _SHARD_NAME.fullmatch(file)
+    return None if found is None else found[1]
 
 
 def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:
@@ -128,4 +145,5 @@ def _invalid(path: Path, error: Exception) -> ManifestInvalid:
     return ManifestInvalid(f"{path} is not a commit ({error}). Delete it and run extract again: it redoes that part.")
 
 
+_SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 _REPAIR = "Run extract again: it redoes that part only."

@@ -8,7 +8,16 @@ itself: 208 tokens lie in 1.2 times as many at 64 tokens per chunk, in 2.1 times
 Layers of an inner chunk: as many as make 256 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
 one, so that a drafter that needs one layer reads one layer's bytes.
 
-A shard spans all layers and about 128 MiB of raw values, or the whole part.
+All parts share one array: part k owns the rows from ``k * part_rows`` on, in shards of its own. ``kv`` of Llama-3-8B in
+parts of 65,536 tokens, where four shards of 2 GiB make a part::
+
+    row    0          16,384       32,768       49,152       65,536       81,920    ...
+           | c.0.0.0.0.0 | c.1.0.0.0.0 | c.2.0.0.0.0 | c.3.0.0.0.0 | c.4.0.0.0.0 |
+           +------------------------ part 0 -----------------------+---- part 1 ---...
+
+A shard spans all layers. It is large because each costs a file, a sync and, on object stores, a request; not larger,
+since a reader of one chunk reads the shard's whole index: 128 KiB for those 2 GiB. Stores of schema version 1 have one
+group of arrays for each part and shards of 128 MiB.
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ from zarr.storage import MemoryStore
 
 from ..chunks.chunk import zarr_codecs
 from ..chunks.field import StoredArray
-from ..documents import parse_object, whole_numbers
+from ..documents import parse_object, whole_number, whole_numbers
 from ..errors import ShardCorrupt
 
 MIN_CHUNK_TOKENS = 64
@@ -33,7 +42,12 @@ SEQUENCE_TOKENS = 512
 """Length of the sequence for which ``chunk_tokens`` is chosen; twice or half of it changes the choice by one step."""
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 1 << 20
-SHARD_BYTES = 128 << 20
+MAX_SHARD_BYTES = 2 << 30
+"""Raw bytes of a shard, where a part has more than that in an array."""
+SHARD_BYTES_1 = 128 << 20
+"""The same in schema version 1."""
+PART_STEP_TOKENS = 8192
+"""Parts have room for a multiple of so many tokens: the longest chunk that :func:`chunk_tokens` chooses."""
 MAX_READABLE_CHUNK_BYTES = 256 << 20
 MAX_SHARD_CHUNKS = 1 << 28
 
@@ -46,11 +60,14 @@ class ArrayGrid:
         shape: whole array.
         chunk_shape: one inner chunk.
         shard_shape: one shard, a multiple of ``chunk_shape`` along every axis.
+        part_rows: size along axis 0 of each part's room, a multiple of a shard's; 0 in schema version 1, where the
+            array belongs to one part.
     """
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     shard_shape: tuple[int, ...]
+    part_rows: int = 0
 
     @property
     def chunk_tokens(self) -> int:
@@ -72,26 +89,58 @@ class ArrayGrid:
         """Rows of inner chunks in one shard."""
         return self.shard_shape[0] // self.chunk_shape[0]
 
+    def n_chunk_rows(self, n_rows: int) -> int:
+        """Return how many rows of inner chunks hold the first ``n_rows`` of axis 0; the last may reach beyond them."""
+        return math.ceil(n_rows / self.chunk_tokens)
+
+    def shard_key(self, part: int, number: int) -> str:
+        """Return the path of a part's shard inside the array's folder, e.g. ``"c.7.0.0.0.0"``.
+
+        Args:
+            number: of the shard within the part, from 0 on.
+        """
+        rest = ["0"] * (len(self.shape) - 1)
+        if not self.part_rows:
+            return "/".join(["c", str(number), *rest])
+        return ".".join(["c", str(part * self.shards_per_part + number), *rest])
+
     @property
-    def n_rows(self) -> int:
-        """Rows of inner chunks in the whole array; the last one may reach beyond its end."""
-        return math.ceil(self.shape[0] / self.chunk_tokens)
-
-    def shard_key(self, shard: int) -> str:
-        """Return a shard's path inside the array's folder, e.g. ``"c/3/0/0/0/0"``."""
-        return "/".join(["c", str(shard)] + ["0"] * (len(self.shape) - 1))
+    def shards_per_part(self) -> int:
+        """Shards in the room of one part; 0 in schema version 1, where it depends on the part."""
+        return self.part_rows // self.shard_shape[0]
 
 
-def array_grid(array: StoredArray, n_tokens: int) -> ArrayGrid:
-    """Choose the grid of a stored array in a part of ``n_tokens``, alignment padding included."""
-    n_rows = array.n_rows(n_tokens)
+def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid:
+    """Choose the grid of a stored array for all parts.
+
+    Args:
+        longest_part: tokens of the longest part, alignment padding included.
+    """
+    chunk_shape = _chunk_shape(array)
+    room = -(-longest_part // PART_STEP_TOKENS) * PART_STEP_TOKENS
+    n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
+    most = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
+    shards = next(n for n in range(1, n_chunk_rows + 1) if n_chunk_rows % n == 0 and n_chunk_rows // n <= most)
+    part_rows = n_chunk_rows * chunk_shape[0]
+    shard_shape = (part_rows // shards, *array.row_shape)
+    return ArrayGrid((n_parts * part_rows, *array.row_shape), chunk_shape, shard_shape, part_rows)
+
+
+def array_grid_1(array: StoredArray, n_tokens: int) -> ArrayGrid:
+    """Choose the grid of a stored array in one part of ``n_tokens``, padding included, in schema version 1."""
+    n_rows, chunk_shape = array.n_rows(n_tokens), _chunk_shape(array)
+    n_chunk_rows = max(1, math.ceil(n_rows / chunk_shape[0]))
+    most = max(1, SHARD_BYTES_1 // (chunk_shape[0] * array.row_bytes))
+    shard_shape = (min(most, n_chunk_rows) * chunk_shape[0], *array.row_shape)
+    return ArrayGrid((n_rows, *array.row_shape), chunk_shape, shard_shape)
+
+
+def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
-    chunk_shape = (chunk_rows, *array.row_shape)
-    if array.layer_axis is not None:
-        layers = _chunk_layers(array.row_shape[0], chunk_rows * array.row_bytes)
-        chunk_shape = (chunk_rows, layers, *array.row_shape[1:])
-    n_chunk_rows = min(max(1, SHARD_BYTES // (chunk_rows * array.row_bytes)), max(1, math.ceil(n_rows / chunk_rows)))
-    return ArrayGrid((n_rows, *array.row_shape), chunk_shape, (n_chunk_rows * chunk_rows, *array.row_shape))
+    if array.layer_axis is None:
+        return (chunk_rows, *array.row_shape)
+    layers = _chunk_layers(array.row_shape[0], chunk_rows * array.row_bytes)
+    return (chunk_rows, layers, *array.row_shape[1:])
 
 
 def chunk_tokens(token_bytes: float) -> int:
@@ -124,19 +173,15 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     return next((d for d in fitting if d * layer_bytes >= MIN_CHUNK_BYTES), fitting[-1])
 
 
-def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, bytes]:
-    """Return the metadata documents of a part's group.
-
-    Args:
-        n_tokens: length of the token axis.
+def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, bytes]:
+    """Return the metadata documents of a group with these arrays.
 
     Returns:
         Path inside the group (``"zarr.json"``, ``"kv/zarr.json"``, ...) -> content, written by zarr-python.
     """
     documents: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(store_dict=documents), zarr_format=3)
-    for array in arrays:
-        grid = array_grid(array, n_tokens)
+    for array, grid in grids:
         group.create_array(
             array.name,
             shape=grid.shape,
@@ -146,10 +191,17 @@ def part_metadata(arrays: Iterable[StoredArray], n_tokens: int) -> dict[str, byt
             compressors=zarr_codecs(array.storage_dtype),
             filters=None,
             fill_value=0,
+            chunk_key_encoding={"name": "default", "separator": _separator(grid)},
             dimension_names=array.axes,
-            attributes={"logical_dtype": array.logical_dtype},
+            attributes={"logical_dtype": array.logical_dtype}
+            | ({"part_rows": grid.part_rows} if grid.part_rows else {}),
         )
     return {path: bytes(buffer.to_bytes()) for path, buffer in sorted(documents.items())}
+
+
+def _separator(grid: ArrayGrid) -> str:
+    """Return what stands between the numbers of a chunk key: no folder for each of them, but in schema version 1."""
+    return "." if grid.part_rows else "/"
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
@@ -165,7 +217,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
             shape=whole_numbers(document["shape"], "shape"),
             chunk_shape=whole_numbers(sharding["chunk_shape"], "the inner chunk's shape"),
             shard_shape=whole_numbers(document["chunk_grid"]["configuration"]["chunk_shape"], "the shard's shape"),
+            part_rows=whole_number(document["attributes"].get("part_rows", 0), "part_rows"),
         )
+        key_encoding = document["chunk_key_encoding"]
         got = {
             "data_type": document["data_type"],
             "logical_dtype": document["attributes"]["logical_dtype"],
@@ -173,6 +227,7 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
             "codecs": [codec_entry["name"] for codec_entry in document["codecs"]],
             "inner codecs": sharding["codecs"],
             "index_location": sharding.get("index_location", "end"),
+            "chunk keys": (key_encoding["name"], key_encoding.get("configuration", {}).get("separator", "/")),
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ShardCorrupt(f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}).") from error
@@ -186,6 +241,7 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
         "codecs": ["sharding_indexed"],
         "inner codecs": chain + [item.to_dict() for item in zarr_codecs(array.storage_dtype)],
         "index_location": "end",
+        "chunk keys": ("default", _separator(grid)),
     }
     for key, value in expected.items():
         if got[key] != value:
@@ -203,6 +259,7 @@ def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
         and shard[1:] == shape[1:]
         and chunk[2:] == shape[2:]
         and all(outer % inner == 0 for outer, inner in zip(shard, chunk, strict=True))
+        and (not grid.part_rows or (grid.part_rows % shard[0] == 0 and shape[0] % grid.part_rows == 0))
         and math.prod(chunk) * itemsize <= MAX_READABLE_CHUNK_BYTES
         and grid.rows_per_shard * grid.chunks_per_row <= MAX_SHARD_CHUNKS
     )

@@ -1,9 +1,10 @@
 """Commits of the files that are read once, when a store is opened: store.json, plan.parquet and the target bundle.
 
-``commits/store.json`` holds the sizes and checksums of store.json and plan.parquet, so that no flipped byte in them
-goes unnoticed. It is the manifest's commit, as ``commits/target.json`` is that of target/.
+``commits/store.json`` holds the sizes and checksums of store.json, plan.parquet and (from schema version 2 on) the
+metadata of the arrays, so that no flipped byte in them goes unnoticed. It is the manifest's commit, as
+``commits/target.json`` is that of target/.
 
-It is written to ``commits/store.json`` when a store is begun, or when an extraction goes on that found both files equal
+It is written to ``commits/store.json`` when a store is begun, or when an extraction goes on that found all files equal
 to what its inputs give. Stores without one (made before there was such a commit) are read as they are.
 """
 
@@ -11,15 +12,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ..disk.checking import MISSING
 from ..disk.durable import file_crc32, write_atomic
 from ..documents import read_bounded
 from ..errors import ManifestInvalid, ShardCorrupt, StoreError
-from ..names import COMMITS_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path, target_commit_path
+from ..names import (
+    COMMITS_NAME,
+    MANIFEST_NAME,
+    PARTS_NAME,
+    PLAN_NAME,
+    ZARR_NAME,
+    manifest_commit_path,
+    target_commit_path,
+)
 from .commit import find_size_damage, read_file_records, read_target_commit
 from .plan import MAX_PLAN_BYTES
 from .shard import FileRecord
@@ -27,17 +36,24 @@ from .shard import FileRecord
 _NAMES = (MANIFEST_NAME, PLAN_NAME)
 
 
-def write_manifest_commit(store: Path) -> None:
-    """Record the two files as they are."""
+def metadata_names(arrays: Iterable[str]) -> set[str]:
+    """Return the names, inside the store, of the metadata of these arrays and of the groups that they lie in."""
+    ways = (PurePosixPath(PARTS_NAME, array, ZARR_NAME).parents for array in arrays)
+    groups = {parent for parents in ways for parent in parents} - {PurePosixPath()}
+    return {(group / ZARR_NAME).as_posix() for group in groups}
+
+
+def write_manifest_commit(store: Path, metadata: Collection[str] = ()) -> None:
+    """Record the two files, and the metadata of these names, as they are."""
     files = {}
-    for name in _NAMES:
+    for name in (*_NAMES, *sorted(metadata)):
         content = (store / name).read_bytes()
         files[name] = asdict(FileRecord(len(content), zlib.crc32(content)))
     write_atomic(manifest_commit_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
 
 
 def read_manifest_commit(store: Path) -> dict[str, FileRecord] | None:
-    """Return the recorded sizes and checksums by name, or None where there is no such commit."""
+    """Return the recorded sizes and checksums by name inside the store, or None where there is no such commit."""
     path = manifest_commit_path(store)
     try:
         records = read_file_records(path)
@@ -45,26 +61,35 @@ def read_manifest_commit(store: Path) -> dict[str, FileRecord] | None:
         return None
     except ManifestInvalid as error:
         raise ManifestInvalid(f"{path}, which guards {' and '.join(_NAMES)}, is damaged. {_RESTORE}") from error
-    if sorted(records) != sorted(_NAMES):
+    others = sorted(name for name in records.keys() - _NAMES if not is_metadata(name))
+    if not records.keys() >= set(_NAMES) or others:
         raise ManifestInvalid(f"{path} names the files {sorted(records)}, expected {sorted(_NAMES)}. {_RESTORE}")
     return records
 
 
-def find_manifest_damage(store: Path) -> list[tuple[Path, ManifestInvalid]]:
-    """Return (path, error) for each of the two files that is not as recorded, or for their commit itself.
+def is_metadata(name: str) -> bool:
+    """Whether a name inside a store is that of Zarr's metadata of all parts."""
+    return name.startswith(f"{PARTS_NAME}/") and name.endswith(f"/{ZARR_NAME}")
+
+
+def find_manifest_damage(store: Path, metadata: bool = True) -> list[tuple[Path, ManifestInvalid]]:
+    """Return (path, error) for each recorded file that is not as it was, or for the commit itself.
+
+    Args:
+        metadata: also look at the metadata of the arrays.
 
     Raises:
         OSError: one of them could not be read, which is no damage.
     """
     while True:
         before = _content(manifest_commit_path(store))
-        damage = _compare(store)
+        damage = _compare(store, metadata)
         # A store that is given more fields has this commit taken away and made anew: what was compared may be of both.
         if not damage or _content(manifest_commit_path(store)) == before:
             return damage
 
 
-def _compare(store: Path) -> list[tuple[Path, ManifestInvalid]]:
+def _compare(store: Path, metadata: bool) -> list[tuple[Path, ManifestInvalid]]:
     try:
         records = read_manifest_commit(store)
     except ManifestInvalid as error:
@@ -72,9 +97,10 @@ def _compare(store: Path) -> list[tuple[Path, ManifestInvalid]]:
     damage = []
     for name, record in (records or {}).items():
         path = store / name
-        if not _holds(path, record):
+        if (metadata or name in _NAMES) and not _holds(path, record):
             message = f"{path} is not the file that was written: its checksum differs from the one in {COMMITS_NAME}/."
-            damage.append((path, ManifestInvalid(f"{message} {_RESTORE}")))
+            advice = _REPAIR if is_metadata(name) else _RESTORE
+            damage.append((path, ManifestInvalid(f"{message} {advice}")))
     return damage
 
 
@@ -105,15 +131,15 @@ def matches_record(content: bytes, record: FileRecord) -> bool:
 
 def check_manifest(store: Path) -> None:
     """Refuse a store whose store.json or plan.parquet has changed since it was begun."""
-    for _, error in find_manifest_damage(store):
+    for _, error in find_manifest_damage(store, metadata=False):
         raise error
 
 
-def restore_manifest(store: Path, contents: Mapping[str, bytes]) -> list[str]:
-    """Write store.json and plan.parquet anew where they are damaged and their commit confirms the given bytes.
+def restore_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
+    """Write recorded files anew where they are damaged and their commit confirms the given bytes.
 
     Args:
-        contents: name -> bytes that the same inputs give.
+        contents: name inside the store -> bytes that the same inputs give; other recorded files are left alone.
 
     Raises:
         ManifestInvalid: there is no whole commit of them, or it was made of other bytes.
@@ -121,10 +147,14 @@ def restore_manifest(store: Path, contents: Mapping[str, bytes]) -> list[str]:
     records = read_manifest_commit(store)
     restored = []
     for path, error in find_manifest_damage(store):
-        if not matches_record(contents[path.name], (records or {})[path.name]):
+        name = path.relative_to(store).as_posix()
+        if name not in contents:
+            continue
+        if not matches_record(contents[name], (records or {})[name]):
             raise error
-        write_atomic(path, contents[path.name])
-        restored.append(path.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, contents[name])
+        restored.append(name)
     return restored
 
 
@@ -165,3 +195,4 @@ def _bundle_error(commit: Path, folder: Path) -> StoreError | None:
 
 
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
+_REPAIR = "Run `moa-data repair`, or the command that made the store: it writes it anew."

@@ -26,10 +26,10 @@ from ..errors import (
     StoreNotFound,
     UnknownField,
 )
-from ..names import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_path
+from ..names import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_folder
 from ..parts.commit import find_size_damage, read_commits
 from ..parts.manifest_commit import check_manifest
-from ..parts.plan import check_plan, plan_counts, read_plan
+from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..schema import FieldSpec, StoreManifest
 from . import selection
 from .arrays import PartArrays
@@ -48,8 +48,8 @@ from .selection import (
 class ActivationStore:
     """A store opened for reading: lazy, safe in threads and after a fork, and picklable (it opens itself again).
 
-    Opening checks the schema version and that every committed file exists with its committed size; reading checks the
-    checksum of each chunk. ``verify_store`` checks the rest.
+    Opening checks the schema version, the plan against the commits, and that every committed file exists with its
+    committed size; reading checks the checksum of each chunk. ``verify_store`` checks the rest.
 
     Args:
         path: the store's folder, or its URL (``file://``, or any protocol that fsspec has).
@@ -64,7 +64,7 @@ class ActivationStore:
     Raises:
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
-        ManifestInvalid: damaged manifest, plan or commit.
+        ManifestInvalid: damaged manifest, plan or commit, or one that contradicts another.
         PlanInvalid: the plan breaks a rule.
         ShardMissing: a committed file is gone.
         ShardCorrupt: a committed file has another size.
@@ -94,8 +94,17 @@ class ActivationStore:
         if isinstance(self.path, RemotePath):
             self.path.root.preload(commit_path(Path(), part).as_posix() for part in wanted)
         self.commits = read_commits(self.path, wanted)
+        lengths = part_lengths(plan, self.manifest.alignment_tokens)
         for part, commit in self.commits.items():
-            for _, error in find_size_damage(part_path(self.path, part), commit.files):
+            # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
+            if commit.allocated_tokens != lengths[part]:
+                raise ManifestInvalid(
+                    f"{self.path / PLAN_NAME} gives part {part} {lengths[part]} tokens, padding included, its commit "
+                    f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
+                    "and run extract again: it redoes that part."
+                )
+            folder = part_folder(self.path, part, self.manifest.schema_version)
+            for _, error in find_size_damage(folder, commit.files):
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
@@ -108,7 +117,7 @@ class ActivationStore:
         self._parts = self.sequences["part"].to_numpy()
         self._first_tokens = self.sequences["first_token"].to_numpy()
         self._n_tokens = self.sequences["n_tokens"].to_numpy()
-        self._arrays = PartArrays(self.path, self.commits)
+        self._arrays = PartArrays(self.path, self.manifest, self.commits)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 
     def _check_plan(self, plan: pa.Table) -> None:

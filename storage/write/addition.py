@@ -2,9 +2,9 @@
 
 At every moment the store is the old one, whole, or the new one:
 
-1. The new arrays of a part are written to ``parts/part-K.zarr.partial``, synced and renamed into the part's folder.
-   Then its commit is replaced by one that lists them too. A reader of the old manifest does not ask for them; a part
-   that says more than the manifest is still a part of that store.
+1. The new arrays' shards of a part are written, synced and given their names. Then its commit is replaced by one that
+   lists them too. A reader of the old manifest does not ask for them; a part that says more than the manifest is still
+   a part of that store.
 2. When every committed part has them, store.json is replaced by one that names the new fields.
 
 A kill leaves parts that have the new arrays and parts that have not; the same addition goes on with the latter. At the
@@ -13,29 +13,26 @@ end every file has the bytes that one extraction of all fields would have given.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
-from ..disk.durable import fsync_directory, write_atomic
+from ..disk.durable import write_atomic
 from ..errors import PartIncomplete, WriteInvalid
-from ..names import CODEC_NAME, commit_path, part_path
-from ..parts.commit import PartCommit, read_part_commit
-from ..parts.shard import FileRecord
+from ..names import CODEC_NAME, ZARR_NAME, commit_path
+from ..parts.commit import PartCommit, array_of, read_part_commit
+from ..parts.encoding import EncodePool
 from ..schema import FieldSpec, StoreManifest
-from .links import refuse_links
 from .part import PartWriter
-from .store import StoreWriter, remove_uncommitted
+from .store import StoreWriter
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
     """Return what an addition has written to some parts, but store.json does not name yet."""
     found: dict[str, int] = {}
     for commit in commits:
-        arrays = {name.rpartition("/c/")[0] for name in commit.files if "/c/" in name}
+        arrays = {array for array in map(array_of, commit.files) if array is not None}
         steps = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
         for field in sorted({"/".join(names[: 2 if names[0] == "hidden" else 1]) for names in steps}):
             found[field] = found.get(field, 0) + 1
@@ -44,8 +41,8 @@ def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
     """Return those of the fields that a committed part does not have."""
-    # The metadata is of the field's array, or of the group of its codec's arrays.
-    return tuple(name for name in fields if f"{name}/zarr.json" not in commit.files)
+    # A field's arrays have its name, or lie in a folder of that name.
+    return tuple(name for name in fields if not any(file.startswith(f"{name}/") for file in commit.files))
 
 
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
@@ -77,16 +74,16 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
         if unfinished_fields([commit], writer.codec):
             files = {name: record for name, record in commit.files.items() if _is_of(name, writer.codec)}
             write_atomic(path, replace(commit, files=files).to_json())
-            remove_uncommitted(part_path(writer.path, part), files)
+    writer.remove_uncommitted()
     write_atomic(writer.path / CODEC_NAME / NEXT_BASIS_NAME, codec.files()[BASIS_NAME])
 
 
 def _is_of(file: str, codec: StoreCodec) -> bool:
     """Whether a file of a part belongs to an array of the codec, or to a group around one."""
-    folder = file.removesuffix("zarr.json").removesuffix("/")
+    folder = file.removesuffix(ZARR_NAME).removesuffix("/")
     inside = any(file.startswith(f"{array.name}/") for array in codec.arrays)
     around = f"{folder}/" if folder else ""
-    return inside or (file.endswith("zarr.json") and any(array.name.startswith(around) for array in codec.arrays))
+    return inside or (file.endswith(ZARR_NAME) and any(array.name.startswith(around) for array in codec.arrays))
 
 
 class StoreAddition:
@@ -114,6 +111,7 @@ class StoreAddition:
             part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)
             for part in writer.committed_parts()
         }
+        self._is_laid_out = False
 
     @property
     def path(self) -> Path:
@@ -129,17 +127,23 @@ class StoreAddition:
         """Return the parts that lack new fields, in order."""
         return [part for part, fields in self._lacking.items() if fields]
 
-    def part(self, part: int) -> PartWriter:
+    def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
         """Open a part to write to it the new fields that it lacks (its ``fields``); use it in ``with``.
+
+        Args:
+            pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
 
         Raises:
             WriteInvalid: there is no such part, or it lacks nothing.
             LinkRefused: a symbolic link has come to stand inside the store.
         """
-        refuse_links(self.path, [part_path(self.path, part)])
         if not self._lacking.get(part):
             raise WriteInvalid(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
-        return _AddingPartWriter(self._writer, part, self.codec.only(self._lacking[part]), self._on_commit)
+        if not self._is_laid_out:  # not before: until the first part is written the store is as it was
+            self._writer.lay_out(self.codec)
+            self._is_laid_out = True
+        existing = read_part_commit(commit_path(self.path, part)).files
+        return self._writer.open_part(part, self.codec.only(self._lacking[part]), existing, self._on_commit, pool)
 
     def _on_commit(self, part: int) -> None:
         self._lacking[part] = ()
@@ -157,52 +161,3 @@ class StoreAddition:
                 f"{pending[0]}. Write them all before finish()."
             )
         self._writer.replace_manifest(self.manifest)
-
-
-class _AddingPartWriter(PartWriter):
-    """Writes further arrays to a committed part. Until its commit is replaced, the part is as it was."""
-
-    def __init__(self, store: StoreWriter, part: int, codec: StoreCodec, on_commit: Callable[[int], None]) -> None:
-        self._existing = read_part_commit(commit_path(store.path, part))
-        sequences = store.part_sequences(part)
-        super().__init__(store.path, part, sequences, self._existing.allocated_tokens, codec, on_commit)
-
-    def _write_metadata(self) -> dict[str, FileRecord]:
-        written = super()._write_metadata()
-        for name in written.keys() & self._existing.files.keys():
-            if written[name] != self._existing.files[name]:
-                raise WriteInvalid(f"Part {self.part}: {name} would change; extract to another folder.")
-            (self._partial / name).unlink()
-        return dict(self._existing.files) | written
-
-    def _move_into_place(self) -> None:
-        _move_into(self._partial, self._path)
-        shutil.rmtree(self._partial)
-        fsync_directory(self._path.parent)
-
-    def discard(self) -> None:
-        """Delete what was written, unless it is committed; the part is as it was."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        for array in getattr(self, "_arrays", {}).values():
-            array.abort()
-        shutil.rmtree(self._partial, ignore_errors=True)
-        # An interrupt can arrive right after the commit was replaced: then the part has its new arrays and keeps them.
-        try:
-            committed = read_part_commit(commit_path(self._store, self.part))
-        except OSError:
-            return  # it can't be told; whoever opens the store next deletes what no commit lists
-        remove_uncommitted(self._path, committed.files)
-        if committed != self._existing:
-            self._on_commit(self.part)
-
-
-def _move_into(source: Path, target: Path) -> None:
-    """Rename what lies in a folder into another: whole folders where they are new there."""
-    for entry in sorted(source.iterdir()):
-        if (target / entry.name).is_dir():
-            _move_into(entry, target / entry.name)
-        else:
-            os.rename(entry, target / entry.name)
-    fsync_directory(target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ..disk.durable import PARTIAL_SUFFIX
 from ..errors import LinkRefused
@@ -35,6 +35,19 @@ def refuse_links(store: Path, folders: Iterable[Path] | None = None) -> None:
                 _refuse_link(entry.path, entry.is_symlink())
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)
+
+
+def refuse_linked_folders(store: Path, folder: Path, names: Iterable[str]) -> None:
+    """Refuse symbolic links among the names in a store's folder, and on the ways to folders in one of its folders.
+
+    Unlike :func:`refuse_links` it does not look at what lies in these folders, of which a store has tens of thousands:
+    a writer makes new files there, and replaces or deletes a name, never what stands behind it.
+    """
+    refuse_links(store, folders=())
+    ways = {parent for name in names for parent in (PurePosixPath(name), *PurePosixPath(name).parents)}
+    for way in sorted(ways):
+        path = os.fspath(folder / way)
+        _refuse_link(path, os.path.islink(path))
 
 
 def _refuse_link(path: str, is_link: bool) -> None:

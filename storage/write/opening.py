@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ import pyarrow as pa
 from ..disk.checking import exists
 from ..disk.durable import PARTIAL_SUFFIX
 from ..disk.locking import LockHeld, lock_file
-from ..errors import ManifestInvalid, OutputOccupied, SchemaVersionError, StoreLocked, StoreMismatch, StoreReadOnly
+from ..errors import (
+    ManifestInvalid,
+    OutputOccupied,
+    SchemaVersionError,
+    StoreLocked,
+    StoreMismatch,
+    StoreNotFound,
+    StoreReadOnly,
+)
 from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
-from ..parts.manifest_commit import find_manifest_damage, restore_manifest
+from ..parts.manifest_commit import find_manifest_damage, matches_record, read_manifest_commit, restore_files
 from ..parts.plan import plan_bytes, plan_counts, read_plan
 from ..read.store import read_manifest
-from ..schema import StoreManifest, flatten
+from ..schema import READABLE_VERSIONS, StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
@@ -88,13 +97,29 @@ def lock_store(store: Path) -> int:
         ) from error
 
 
+def stored_version(store: Path, manifest: StoreManifest) -> int:
+    """Return the schema version of a store, which the given manifest is of where nothing tells.
+
+    Where store.json is damaged, its commit tells which version's bytes it had, if the inputs are the same.
+    """
+    try:
+        return read_manifest(store).schema_version
+    except (StoreNotFound, ManifestInvalid, SchemaVersionError):
+        records = read_manifest_commit(store) or {}
+    for version in READABLE_VERSIONS:
+        content = replace(manifest, schema_version=version).to_json().encode()
+        if MANIFEST_NAME in records and matches_record(content, records[MANIFEST_NAME]):
+            return version
+    return manifest.schema_version
+
+
 def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
     """Write a damaged or lost store.json or plan.parquet anew if these inputs are the store's, else name the damage."""
     if not exists(manifest_commit_path(store)):
         return
     contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
     try:
-        restore_manifest(store, contents)
+        restore_files(store, contents)
     except ManifestInvalid:
         if not exists(store / MANIFEST_NAME):
             raise
@@ -123,5 +148,6 @@ def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
         a, b = old.slice(row, 1).to_pylist()[0], new.slice(row, 1).to_pylist()[0]
         if a != b:
             keys = [key for key in a if a[key] != b[key]]
-            return tuple(f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))  # type: ignore[return-value]
+            was, now = (f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b))
+            return was, now
     return f"{old.num_rows} sequences", f"{new.num_rows} sequences"

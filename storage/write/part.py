@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 import numpy as np
@@ -17,23 +19,35 @@ from ..codecs.registry import StoreCodec
 from ..disk.checking import exists
 from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic, write_file
 from ..dtypes import to_float32
-from ..errors import PartIncomplete, WriteInvalid
-from ..names import commit_path, part_path
-from ..parts.commit import PartCommit
-from ..parts.grid import array_grid, part_metadata
+from ..errors import ManifestInvalid, PartIncomplete, WriteInvalid
+from ..names import commit_path
+from ..parts.commit import PartCommit, read_part_commit
+from ..parts.encoding import EncodePool
+from ..parts.grid import ArrayGrid
 from ..parts.shard import FileRecord, ShardWriter
 
 
 class ArrayWriter:
-    """Streams one stored array of a part of ``allocated_tokens`` into shards, one row of chunks buffered at most."""
+    """Streams one stored array of a part into shards, one row of chunks buffered at most.
 
-    def __init__(self, folder: Path, array: StoredArray, allocated_tokens: int) -> None:
+    Args:
+        folder: the array's own folder, in which the shards get names that end in ``.partial``.
+        part: number of the part, which names the shards.
+        allocated_tokens: tokens of the part, padding included.
+    """
+
+    def __init__(
+        self, folder: Path, array: StoredArray, grid: ArrayGrid, part: int, allocated_tokens: int, pool: EncodePool
+    ) -> None:
         self.array = array
         self.files: dict[str, FileRecord] = {}
         self.written: list[list[int]] = []
         self._folder = folder
+        self._part = part
+        self._pool = pool
+        self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(allocated_tokens)
-        self._grid = array_grid(array, allocated_tokens)
+        self._grid = grid
         self._row = np.zeros((self._grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
@@ -96,14 +110,14 @@ class ArrayWriter:
         while self._n_rows_done < row:
             self._append(self._row)
             if not self._row_is_clean:
-                self._row[...] = 0
+                self._row = np.zeros_like(self._row)  # a fresh one: the other may still be encoded from
                 self._row_is_clean = True
 
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
             self._shard_index += 1
-            path = self._folder / self._grid.shard_key(self._shard_index)
-            self._shard = ShardWriter(path, self._grid)
+            path = self._folder / (self._shard_key + PARTIAL_SUFFIX)
+            self._shard = ShardWriter(path, self._grid, self._pool)
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -111,28 +125,67 @@ class ArrayWriter:
 
     def _finish_shard(self) -> None:
         if self._shard is not None:
-            self.files[self._grid.shard_key(self._shard_index)] = self._shard.finish()
+            record, synced = self._shard.finish()
+            self.files[self._shard_key] = record
+            self._syncs.append(synced)
             self._shard = None
 
+    @property
+    def _shard_key(self) -> str:
+        return self._grid.shard_key(self._part, self._shard_index)
+
+    def settle(self) -> None:
+        """Wait until no values that were given to :meth:`write` are needed any more."""
+        if self._shard is not None:
+            self._shard.settle()
+
     def finish(self) -> None:
-        """Fill up to the end of the array with zeros and sync the last shard."""
-        self._flush_rows(self._grid.n_rows)
+        """Fill up to the end of the part with zeros and end the last shard; :meth:`wait_synced` comes after it."""
+        self._flush_rows(self._grid.n_chunk_rows(self._n_rows))
         self._finish_shard()
 
+    def wait_synced(self) -> None:
+        """Wait until every shard is on the disk."""
+        for synced in self._syncs:
+            synced.result()
+
     def abort(self) -> None:
-        """Close what is open; the caller deletes the files."""
+        """Close what is open and delete what has no final name."""
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
+        for index in range(self._shard_index + 1):
+            key = self._grid.shard_key(self._part, index)
+            (self._folder / (key + PARTIAL_SUFFIX)).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class PartPlace:
+    """Where a part's files go.
+
+    Attributes:
+        folder: what the names in the part's commit start from.
+        grids: array name -> its grid.
+        existing: files that the part's commit lists already, where fields are added.
+        documents: in schema version 1 the metadata of the part's own group, name -> content; else empty.
+    """
+
+    folder: Path
+    grids: Mapping[str, ArrayGrid]
+    existing: Mapping[str, FileRecord]
+    documents: Mapping[str, bytes]
 
 
 class PartWriter:
-    """One part in the making. Leaving the ``with`` block without :meth:`commit` discards it.
+    """One part in the making, or more fields of one. Leaving the ``with`` block without :meth:`commit` discards it.
 
     Not safe for several threads at once; different parts of one store may be written by different threads.
 
     Args:
         on_commit: called with the part's number once it is committed.
+        on_close: called with it once nothing more is written, committed or not.
+        pool: encodes on threads of its own; values must then not change until :meth:`settle` or :meth:`commit`.
+            Without one the caller's thread encodes, and they may change as soon as :meth:`write` returns.
     """
 
     def __init__(
@@ -142,30 +195,29 @@ class PartWriter:
         sequences: pa.Table,
         allocated_tokens: int,
         codec: StoreCodec,
+        place: PartPlace,
         on_commit: Callable[[int], None],
+        on_close: Callable[[int], None],
+        pool: EncodePool | None = None,
     ) -> None:
         self.part = part
         self.sequences = sequences
         self.allocated_tokens = allocated_tokens
         self._store = store
-        self._path = part_path(store, part)
+        self._place = place
         self._codec = codec
-        self._partial = self._path.with_name(self._path.name + PARTIAL_SUFFIX)
-        self._on_commit = on_commit
+        self._on_commit, self._on_close = on_commit, on_close
         self._is_open = True
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
-        with disk_full_guard(self._path):
+        self._arrays: dict[str, ArrayWriter] = {}
+        pool = pool or EncodePool()
+        with disk_full_guard(place.folder):
             try:
-                self._partial.mkdir()
-            except FileExistsError as error:
-                raise WriteInvalid(f"Part {part} is being written already; open each part once.") from error
-            try:
-                self._files = self._write_metadata()
-                self._arrays = {
-                    array.name: ArrayWriter(self._partial / array.name, array, allocated_tokens)
-                    for array in codec.arrays
-                }
+                self._files = self._write_documents()
+                for array in codec.arrays:
+                    folder, grid = place.folder / array.name, place.grids[array.name]
+                    self._arrays[array.name] = ArrayWriter(folder, array, grid, part, allocated_tokens, pool)
             except BaseException:
                 self.discard()
                 raise
@@ -175,13 +227,17 @@ class PartWriter:
         """Names of the fields that are to be written."""
         return tuple(self._codec.fields)
 
-    def _write_metadata(self) -> dict[str, FileRecord]:
-        files = {}
-        for name, content in part_metadata(self._codec.arrays, self.allocated_tokens).items():
-            path = self._partial / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, content)
-            files[name] = FileRecord(len(content), zlib.crc32(content))
+    def _write_documents(self) -> dict[str, FileRecord]:
+        """Write the metadata that the part lacks; return the records of all files that it has so far."""
+        files = dict(self._place.existing)
+        for name, content in self._place.documents.items():
+            record = FileRecord(len(content), zlib.crc32(content))
+            if files.setdefault(name, record) != record:
+                raise WriteInvalid(f"Part {self.part}: {name} would change; extract to another folder.")
+            if name not in self._place.existing:
+                path = self._place.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, content)
         return files
 
     def write(
@@ -236,8 +292,13 @@ class PartWriter:
             raise WriteInvalid(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
         return self._codec.fields[field]
 
+    def settle(self) -> None:
+        """Wait until no values that were given to :meth:`write` are needed any more; they may then change."""
+        for array in self._arrays.values():
+            array.settle()
+
     def commit(self) -> PartCommit:
-        """Make the part exist: index and sync every shard, rename the folder, write the commit.
+        """Make the part exist: index and sync every shard, give it its name, write the commit.
 
         Raises:
             PartIncomplete: a planned sequence was not written to every field.
@@ -246,13 +307,17 @@ class PartWriter:
         if not self._is_open:
             raise WriteInvalid(f"Part {self.part} is closed; open it again with StoreWriter.part.")
         self._check_complete()
-        with disk_full_guard(self._path):
-            for name, array in self._arrays.items():
+        folder = self._place.folder
+        with disk_full_guard(folder):
+            for array in self._arrays.values():
                 array.finish()
-                self._files |= {f"{name}/{key}": record for key, record in array.files.items()}
-            for root, _, _ in walk(self._partial):
-                fsync_directory(root)
-            self._move_into_place()
+            for array in self._arrays.values():
+                array.wait_synced()
+            for name, array in self._arrays.items():
+                for key, record in array.files.items():
+                    os.rename(folder / name / (key + PARTIAL_SUFFIX), folder / name / key)
+                    self._files[f"{name}/{key}"] = record
+            self._sync_names()
         commit = PartCommit(
             part=self.part,
             n_sequences=self.sequences.num_rows,
@@ -263,12 +328,17 @@ class PartWriter:
         write_atomic(commit_path(self._store, self.part), commit.to_json())
         self._is_open = False
         self._on_commit(self.part)
+        self._on_close(self.part)
         return commit
 
-    def _move_into_place(self) -> None:
-        """Rename the synced folder to its final name."""
-        os.rename(self._partial, self._path)
-        fsync_directory(self._path.parent)
+    def _sync_names(self) -> None:
+        """Make the new names durable: one folder for each array, in schema version 1 all folders of the part."""
+        folder = self._place.folder
+        folders = [folder / name for name in self._arrays]
+        if self._place.documents:
+            folders = [root for root, _, _ in walk(folder)] + [folder.parent]
+        for path in folders:
+            fsync_directory(path)
 
     def _check_complete(self) -> None:
         first_token = self.sequences["first_token"].to_numpy()
@@ -289,22 +359,29 @@ class PartWriter:
                 )
 
     def discard(self) -> None:
-        """Delete what was written, unless it is committed; the part stays pending."""
+        """Delete what was written, unless it is committed: a part stays pending, or without the fields to be added."""
         if not self._is_open:
             return
         self._is_open = False
-        for array in getattr(self, "_arrays", {}).values():
+        for array in self._arrays.values():
             array.abort()
+        self._on_close(self.part)
         try:
-            is_committed = exists(commit_path(self._store, self.part))
-        except OSError:
-            return  # it can't be told; whoever opens the store next deletes what has no commit
-        if is_committed:
-            # An interrupt can arrive right after the commit appeared: the part is finished and stays.
+            path = commit_path(self._store, self.part)
+            committed = read_part_commit(path).files if exists(path) else {}
+        except (OSError, ManifestInvalid):
+            return  # it can't be told; whoever opens the store next deletes what no commit lists
+        if committed and committed != self._place.existing:
+            # An interrupt can arrive right after the commit appeared: what was written is finished and stays.
             self._on_commit(self.part)
             return
-        for path in (self._partial, self._path):
-            shutil.rmtree(path, ignore_errors=True)
+        for name, array in self._arrays.items():
+            for key in array.files:
+                (self._place.folder / name / key).unlink(missing_ok=True)
+        if self._place.documents:
+            remove_uncommitted(self._place.folder, committed)
+            if not committed:
+                self._place.folder.rmdir()
 
     def __enter__(self) -> PartWriter:
         return self
@@ -329,3 +406,18 @@ def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -
             f"got {'none' if tokens is None else list(tokens.shape)}."
         )
     return codec.encode(to_float32(values, spec.dtype), tokens)
+
+
+def remove_uncommitted(folder: Path, files: Collection[str]) -> None:
+    """Delete everything below ``folder`` but these files, given by their relative paths."""
+    holding = {PurePosixPath(way) for way in {name.rpartition("/")[0] for name in files}}
+    kept_folders = {parent.as_posix() for way in holding for parent in (way, *way.parents)}
+    for root, folders, names in walk(folder):
+        below = root.relative_to(folder).as_posix()
+        prefix = "" if below == "." else f"{below}/"
+        for name in [name for name in folders if prefix + name not in kept_folders]:
+            shutil.rmtree(root / name)
+            folders.remove(name)
+        for name in names:
+            if prefix + name not in files:
+                (root / name).unlink()

@@ -6,11 +6,14 @@ The order of what is made durable (every file is synced before its rename, and i
     2  codec/basis.safetensors           before the manifest, which holds its sha256
     3  plan.parquet                      before the manifest, which a folder without is an unfinished start
     4  store.json                        now the folder is a store
-    5  commits/store.json                sizes and checksums of 3 and 4, which are equal to what the inputs give
-    6  target.partial/ -> target/        commits/target.json after it, and taken away before a replacement
-    7  parts/part-K.zarr.partial/        all files and folders synced
-       parts/part-K.zarr/                renamed: whole, but nobody's yet
-       commits/part-K.json               now the part exists for readers; 7 again for each part, in any order
+    5  parts/kv/zarr.json, ...           what the arrays of all parts look like
+    6  commits/store.json                sizes and checksums of 3 to 5, which are equal to what the inputs give
+    7  target.partial/ -> target/        commits/target.json after it, and taken away before a replacement
+    8  parts/kv/c.K.0.0.0.0.partial      each shard of part K, synced when it is full
+       parts/kv/c.K.0.0.0.0              renamed, and the array's folder synced: whole, but nobody's yet
+       commits/part-K.json               now the part exists for readers; 8 again for each part, in any order
+
+In a store of schema version 1, which is gone on with as it is, 5 belongs to 8: each part has a group of its own.
 
 A commit comes after what it lists and goes before it: so at every moment what has a commit is whole. Whatever a kill
 leaves behind without one is deleted by the next run, which then redoes exactly the parts that are missing.
@@ -22,10 +25,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -47,17 +51,20 @@ from ..names import (
     TARGET_NAME,
     commit_path,
     manifest_commit_path,
-    part_path,
+    part_folder,
     target_commit_path,
 )
 from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit, target_commit_json
-from ..parts.manifest_commit import find_manifest_damage, write_manifest_commit
+from ..parts.encoding import EncodePool
+from ..parts.grid import ArrayGrid, array_grid_1, zarr_metadata
+from ..parts.manifest_commit import find_manifest_damage, metadata_names, write_manifest_commit
 from ..parts.plan import check_plan, part_lengths, plan_bytes
 from ..parts.shard import FileRecord
 from ..schema import StoreManifest
-from .links import refuse_links
-from .opening import check_counts, check_same, check_unoccupied, lock_store, restore
-from .part import PartWriter
+from .arrays import lay_out
+from .links import refuse_linked_folders, refuse_links
+from .opening import check_counts, check_same, check_unoccupied, lock_store, restore, stored_version
+from .part import PartPlace, PartWriter, remove_uncommitted
 
 
 class StoreWriter:
@@ -77,7 +84,9 @@ class StoreWriter:
         self._lock_fd = lock_fd
         self._lengths = part_lengths(plan, manifest.alignment_tokens)
         self.codec = StoreCodec.open(manifest, path)
+        self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
+        self._open_parts: set[int] = set()
 
     @classmethod
     def create_or_resume(
@@ -87,7 +96,7 @@ class StoreWriter:
         plan: pa.Table,
         codec_files: Mapping[str, bytes] | None = None,
     ) -> StoreWriter:
-        """Start a store, or go on with one that was made from the same inputs.
+        """Start a store, or go on with one that was made from the same inputs, in the schema version that it has.
 
         Args:
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
@@ -117,6 +126,8 @@ class StoreWriter:
                 is_begun = exists(manifest_commit_path(store)) or exists(store / MANIFEST_NAME)
             if is_begun:
                 with check_guard(store):
+                    manifest = replace(manifest, schema_version=stored_version(store, manifest))
+                with check_guard(store):
                     restore(store, manifest, plan)
                     check_same(store, manifest, plan)
                 _write_codec(store, codec_files or {})
@@ -128,10 +139,11 @@ class StoreWriter:
             with check_guard(store):
                 writer = cls(store, manifest, plan, lock_fd)
             writer._clean()
+            writer.lay_out(writer.codec)
             with check_guard(store):
                 is_recorded = exists(manifest_commit_path(store)) and not find_manifest_damage(store)
             if not is_recorded:
-                write_manifest_commit(store)  # both files were found equal to what the inputs give
+                writer._record_manifest()  # all files were found equal to what the inputs give
             return writer
         except BaseException:
             os.close(lock_fd)
@@ -188,32 +200,90 @@ class StoreWriter:
         mask = self.plan["part"].to_numpy() == part
         return self.plan.filter(pa.array(mask))
 
-    def part(self, part: int) -> PartWriter:
+    def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
         """Open a pending part for writing; use it in ``with``.
+
+        Args:
+            pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
 
         Raises:
             WriteInvalid: no such part, or it is committed already.
             LinkRefused: a symbolic link has come to stand inside the store.
         """
-        refuse_links(self.path, folders=())
         if not 0 <= part < self.n_parts:
             raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._committed:
             raise WriteInvalid(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
+        return self.open_part(part, self.codec, {}, self._committed.add, pool)
+
+    def open_part(
+        self,
+        part: int,
+        codec: StoreCodec,
+        existing: Mapping[str, FileRecord],
+        on_commit: Callable[[int], None],
+        pool: EncodePool | None = None,
+    ) -> PartWriter:
+        """Open a part for writing fields to it that it lacks.
+
+        Args:
+            codec: of these fields; their arrays must have been laid out.
+            existing: files that the part's commit lists.
+            on_commit: called with the part's number once it is committed.
+            pool: as for :meth:`part`.
+
+        Raises:
+            WriteInvalid: the part is being written already.
+        """
+        self._refuse_links(part, codec)
+        if part in self._open_parts:
+            raise WriteInvalid(f"Part {part} is being written already; open each part once.")
+        length = int(self._lengths[part])
+        grids, documents = self._grids, dict[str, bytes]()
+        if self._has_part_groups:
+            grids = {array.name: array_grid_1(array, length) for array in codec.arrays}
+            documents = zarr_metadata((array, grids[array.name]) for array in codec.arrays)
+        self._open_parts.add(part)
         return PartWriter(
             store=self.path,
             part=part,
             sequences=self.part_sequences(part),
-            allocated_tokens=int(self._lengths[part]),
-            codec=self.codec,
-            on_commit=self._committed.add,
+            allocated_tokens=length,
+            codec=codec,
+            place=PartPlace(self._folder(part), grids, existing, documents),
+            on_commit=on_commit,
+            on_close=self._open_parts.discard,
+            pool=pool,
         )
+
+    def lay_out(self, codec: StoreCodec) -> None:
+        """Write the metadata of a codec's arrays where it is missing; in schema version 1 each part has its own.
+
+        Raises:
+            ManifestInvalid: metadata that is there is damaged.
+            LinkRefused: a symbolic link stands where it belongs.
+            DiskFull: no room.
+        """
+        if not self._has_part_groups:
+            refuse_linked_folders(self.path, self.path / PARTS_NAME, (array.name for array in codec.arrays))
+            self._grids |= lay_out(self.path, codec.arrays, self.n_parts, int(self._lengths.max()))
 
     def drop_part(self, part: int) -> None:
         """Delete a part; it is pending again, and readers do not see it. Links inside the store are refused."""
-        refuse_links(self.path, [part_path(self.path, part)])
+        self._refuse_links(part, self.codec)
+        try:
+            files = set(read_part_commit(commit_path(self.path, part)).files)
+        except (FileNotFoundError, ManifestInvalid):
+            files = set()
         self._retract(commit_path(self.path, part))
-        _remove(part_path(self.path, part))
+        folder = self._folder(part)
+        if self._has_part_groups:
+            _remove(folder)
+        for array in () if self._has_part_groups else self.codec.arrays:
+            grid = self._grids[array.name]
+            files |= {f"{array.name}/{grid.shard_key(part, number)}" for number in range(grid.shards_per_part)}
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
         self._committed.discard(part)
 
     def drop_target(self) -> None:
@@ -236,7 +306,8 @@ class StoreWriter:
             self._retract(manifest_commit_path(self.path))
             write_atomic(self.path / MANIFEST_NAME, manifest.to_json().encode())
             self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
-            write_manifest_commit(self.path)
+            self.lay_out(self.codec)
+            self._record_manifest()
             name_next_basis(self.path, manifest)
 
     def record_run(self, record: Mapping[str, Any]) -> Path:
@@ -269,6 +340,24 @@ class StoreWriter:
     ) -> None:
         self.close()
 
+    def _record_manifest(self) -> None:
+        arrays = [] if self._has_part_groups else [array.name for array in self.codec.arrays]
+        write_manifest_commit(self.path, metadata_names(arrays) if arrays else ())
+
+    @property
+    def _has_part_groups(self) -> bool:
+        return self.manifest.schema_version == 1
+
+    def _folder(self, part: int) -> Path:
+        return part_folder(self.path, part, self.manifest.schema_version)
+
+    def _refuse_links(self, part: int, codec: StoreCodec) -> None:
+        """Refuse links that have come to stand where a part's files are written or deleted."""
+        if self._has_part_groups:
+            refuse_links(self.path, [self._folder(part)])
+        else:
+            refuse_linked_folders(self.path, self._folder(part), (array.name for array in codec.arrays))
+
     def _retract(self, commit: Path) -> None:
         """Delete a file of commits/, durably, before what it names changes."""
         commit.unlink(missing_ok=True)
@@ -284,27 +373,52 @@ class StoreWriter:
                 (self.path / name).mkdir(exist_ok=True)
         with check_guard(self.path):
             has_damaged_target = not self._target_is_whole()
-            commits = {part: self._whole_commit(part) for part in range(self.n_parts) if self._has_commit(part)}
+            commits = self._commits()
         for folder in (self.path, self.path / COMMITS_NAME, self.path / RUNS_NAME):
             for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
                 _remove(leftover)
         if has_damaged_target:
             target_commit_path(self.path).unlink()
         name_next_basis(self.path, self.manifest)
-        for part, commit in commits.items():
-            if commit is None:
-                commit_path(self.path, part).unlink()
-            else:
-                self._committed.add(part)
-                remove_uncommitted(part_path(self.path, part), commit.files)
-        kept = {part_path(self.path, part).name for part in self._committed}
-        for folder in (self.path / PARTS_NAME).iterdir():
-            if folder.name not in kept:
-                _remove(folder)
+        for part in (part for part, commit in commits.items() if commit is None):
+            commit_path(self.path, part).unlink()
+        self._committed |= {part for part, commit in commits.items() if commit is not None}
+        self._remove_unlisted(commit for commit in commits.values() if commit is not None)
         self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
 
-    def _has_commit(self, part: int) -> bool:
-        return exists(commit_path(self.path, part))
+    def remove_uncommitted(self) -> None:
+        """Delete what no commit of a part lists, while no part is being written."""
+        self._remove_unlisted(read_part_commit(commit_path(self.path, part)) for part in self._committed)
+
+    def _remove_unlisted(self, commits: Iterable[PartCommit]) -> None:
+        parts, kept = self.path / PARTS_NAME, set[str]()
+        for commit in commits:
+            below = self._folder(commit.part).relative_to(parts)
+            kept |= {f"{below}/{name}" for name in commit.files} if below.parts else commit.files.keys()
+        arrays = {name.rpartition("/")[0] for name in kept} | {array.name for array in self.codec.arrays}
+        if not self._has_part_groups:
+            kept |= {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
+        remove_uncommitted(parts, kept)
+
+    def _commits(self) -> dict[int, PartCommit | None]:
+        """Return the commits of planned parts; None for one that is damaged, or whose part is not as it says."""
+        part_of = self.plan["part"].to_numpy()
+        n_sequences = np.bincount(part_of, minlength=self.n_parts)
+        n_tokens = np.bincount(part_of, self.plan["n_tokens"].to_numpy(), self.n_parts).astype(np.int64)
+        commits: dict[int, PartCommit | None] = {}
+        for part in range(self.n_parts):
+            if not exists(commit_path(self.path, part)):
+                continue
+            try:
+                commit = read_part_commit(commit_path(self.path, part))
+            except ManifestInvalid:
+                commits[part] = None
+                continue
+            planned = (part, n_sequences[part], n_tokens[part], self._lengths[part])
+            found = (commit.part, commit.n_sequences, commit.n_tokens, commit.allocated_tokens)
+            is_whole = found == planned and not find_size_damage(self._folder(part), commit.files)
+            commits[part] = commit if is_whole else None
+        return commits
 
     def _target_is_whole(self) -> bool:
         """Whether the target bundle has no commit, or all files that its commit lists."""
@@ -314,20 +428,6 @@ class StoreWriter:
             )
         except ManifestInvalid:
             return False
-
-    def _whole_commit(self, part: int) -> PartCommit | None:
-        """Return a part's commit if it is the plan's and all its files are there with their sizes, else None."""
-        try:
-            commit = read_part_commit(commit_path(self.path, part))
-        except ManifestInvalid:
-            return None
-        rows = self.plan["part"].to_numpy() == part
-        planned = (part, int(rows.sum()), int(self.plan["n_tokens"].to_numpy()[rows].sum(dtype=np.int64)))
-        if (commit.part, commit.n_sequences, commit.n_tokens) != planned:
-            return None
-        if commit.allocated_tokens != self._lengths[part] or find_size_damage(part_path(self.path, part), commit.files):
-            return None
-        return commit
 
 
 def name_next_basis(store: Path, manifest: StoreManifest) -> None:
@@ -378,19 +478,6 @@ def _replace_tree(source: Path, target: Path, files: Collection[str]) -> None:
     remove_uncommitted(target, files)
     for root, _, _ in walk(target):
         fsync_directory(root)
-
-
-def remove_uncommitted(folder: Path, files: Collection[str]) -> None:
-    """Delete everything below ``folder`` but these files, given by their relative paths."""
-    kept_folders = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
-    for root, folders, names in walk(folder):
-        below = root.relative_to(folder)
-        for name in [name for name in folders if (below / name).as_posix() not in kept_folders]:
-            shutil.rmtree(root / name)
-            folders.remove(name)
-        for name in names:
-            if (below / name).as_posix() not in files:
-                (root / name).unlink()
 
 
 def _remove(path: Path) -> None:

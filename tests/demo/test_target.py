@@ -29,7 +29,7 @@ def folder(corpus: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_loads_as_a_hugging_face_folder(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.num_key_value_heads == 2
     assert not model.config.tie_word_embeddings
@@ -41,10 +41,10 @@ def test_loads_as_a_hugging_face_folder(folder: Path) -> None:
 def test_template_marks_the_answers_and_has_one_bos(folder: Path, corpus: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     row = next(row for row in corpus.train if row["category"] == "followup")
-    encoded = tokenizer.apply_chat_template(
+    encoded: Any = tokenizer.apply_chat_template(
         row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, mask = encoded["input_ids"], encoded["assistant_masks"]  # type: ignore[call-overload]
+    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
     assert ids.count(tokenizer.convert_tokens_to_ids(BOS)) == 1
     assert mask[0] == 0
     assert mask[-1] == 1

@@ -25,6 +25,7 @@ from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.chats import chat, write_jsonl
+from moa_data.tests.kit.models import written_by_transformers
 
 from .conftest import MAX_POSITIONS
 
@@ -96,9 +97,7 @@ def test_moa_writes_what_its_training_forward_predicts(endless: Target) -> None:
     for row in rows:
         prompt = next(prompt for prompt in PROMPTS if prompt.prompt_id == row.prompt_id)
         before = tokenizer.apply_chat_template(list(prompt.turns[0]), add_generation_prompt=True)["input_ids"]
-        answer = endless.model.generate(
-            torch.tensor([before]), max_new_tokens=row.n_written, do_sample=False, eos_token_id=-1
-        )[0].tolist()
+        answer = before + written_by_transformers(endless.model, before, max_new_tokens=row.n_written, eos_token_id=-1)
         written = list(row.by_writer["moa"].tokens)
         tokens = torch.tensor([answer + written])
         root = len(answer) - 1
@@ -169,7 +168,7 @@ def test_report_files_and_scores(config: DisconnectConfig, tmp_path: Path) -> No
     name = Path(config.drafter[0]).name
     assert [summary["writer"] for summary in written["writers"]] == [TARGET, name]
     assert report.writer(TARGET).agreement.mean == 1.0
-    assert report.writer(name).score.mean > 1
+    assert (report.writer(name).score.mean or 0) > 1
     assert f"| {name} |" in out.with_suffix(".md").read_text()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     disconnect(config)  # an earlier report may be replaced

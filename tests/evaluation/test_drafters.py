@@ -94,9 +94,9 @@ def test_every_setting_that_changes_a_result_is_compared() -> None:
         (found,) = training_differences({"a": facts(**{name: value}), "b": facts(**{name: other})})
         assert found.startswith(f"settings differ in {name}: a ")
     (found,) = training_differences(
-        {"a": facts(drafter={"official_quirks": False}), "b": facts(drafter={"official_quirks": True})}
+        {"a": facts(drafter={"forward_kl_weight": 0.1}), "b": facts(drafter={"forward_kl_weight": 0.2})}
     )
-    assert found.startswith("settings differ in official_quirks: a ")
+    assert found.startswith("settings differ in forward_kl_weight: a ")
     (found,) = training_differences({"a": facts(decay_steps=None), "b": facts(decay_steps=-1)})
     assert found == "settings differ in decay_steps: a None, b -1"
     assert training_differences({"a": facts(), "b": facts(decay_steps=-1)}) == [], "an older run did not record it"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from moa_data.pipeline.chats import Rejection, RejectReason
-from moa_data.pipeline.prompts import TokenizedChat
+from moa_data.pipeline.chats.messages import Rejection, RejectReason
+from moa_data.pipeline.chats.prompts import TokenizedChat
 
 from .models import TEXT
 

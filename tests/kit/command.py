@@ -1,4 +1,4 @@
-"""The command line within the test's process, and what it says when it refuses."""
+"""Runs the command line within the test's process, and checks how it refuses."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Drafters with random weights, or taught for a moment, and the activations that they train on."""
+"""Builds drafters with random or briefly trained weights, and the activations that they train on."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -58,13 +58,13 @@ def build_drafter(model: Any, n_target_layers: int = 0, seed: int = 1, std: floa
 
 
 def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
-    """The target's pieces that a drafter needs."""
+    """The frozen weights of the target that a drafter needs."""
     return FrozenTarget.from_model(model, drafter.config.target_layer_inference)
 
 
 @torch.no_grad()
 def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
-    """What a store would give this drafter of a batch, and nothing that it does not ask for."""
+    """Return the activations of a batch that a store would give this drafter, and no others."""
     config, n_layers, cache = drafter.config, model.config.num_hidden_layers, DynamicCache()
     every = range(n_layers)
     with layer_outputs(model, every) as outputs:
@@ -84,7 +84,7 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
 
 
 def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tuple[Tensor, Tensor]:
-    """What the target says after some prompts: tokens [B, T], right padded, and which are not a row's first."""
+    """Return the target's answers to some prompts: tokens [B, T], right padded, and which are not a row's first."""
     rows = [prompt + plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     response = torch.zeros_like(tokens, dtype=torch.bool)
@@ -95,7 +95,7 @@ def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tu
 
 
 def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) -> Any:
-    """Train a drafter for a moment on what the target itself says after some prompts."""
+    """Train a drafter for a few steps on what the target itself says after some prompts."""
     inputs = stored(drafter, target.model, *answers(target, prompts))
     frozen, rows = frozen_for(drafter, target.model), len(prompts)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)

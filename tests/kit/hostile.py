@@ -1,7 +1,8 @@
-"""Generated changes to files, and the check that only the package's own errors come of them.
+"""Generates changes of files, and checks that they lead to the package's own errors alone.
 
-A test draws a changed version of a file, puts it in the file's place and opens every door that reads it, in a process
-that may grow by 1.5 GB and no more: what allocates absurd sizes gets a MemoryError, which is no error of the package.
+A test draws a changed version of a file, puts it in the file's place and calls every function that reads it, in a
+process that may grow by 1.5 GB and no more: what allocates absurd sizes gets a MemoryError, which is no error of the
+package.
 """
 
 import copy
@@ -53,7 +54,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 def only_own_errors(*doors: Callable[[], object]) -> None:
-    """Open every door: it does its work, or ends in an error of the package that says what is wrong with the file."""
+    """Call each function: it does its work, or raises an error of the package that says what is wrong with the file."""
     with bounded_memory():
         for door in doors:
             try:
@@ -77,7 +78,7 @@ def replaced(path: Path, content: bytes) -> Iterator[None]:
 
 @contextmanager
 def endless(path: Path, kind: str) -> Iterator[None]:
-    """Put what has no end in the place of a file: a fifo, a device, a folder, or a file of a terabyte."""
+    """Put something without an end in the place of a file: a fifo, a device, a folder, or a file of a terabyte."""
     good = path.with_name(f".{path.name}.good")
     path.rename(good)
     try:

@@ -1,9 +1,10 @@
-"""Kills of forks of this process, for scripts that run apart from pytest, whose process has threads."""
+"""Kills forks of this process, for scripts that run apart from pytest, whose process has threads."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 CHANGING_CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -53,11 +54,12 @@ def _die_at_change(n: int) -> None:
         wrap(name)
 
 
-def _status_of(action: Callable[[], object]) -> int:
-    """Run an action in a fork."""
+def _status_of(*actions: Callable[[], object]) -> int:
+    """Run actions, one after another, in a fork."""
     child = os.fork()
     if child == 0:
-        action()
+        for action in actions:
+            action()
         os._exit(0)
     return os.waitpid(child, 0)[1]
 
@@ -65,7 +67,7 @@ def _status_of(action: Callable[[], object]) -> int:
 def kill_at_points(points: dict[str, Callable[[], None]], action: Callable[[str], object]) -> None:
     """Run an action once for each point, at which it must die."""
     for name, arm in points.items():
-        status = _status_of(lambda name=name, arm=arm: (arm(), action(name)))  # type: ignore[misc]
+        status = _status_of(arm, partial(action, name))
         assert os.WIFSIGNALED(status), (name, status)
         assert os.WTERMSIG(status) == signal.SIGKILL, (name, status)
 
@@ -73,7 +75,7 @@ def kill_at_points(points: dict[str, Callable[[], None]], action: Callable[[str]
 def kill_at_every_change(action: Callable[[int, Callable[[], None]], object], every: int = 1) -> None:
     """Run an action until it ends, killed at a later change each time; it is given a call that arms the kill."""
     for n in range(1, 10_000, every):
-        status = _status_of(lambda n=n: action(n, lambda: _die_at_change(n)))  # type: ignore[misc]
+        status = _status_of(partial(action, n, partial(_die_at_change, n)))
         if os.WIFEXITED(status):
             sys.exit(os.WEXITSTATUS(status))
         assert os.WTERMSIG(status) == signal.SIGKILL

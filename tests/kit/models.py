@@ -82,6 +82,14 @@ def write_target(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def written_by_transformers(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    """What ``generate`` of transformers writes after a prompt, greedily."""
+    attention_mask = torch.ones(1, len(prompt))
+    tokens = model.generate(torch.tensor([prompt]), attention_mask=attention_mask, do_sample=False, **options)
+    written: list[int] = tokens[0, len(prompt) :].tolist()
+    return written
+
+
 def random_prompts(n: int, seed: int, longest: int = 20) -> list[list[int]]:
     """Token ids of prompts for ``build_model``, without its special tokens."""
     draw = random.Random(seed)

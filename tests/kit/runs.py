@@ -1,4 +1,4 @@
-"""Comparing training runs."""
+"""Compares training runs."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.trainer.checkpoints import read_checkpoint
-from moa_data.trainer.curves import read_metrics
+from moa_data.trainer.checkpoints.saving import read_checkpoint
+from moa_data.trainer.fit.curves import read_metrics
 
 
 def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Everything in a checkpoint, with where it is."""
+    """Yield everything in a checkpoint, with its place."""
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}/{key}")]
     if isinstance(value, list | tuple):

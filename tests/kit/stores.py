@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import zarr
 
 from moa_data.storage.chunks.field import TOKENS
 from moa_data.storage.codecs.registry import StoreCodec
@@ -42,7 +43,8 @@ class Recipe:
         rng = np.random.default_rng(seed)
         shape = (row["n_tokens"], *field.token_shape)
         if field.name == "response_mask":
-            return (np.arange(row["n_tokens"]) < row["n_response_tokens"]).astype(np.uint8)
+            mask: np.ndarray = np.arange(row["n_tokens"]) < row["n_response_tokens"]
+            return mask.astype(np.uint8)
         if field.dtype == "int32":
             return rng.integers(0, 100, shape, dtype=np.int32)
         return bfloat16_bits(rng.normal(size=shape).astype(np.float32))
@@ -114,3 +116,23 @@ def flip(path: Path, at: int | None = None) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
     path.write_bytes(data)
+
+
+def zarr_array(group: Path, name: str, mode: Literal["r", "r+"] = "r") -> zarr.Array[Any]:
+    """Open an array of a group, such as a part, by zarr-python."""
+    array = zarr.open_group(group, mode=mode)[name]
+    assert isinstance(array, zarr.Array)
+    return array
+
+
+def read_by_zarr(group: Path, name: str, first: int = 0, end: int | None = None) -> np.ndarray:
+    """Rows of an array of a group, such as a part, as zarr-python reads them."""
+    return np.asarray(zarr_array(group, name)[first:end])
+
+
+def rows_in_store(store: Path, name: str, row: dict[str, Any]) -> tuple[int, int]:
+    """First row and end of a sequence, a row of the plan, on axis 0 of a token array of all parts."""
+    room = zarr_array(store / "parts", name).attrs["part_rows"]
+    assert isinstance(room, int)
+    first = row["part"] * room + int(row["first_token"])
+    return first, first + int(row["n_tokens"])

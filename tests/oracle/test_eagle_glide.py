@@ -92,6 +92,7 @@ def build_glide(name: str, vectors: Vectors) -> tuple[GlideDrafter, TrainingInpu
     row = slice(settings["row"], settings["row"] + 1)
     real = real[row]
     # In the official code all padding stands at the last real position, and a query without a key sees padding too.
+    assert config.num_key_value_heads is not None
     keys, values = unpack_kv(inputs.kv[row, :, -1], config.num_key_value_heads)
     shift = (real.cumsum(dim=1) - 1) - torch.arange(real.shape[1])
     kv = pack_kv([rotate(keys, drafter.rotary(shift))], [values])

@@ -108,7 +108,7 @@ class Vectors:
                 continue
             assert got is not None, key
             goal = self[key]
-            torch.testing.assert_close(got.detach(), goal, rtol=0, atol=LOSS, msg=lambda m, key=key: f"{key}: {m}")  # type: ignore[misc]
+            torch.testing.assert_close(got.detach(), goal, rtol=0, atol=LOSS, msg=f"{key}: {{}}".format)
 
     def gradients(self, drafter: Drafter, own_key: Any) -> None:
         """Compare the gradient of every weight that the file has one of; ``own_key`` makes our name of theirs."""
@@ -119,7 +119,7 @@ class Vectors:
             got = found[key]
             assert got is not None, key
             atol = GRADIENT * goal.abs().max().item()
-            torch.testing.assert_close(got, goal, rtol=0, atol=atol, msg=lambda m, key=key: f"{key}: {m}")  # type: ignore[misc]
+            torch.testing.assert_close(got, goal, rtol=0, atol=atol, msg=f"{key}: {{}}".format)
 
     def all_read(self) -> None:
         """Fail if a tensor of the file was left out."""

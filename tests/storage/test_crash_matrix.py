@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import pytest
 
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.disk import durable
 from moa_data.storage.errors import StoreError, StoreNotFound, StoreReadOnly
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.write.store import StoreWriter
@@ -98,10 +98,16 @@ def mutations(content: bytes, positions: int) -> Iterator[bytes | None]:
         yield content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
 
 
+def part_of(name: str) -> int | None:
+    """The part that a file belongs to, each part having one shard of each array."""
+    found = re.search(r"commits/part-(\d+)\.json|/c\.(\d+)", name)
+    return None if found is None else int(found[1] or found[2])
+
+
 @pytest.mark.parametrize(
-    ("positions", "parts"), [(1, ""), pytest.param(60, "part-00000", marks=pytest.mark.slow)], ids=["once", "many"]
+    ("positions", "parts"), [(1, (0, 1)), pytest.param(60, (0,), marks=pytest.mark.slow)], ids=["once", "many"]
 )
-def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: str) -> None:
+def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: tuple[int, ...]) -> None:
     """What is damaged is named, and repaired to the very same bytes.
 
     With many places only files of one part are damaged: each mutation opens the store five times for all its commits.
@@ -113,7 +119,7 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: 
     assert {"store.json", "plan.parquet", "commits/store.json", "commits/target.json", "target/config.json"} < set(
         whole
     )
-    chosen = [name for name in whole if "part-" not in name or parts in name]
+    chosen = [name for name in whole if part_of(name) in (None, *parts)]
     for name, content in ((name, whole[name]) for name in chosen):
         for mutation in mutations(content, positions):
             path = store / name
@@ -160,11 +166,11 @@ def test_a_repair_killed_at_any_moment(tmp_path: Path) -> None:
     assert recipe.manifest.n_parts >= 3
     store = write_all(recipe, tmp_path / "store")
     whole = read_tree(store)
-    flipped, cut = (store / f"parts/part-0000{part}.zarr/kv/c/0/0/0/0/0" for part in (0, 1))
+    flipped, cut = (store / f"parts/kv/c.{part}.0.0.0.0" for part in (0, 1))
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"x")
     cut.write_bytes(cut.read_bytes()[:-1])
     (store / "target/config.json").write_text("{}")
-    (store / "parts/part-00099.zarr/kv").mkdir(parents=True)
+    (store / "parts/other/kv").mkdir(parents=True)
     (store / "commits/part-00002.json.partial").write_text("{")
     killed = tmp_path / "killed"
     killed.mkdir()
@@ -172,7 +178,7 @@ def test_a_repair_killed_at_any_moment(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=1800)
     folders = list(killed.iterdir())
     assert len(folders) > 20
-    kept = {name: content for name, content in whole.items() if "part-00002" in name}
+    kept = {name: content for name, content in whole.items() if part_of(name) == 2}
     for folder in folders:
         assert kept.items() <= read_tree(folder).items()
         if (plan := plan_repair(folder)).damages:
@@ -201,7 +207,7 @@ def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe: Recipe, m
             real(*arguments)
             look()
 
-        monkeypatch.setattr(durable.os, name, step)
+        monkeypatch.setattr(os, name, step)
     recipe.write(store)
     assert seen == set(range(recipe.manifest.n_parts + 1))
 

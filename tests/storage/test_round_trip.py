@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.storage.parts import grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, kv_field, response_mask_field, tokens_field
-from moa_data.tests.kit.stores import Recipe, make_recipe
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_by_zarr, rows_in_store, zarr_array
 
 # Signalling and quiet NaN, infinities, both zeros, the smallest subnormals, the largest finite numbers.
 SPECIAL_BITS = [0x7F81, 0xFFC1, 0x7FC0, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F]
@@ -26,11 +25,12 @@ def test_sequences_across_shards_and_layer_chunks(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
-    monkeypatch.setattr(grid, "SHARD_BYTES", row_bytes * shard_tokens // 64)
+    monkeypatch.setattr(grid, "MAX_SHARD_BYTES", row_bytes * shard_tokens // 64)
+    monkeypatch.setattr(grid, "PART_STEP_TOKENS", 64)
     monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", row_bytes // 2)
     monkeypatch.setattr(grid, "CHUNK_OVERHEAD_BYTES", 0)
     with ActivationStore(recipe.write(tmp_path / "store")) as reader:
-        assert (tmp_path / "store/parts/part-00000.zarr/kv/c/1/0/0/0/0").exists()
+        assert (tmp_path / "store/parts/kv/c.1.0.0.0.0").exists()
         spec = reader.fields["kv"]
         for i, row in enumerate(reader.sequences.to_pylist()):
             kv = recipe.values(spec, row)
@@ -69,38 +69,37 @@ def test_any_bits_survive(lengths: list[int], fill: int, seed: int) -> None:
             np.testing.assert_array_equal(reader.read(i, name), values)
 
 
-@pytest.mark.parametrize("shard_bytes", [1 << 27, 1 << 16])
+@pytest.mark.parametrize("shard_bytes", [1 << 31, 1 << 16])
 def test_zarr_and_tensorstore_read_the_same(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(grid, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(grid, "MAX_SHARD_BYTES", shard_bytes)
     store = recipe.write(tmp_path / "store")
-    for part in range(recipe.manifest.n_parts):
-        folder = store / "parts" / f"part-{part:05d}.zarr"
-        group = zarr.open_group(folder, mode="r")
-        rows = [row for row in recipe.plan.to_pylist() if row["part"] == part]
-        for spec in recipe.manifest.fields:
-            by_zarr = group[spec.name][...]
-            opened = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / spec.name)}})
-            np.testing.assert_array_equal(opened.result().read().result(), by_zarr)
-            expected = np.zeros_like(by_zarr)
-            for row in rows:
-                span = slice(row["first_token"], row["first_token"] + row["n_tokens"])
-                expected[span] = recipe.values(spec, row)
-            np.testing.assert_array_equal(by_zarr, expected)
-            assert group[spec.name].attrs["logical_dtype"] == spec.dtype
+    folder = store / "parts"
+    for spec in recipe.manifest.fields:
+        by_zarr = read_by_zarr(folder, spec.name)
+        opened = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / spec.name)}})
+        np.testing.assert_array_equal(opened.result().read().result(), by_zarr)
+        expected = np.zeros_like(by_zarr)
+        for row in recipe.plan.to_pylist():
+            first, end = rows_in_store(store, spec.name, row)
+            expected[first:end] = recipe.values(spec, row)
+        np.testing.assert_array_equal(by_zarr, expected)
+        assert zarr_array(folder, spec.name).attrs["logical_dtype"] == spec.dtype
 
 
 def test_our_reader_reads_a_shard_that_zarr_wrote(store: Path, recipe: Recipe) -> None:
     """The shards hold nothing private: one rewritten by zarr-python reads the same."""
-    folder = store / "parts" / "part-00000.zarr"
-    values = zarr.open_group(folder, mode="r")["kv"][...]
-    (folder / "kv/c/0/0/0/0/0").unlink()
-    zarr.open_group(folder, mode="r+")["kv"][...] = values  # type: ignore[assignment]
-    size = (folder / "kv/c/0/0/0/0/0").stat().st_size
+    shard, kv = store / "parts/kv/c.0.0.0.0.0", zarr_array(store / "parts", "kv", mode="r+")
+    room = kv.attrs["part_rows"]
+    assert isinstance(room, int)
+    values = np.asarray(kv[:room])
+    shard.unlink()
+    kv[:room] = values
+    size = shard.stat().st_size
     commit = store / "commits" / "part-00000.json"
     document = json.loads(commit.read_text())
-    document["files"]["kv/c/0/0/0/0/0"]["bytes"] = size
+    document["files"]["kv/c.0.0.0.0.0"]["bytes"] = size
     commit.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     with ActivationStore(store) as reader:
         rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]

@@ -22,8 +22,8 @@ def edited(recipe: Recipe, **changes: Any) -> str:
 
 
 def test_another_schema_version_names_both(recipe: Recipe) -> None:
-    with pytest.raises(SchemaVersionError, match="schema version 2; this release reads version 1"):
-        StoreManifest.from_json(edited(recipe, schema_version=2))
+    with pytest.raises(SchemaVersionError, match="schema version 3; this release reads versions 1 and 2"):
+        StoreManifest.from_json(edited(recipe, schema_version=3))
 
 
 @pytest.mark.parametrize(

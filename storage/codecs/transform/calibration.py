@@ -7,16 +7,21 @@ components cost from the second, so that the figures hold for sequences that the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from array_api_compat import array_namespace, to_device
+
+from ...chunks.field import Array
+from .sample import Rows
+
+Place = Callable[[np.ndarray], Array]
+"""Moves a NumPy array to where large products run; see ``chunks.field.Learning``."""
 
 EARLY_POSITIONS = 8
 """Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
-
-MAX_BASIS_WIDTH = 16_384
-"""Widest part of one group. A basis takes up to ``width * MAX_COMPONENTS`` numbers; learning it, several times that."""
 
 MAX_COMPONENTS = 4_096
 """Components kept of one part of one group."""
@@ -24,11 +29,16 @@ MAX_COMPONENTS = 4_096
 MAX_FEATURES = 512
 """Numbers that a token's keys and values are predicted from."""
 
-_EXACT_WIDTH = 2_048
+EXACT_WIDTH = 4_096
+"""Widest part whose axes come from the covariance; wider ones take subspace iteration."""
+
+POWER_ITERATIONS = 4
+"""Rounds of subspace iteration."""
+
 _OVERSAMPLING = 32
-_POWER_ITERATIONS = 4
 _METRIC_RIDGE = 0.2
 _FEATURE_RIDGE = 1e-3
+_VOCABULARY_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,11 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
     return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(np.int32)
 
 
+def on_host(array: Array) -> np.ndarray:
+    """Bring an array back from where it was placed."""
+    return np.asarray(to_device(array, "cpu"))
+
+
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
     """Return the means of whole sequences: [n_tokens, width] each -> float32 [EARLY_POSITIONS + 1, width].
 
@@ -71,40 +86,43 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
     return means.astype(np.float32)
 
 
-def learn_basis(sequences: Sequence[np.ndarray], metric: np.ndarray | None = None) -> Basis:
+def learn_basis(sample: Rows, metric: np.ndarray | None = None, place: Place = np.asarray) -> Basis:
     """Learn the mean and the principal components of a part.
 
     Args:
-        sequences: float32 [n_tokens, width], each a sequence from position 0 on.
+        sample: each sequence from position 0 on; the means are taken off its values in place.
         metric: symmetric and not negative [width, width]; an error ``e`` counts ``e @ metric @ e``. None for the sum
             of squares. The components are the principal ones in this metric.
+        place: where the products run.
 
     Returns:
         Components from the largest variance down, at most ``MAX_COMPONENTS``.
-
-    Raises:
-        ValueError: the part is wider than ``MAX_BASIS_WIDTH``.
     """
-    width = sequences[0].shape[1]
-    if width > MAX_BASIS_WIDTH:
-        raise ValueError(
-            f"A basis of width {width} is above the limit of {MAX_BASIS_WIDTH}. "
-            "Let fewer layers share one: name the codec transform:<bits>@group<layers> or transform:<bits>@layer."
-        )
-    means = early_means(sequences)
-    rows = np.concatenate([values - means[mean_rows(0, len(values))] for values in sequences])
+    means = early_means(sample.sequences)
+    for values in sample.sequences:
+        values -= means[mean_rows(0, len(values))]
     if metric is None:
-        axes = principal_axes(rows)
         # Half precision in the store: analysis must use the same rounded axes as synthesis.
-        axes = axes.astype(np.float16).astype(np.float32)
-        return Basis(means, np.ascontiguousarray(axes.T), axes)
-    root, inverse = _matrix_roots(metric)
-    axes = principal_axes(rows @ root.astype(np.float32)).astype(np.float64)
-    synthesis = (axes.T @ inverse).astype(np.float16).astype(np.float32)
-    return Basis(means, synthesis, (root @ axes).astype(np.float16).astype(np.float32))
+        axes = principal_axes(sample.values, place).astype(np.float16).astype(np.float32)
+        synthesis = np.ascontiguousarray(axes.T)
+        return Basis(means, synthesis, synthesis.T)
+    root, inverse = _matrix_roots(metric, place)
+    weighted = on_host(place(sample.values) @ place(root.astype(np.float32)))
+    axes = principal_axes(weighted, place).astype(np.float64)
+    synthesis, analysis = (on_host(place(a) @ place(b)) for a, b in ((axes.T, inverse), (root, axes)))
+    return Basis(means, *(matrix.astype(np.float16).astype(np.float32) for matrix in (synthesis, analysis)))
 
 
-def token_features(embeddings: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+class Embeddings(Protocol):
+    """A table of vectors, e.g. a NumPy array: len, shape, and float32 rows by slices and by arrays of ids."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102  (as NumPy's)
+    def __len__(self) -> int: ...
+    def __getitem__(self, ids: slice | np.ndarray, /) -> np.ndarray: ...
+
+
+def token_features(embeddings: Embeddings, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
     """Return what of a token's identity its keys and values are predicted from.
 
     The first layer's keys and values are a function of the normalised embedding of the token, and those of the other
@@ -113,78 +131,106 @@ def token_features(embeddings: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     Args:
         embeddings: float32 [vocab_size, width], the target's input embeddings.
         tokens: int [n], tokens of the sample; the features are those that differ most among them.
+        place: where the products run.
 
     Returns:
-        float32 [vocab_size, min(width, MAX_FEATURES)], rounded to half precision.
+        float16 [vocab_size, min(width, MAX_FEATURES)].
     """
+    axes = None
+    if embeddings.shape[1] > MAX_FEATURES:
+        axes = place(principal_axes(_normalised(embeddings[tokens]), place, MAX_FEATURES))
+    blocks = []
+    for start in range(0, len(embeddings), _VOCABULARY_BLOCK):  # the whole table in float32 is 2 GB for Llama-3-8B
+        unit = _normalised(embeddings[start : start + _VOCABULARY_BLOCK])
+        blocks.append((unit if axes is None else on_host(place(unit) @ axes)).astype(np.float16))
+    return np.concatenate(blocks)
+
+
+def _normalised(embeddings: np.ndarray) -> np.ndarray:
     scale = np.sqrt(np.square(embeddings).mean(1, keepdims=True))
-    features = embeddings / np.maximum(scale, 1e-12)
-    if features.shape[1] > MAX_FEATURES:
-        features = features @ principal_axes(features[tokens])[:, :MAX_FEATURES]
-    return np.asarray(features.astype(np.float16), np.float32)
+    return np.asarray(embeddings / np.maximum(scale, 1e-12))
 
 
-def learn_regression(features: Sequence[np.ndarray], sequences: Sequence[np.ndarray]) -> np.ndarray:
+def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place = np.asarray) -> np.ndarray:
     """Return the linear prediction of a part from token features, by ridge regression.
 
     Args:
         features: float32 [n_tokens, n_features] of each sequence.
-        sequences: float32 [n_tokens, width] each.
+        sample: the same sequences.
+        place: where the products run.
 
     Returns:
         float32 [n_features, width], rounded to half precision.
     """
-    n_features, n_tokens = features[0].shape[1], sum(len(values) for values in sequences)
+    n_features = features[0].shape[1]
+    n_tokens, width = sample.values.shape
     gram = np.zeros((n_features, n_features))
-    product = np.zeros((n_features, sequences[0].shape[1]))
-    mean = np.concatenate(sequences).mean(0)
-    for x, values in zip(features, sequences, strict=True):
-        gram += x.T @ x
-        product += x.T @ (values - mean)
+    product = np.zeros((n_features, width))
+    mean = sample.values.mean(0)
+    for x, values in zip(features, sample.sequences, strict=True):
+        placed = place(x)
+        gram += on_host(placed.T @ placed)
+        product += on_host(placed.T @ place(values - mean))
     gram += _FEATURE_RIDGE * np.trace(gram) / n_features * np.eye(n_features) + 1e-9 * n_tokens * np.eye(n_features)
     return np.linalg.solve(gram, product).astype(np.float16).astype(np.float32)
 
 
-def principal_axes(rows: np.ndarray) -> np.ndarray:
+def principal_axes(rows: np.ndarray, place: Place = np.asarray, most: int | None = None) -> np.ndarray:
     """Return the principal axes of rows around zero, by falling variance.
 
-    Exact up to a width of 2,048, beyond it by subspace iteration from a fixed start.
+    Exact up to a width of 4,096, beyond it by subspace iteration from a fixed start.
 
     Args:
         rows: float32 [n, width].
+        place: where the products run.
+        most: axes wanted at most; default: ``MAX_COMPONENTS``.
 
     Returns:
-        float32 [width, min(width, MAX_COMPONENTS)], or ``min(n, ...)`` columns for wide parts; orthonormal. Signs are
-        fixed: the largest entry of each axis is positive.
+        float32 [width, min(width, most)], or ``min(n, ...)`` columns for wide parts; orthonormal. Signs are fixed: the
+        largest entry of each axis is positive.
     """
     n, width = rows.shape
-    if width <= _EXACT_WIDTH:
-        _, vectors = np.linalg.eigh((rows.T @ rows).astype(np.float64))
-        axes = vectors[:, ::-1][:, :MAX_COMPONENTS]
-    else:
-        n_axes = min(width, MAX_COMPONENTS, n)
-        start = np.random.default_rng(0).standard_normal((width, min(width, n_axes + _OVERSAMPLING)), dtype=np.float32)
-        subspace = np.linalg.qr(start)[0]
-        for _ in range(_POWER_ITERATIONS):
-            subspace = np.linalg.qr(rows.T @ (rows @ subspace))[0]
-        projected = rows @ subspace
-        _, vectors = np.linalg.eigh((projected.T @ projected).astype(np.float64))
-        axes = subspace.astype(np.float64) @ vectors[:, ::-1][:, :n_axes]
+    most = min(width, MAX_COMPONENTS if most is None else most)
+    axes = _exact_axes(rows, most, place) if width <= EXACT_WIDTH else _leading_axes(rows, min(most, n), place)
     largest = np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0)
-    return np.asarray(axes * np.where(largest < 0, -1.0, 1.0), dtype=np.float32)
+    return np.asarray(axes * np.where(largest < 0, -1.0, 1.0).astype(axes.dtype), dtype=np.float32)
 
 
-def _matrix_roots(metric: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _exact_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
+    placed = place(rows)
+    xp = array_namespace(placed)
+    _, vectors = xp.linalg.eigh(xp.astype(placed.T @ placed, xp.float64))
+    return on_host(vectors)[:, ::-1][:, :n_axes]
+
+
+def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
+    width = rows.shape[1]
+    start = np.random.default_rng(0).standard_normal((width, min(width, n_axes + _OVERSAMPLING)), dtype=np.float32)
+    placed, subspace = place(rows), place(start)
+    xp = array_namespace(placed)
+    subspace = xp.linalg.qr(subspace)[0]
+    for _ in range(POWER_ITERATIONS):
+        subspace = xp.linalg.qr(placed.T @ (placed @ subspace))[0]
+    projected = placed @ subspace
+    _, vectors = xp.linalg.eigh(xp.astype(projected.T @ projected, xp.float64))
+    ordered = np.ascontiguousarray(on_host(vectors)[:, ::-1][:, :n_axes], np.float32)
+    return on_host(subspace @ place(ordered))
+
+
+def _matrix_roots(metric: np.ndarray, place: Place) -> tuple[np.ndarray, np.ndarray]:
     """Symmetric square root of a metric, made safe to invert, and its inverse: float64 [width, width]."""
     width = len(metric)
     scale = np.trace(metric) / width
     even = (1 - _METRIC_RIDGE) * np.asarray(metric, np.float64) / max(scale, 1e-30) + _METRIC_RIDGE * np.eye(width)
-    variances, vectors = np.linalg.eigh((even + even.T) / 2)
+    placed = place((even + even.T) / 2)
+    variances, vectors = map(on_host, array_namespace(placed).linalg.eigh(placed))
     root = np.sqrt(np.maximum(variances, _METRIC_RIDGE / 2))
     return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
 
 
-def logit_metric(hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256) -> np.ndarray:
+def logit_metric(
+    hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256, place: Place = np.asarray
+) -> np.ndarray:
     """Return how errors of the last hidden state change the target's next-token distribution.
 
     To second order, a small error ``e`` of the hidden state costs ``e @ metric @ e / 2`` nats of Kullback-Leibler
@@ -194,19 +240,26 @@ def logit_metric(hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256) 
         hidden: float32 [n_tokens, width], inputs of the LM head (after the final norm).
         head: float32 [vocab_size, width].
         batch_tokens: tokens whose distributions are in memory at a time.
+        place: where the products run.
 
     Returns:
         float64 [width, width].
     """
+    placed = place(head)
+    xp = array_namespace(placed)
     mean_probability = np.zeros(len(head))
     outer = np.zeros((head.shape[1], head.shape[1]))
     for start in range(0, len(hidden), batch_tokens):
-        logits = hidden[start : start + batch_tokens] @ head.T
-        logits -= logits.max(axis=1, keepdims=True)
-        probability = np.exp(logits)
-        probability /= probability.sum(axis=1, keepdims=True)
-        mean_probability += probability.sum(0, dtype=np.float64)
-        expected = probability @ head
-        outer += expected.T @ expected
-    weighted = (head * (mean_probability / len(hidden)).astype(np.float32)[:, None]).T @ head
+        logits = place(hidden[start : start + batch_tokens]) @ placed.T
+        logits -= xp.max(logits, axis=1, keepdims=True)
+        probability = xp.exp(logits)
+        probability /= xp.sum(probability, axis=1, keepdims=True)
+        mean_probability += on_host(xp.sum(probability, axis=0, dtype=xp.float64))
+        expected = probability @ placed
+        outer += on_host(expected.T @ expected)
+    share = place((mean_probability / len(hidden)).astype(np.float32))
+    weighted = np.zeros_like(outer)
+    for start in range(0, len(head), _VOCABULARY_BLOCK):
+        block = slice(start, start + _VOCABULARY_BLOCK)
+        weighted += on_host((placed[block] * share[block, None]).T @ placed[block])
     return np.asarray(weighted - outer / len(hidden), dtype=np.float64)

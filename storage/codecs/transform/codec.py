@@ -13,23 +13,25 @@ taken off before the mean and put back after it: one more matrix product.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from ...chunks.field import TOKENS, Array, StoredArray
+from ...chunks.field import TOKENS, Array, Learning, StoredArray
 from ...errors import WriteInvalid
 from ...schema import FieldSpec
-from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, token_features
+from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, Embeddings, token_features
 from .fit import Columns, GroupFit, fit_groups
 from .group import GroupTransform
 from .packing import CODES_PER_BYTE
 from .rope import Rope
-from .settings import TransformSettings
+from .sample import Sample
+from .settings import TransformSettings, check_width
 
 KV_PARTS = ("key", "value")
 _MAX_VOCABULARY = 1 << 20
@@ -50,7 +52,7 @@ class TransformCodec:
         arrays: what is stored; empty until :meth:`calibrate` or :meth:`load_state`.
 
     Raises:
-        ValueError: another kind of field.
+        ValueError: another kind of field, or a basis would be too wide.
     """
 
     is_identity = False
@@ -61,7 +63,7 @@ class TransformCodec:
         settings: TransformSettings,
         rope: Rope | None = None,
         metric: np.ndarray | None = None,
-        embeddings: np.ndarray | None = None,
+        embeddings: Embeddings | None = None,
     ) -> None:
         self.spec = spec
         self.settings = settings
@@ -75,8 +77,12 @@ class TransformCodec:
         self._feature_tables: dict[str, Array] = {}
         self.arrays: tuple[StoredArray, ...] = ()
         self._groups: list[GroupTransform] = []
-        n_layers = spec.token_shape[0] if self.is_kv else 1
-        size = settings.group_size(n_layers, spec.token_shape[1] * spec.token_shape[3]) if self.is_kv else 1
+        n_layers, size = 1, 1
+        if self.is_kv:
+            n_layers = spec.token_shape[0]
+            size = settings.group_size(n_layers, spec.token_shape[1] * spec.token_shape[3])
+        else:
+            check_width(spec.token_shape[0], f"field {spec.name!r}")
         self.groups = [list(range(first, min(first + size, n_layers))) for first in range(0, n_layers, size)]
 
     @property
@@ -106,40 +112,29 @@ class TransformCodec:
         """Return the bits per value of the stored arrays."""
         return self.bits
 
-    def calibrate(self, sample: list[np.ndarray], tokens: list[np.ndarray] | None = None) -> None:
-        """Learn means, bases and quantisers.
+    def observing(self, learning: Learning) -> Observation:
+        """Return an empty sample; see ``LearnedCodec``."""
+        return Observation(self, learning)
+
+    def calibrate(
+        self, sample: Iterable[np.ndarray], tokens: Sequence[np.ndarray] | None = None, learning: Learning | None = None
+    ) -> None:
+        """Learn means, bases and quantisers from sequences at hand.
 
         Args:
             sample: float32 [n_tokens, *token_shape], whole sequences; 20,000 tokens and more make a good basis, and at
                 least as many as a group's keys are wide are needed for one.
-            tokens: int [n_tokens] of each sequence; given if and only if the codec ``needs_tokens``.
+            tokens: int [n_tokens] of each sequence; needed where the codec ``needs_tokens``.
+            learning: where the sample waits and products run.
 
         Raises:
             WriteInvalid: no sequences, or a value that is NaN or infinite.
-            ValueError: a group is wider than ``calibration.MAX_BASIS_WIDTH``, or tokens or embeddings are missing.
+            ValueError: tokens or embeddings are missing.
         """
-        if self.needs_tokens and (tokens is None or self.embeddings is None):
-            raise ValueError(f"Codec {self.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens.")
-        tokens = tokens if self.needs_tokens else None
-        tokens = None if tokens is None else [ids for ids, values in zip(tokens, sample, strict=True) if len(values)]
-        sample = [np.asarray(values, np.float32) for values in sample if len(values)]
-        if not sample or not all(np.isfinite(values).all() for values in sample):
-            raise WriteInvalid(
-                f"Field {self.spec.name!r}: a transform codec needs sequences of finite values to learn from, got "
-                f"{len(sample)} sequences. Choose another codec, or drop the sequences with NaN or infinity."
-            )
-        by_sequence = [self.parts(values) for values in sample]
-        groups = [
-            [[parts[group][part] for parts in by_sequence] for part in range(len(by_sequence[0][0]))]
-            for group in range(len(self.groups))
-        ]
-        n_values = math.prod(self.spec.token_shape)
-        features = by_token = None
-        if tokens is not None and self.embeddings is not None:
-            features = token_features(np.asarray(self.embeddings, np.float32), np.concatenate(tokens))
-            by_token = [features[ids] for ids in tokens]
-            features = features.astype(np.float16)
-        self._set(fit_groups(groups, self.bits * n_values, self.metric, by_token), features)
+        with contextlib.closing(self.observing(learning or Learning())) as observation:
+            for i, values in enumerate(sample):
+                observation.observe(values, None if tokens is None else tokens[i])
+            observation.learn()
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what was learned.
@@ -198,7 +193,7 @@ class TransformCodec:
                 f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore the store's codec/ "
                 "folder from a copy."
             ) from error
-        self._set(fits, features)
+        self.take_over(fits, features)
 
     def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
@@ -276,7 +271,8 @@ class TransformCodec:
         ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
-    def _set(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
+    def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
+        """Make encoding and decoding go by what was learned: a fit of each group, float16 [vocab_size, n_features]."""
         self._features, self._feature_tables = features, {}
         prefix = f"{self.spec.name}/codes_"
         names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
@@ -341,6 +337,58 @@ class TransformCodec:
     @property
     def _n_layers(self) -> int:
         return self.spec.token_shape[0] if self.is_kv else 1
+
+
+class Observation:
+    """The sample that a transform codec learns from; see ``chunks.field.Observing``."""
+
+    def __init__(self, codec: TransformCodec, learning: Learning) -> None:
+        self._codec, self._learning = codec, learning
+        self._sample = Sample(learning.folder)
+
+    def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
+        """Take a sequence; see ``Observing``.
+
+        Raises:
+            WriteInvalid: a value is NaN or infinite.
+            ValueError: tokens or embeddings are missing.
+        """
+        codec = self._codec
+        if codec.needs_tokens and (tokens is None or codec.embeddings is None):
+            raise ValueError(
+                f"Codec {codec.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens."
+            )
+        values = np.asarray(values, np.float32)
+        if not np.isfinite(values).all():
+            raise WriteInvalid(
+                f"Field {codec.spec.name!r}: a transform codec learns from finite values only. Choose another codec, "
+                "or drop the sequences with NaN or infinity."
+            )
+        if len(values):
+            self._sample.add(codec.parts(values), tokens if codec.needs_tokens else None)
+
+    def learn(self) -> None:
+        """Let the codec learn; see ``Observing``.
+
+        Raises:
+            WriteInvalid: nothing was observed.
+        """
+        codec, sample = self._codec, self._sample
+        if not sample.lengths:
+            raise WriteInvalid(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
+        features = by_token = None
+        if codec.needs_tokens and codec.embeddings is not None:
+            features = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
+            by_token = [features[ids].astype(np.float32) for ids in sample.tokens]
+        n_parts = [len(KV_PARTS) if codec.is_kv else 1] * len(codec.groups)
+        bits = codec.bits * math.prod(codec.spec.token_shape)
+        fits = fit_groups(sample, n_parts, bits, codec.metric, by_token, self._learning)
+        codec.take_over(fits, features)
+        self.close()
+
+    def close(self) -> None:
+        """Drop what was observed."""
+        self._sample.scratch.close()
 
 
 def _is_transposed(basis: Basis) -> bool:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...chunks.chunk import encode_chunk
+from ...chunks.field import Learning
 from .allocation import DROPPED, Options, Quantisers, allocate, measure_options, split_by_statistics, water_level
-from .calibration import Basis, learn_basis, learn_regression, mean_rows
+from .calibration import Basis, learn_basis, learn_regression, mean_rows, on_host
 from .packing import CODES_PER_BYTE, HIGH_LEVELS, LOW_LEVELS, WIDE_LEVELS, pack, split_wide
+from .sample import Kept, Sample, Scratch
 
 CHUNK_TOKENS = 512
 """Tokens of one inner chunk that the choice of arrays is made for; arrays of some 50 bytes a token get that many."""
@@ -91,97 +93,122 @@ class GroupFit:
     regressions: tuple[np.ndarray, ...] = ()
 
 
+@dataclass(frozen=True)
+class _FittedPart:
+    """One part of one group with its basis; ``components`` [n_tokens, n_components] are those of other sequences."""
+
+    regression: np.ndarray | None
+    basis: Basis
+    components: Kept
+    variances: np.ndarray
+    energy: float
+
+
 def fit_groups(
-    groups: Sequence[Sequence[Sequence[np.ndarray]]],
+    sample: Sample,
+    groups: Sequence[int],
     bits_per_token: float,
     metric: np.ndarray | None = None,
     features: Sequence[np.ndarray] | None = None,
+    learning: Learning | None = None,
 ) -> list[GroupFit]:
     """Fit all groups of a field together, so that each bit goes where it buys the least relative error.
 
     The error is the sum over parts of the part's squared error over its sum of squares, all layers taken together.
+    One part of one group is in memory at a time, or the components of one group.
 
     Args:
-        groups: for each group, for each part, the sequences: float32 [n_tokens, width] each, from position 0 on.
+        sample: sequences of the field.
+        groups: parts of each group.
         bits_per_token: bytes of the stored arrays times 8, of all groups together.
         metric: see ``learn_basis``; for fields of one part.
         features: float32 [n_tokens, n_features] of each sequence, to predict the values from; None to do without.
+        learning: where products run, and who is told of progress.
 
     Returns:
         One fit per group; unused components are gone from its bases.
     """
-    regressions = [tuple(_regression(features, part) for part in parts) if features else () for parts in groups]
-    fitted = [
-        [
-            _part_components(_residuals(part, features, regression), metric)
-            for part, regression in zip(parts, of_group or [None] * len(parts), strict=True)
-        ]
-        for parts, of_group in zip(groups, regressions, strict=True)
-    ]
+    learning = learning or Learning()
+    n_steps = sum(groups) + _FIT_ROUNDS + 1
+    fitted: list[list[_FittedPart]] = []
+    for group, n_parts in enumerate(groups):
+        fitted.append([])
+        for part in range(n_parts):
+            n_done = sum(map(len, fitted))
+            learning.progress(n_done, n_steps, f"learn: basis {n_done + 1}/{sum(groups)}")
+            fitted[-1].append(_fit_part(sample, group, part, metric, features, learning))
+    learning.progress(sum(groups), n_steps, "learn: quantisers")
     energies = [
-        max(sum(_energy(parts[i]) for parts in groups), 1e-30) if metric is None else 1.0 for i in range(len(groups[0]))
+        max(sum(p.energy for p in parts), 1e-30) if metric is None else 1.0 for parts in zip(*fitted, strict=True)
     ]
     weights = [
-        np.concatenate([np.full(c.shape[1], 1 / energy) for (_, c), energy in zip(parts, energies, strict=True)])
+        np.concatenate([np.full(len(p.variances), 1 / energy) for p, energy in zip(parts, energies, strict=True)])
         for parts in fitted
     ]
-    components = [np.concatenate([c for _, c in parts], axis=1) for parts in fitted]
-    variances = [(c.astype(np.float64) ** 2).mean(0) * w for c, w in zip(components, weights, strict=True)]
+    variances = [np.concatenate([p.variances for p in parts]) * w for parts, w in zip(fitted, weights, strict=True)]
     level = water_level(np.concatenate(variances), bits_per_token)
     hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
-    kept = [c[:, h] for c, h in zip(components, hopeful, strict=True)]
+    kept = [_hopeful_components(sample.scratch, parts, h) for parts, h in zip(fitted, hopeful, strict=True)]
     measured = [
-        measure_options(c, w[h], float(np.sqrt(12 * level))) for c, w, h in zip(kept, weights, hopeful, strict=True)
+        measure_options(sample.scratch.read(k), w[h], float(np.sqrt(12 * level)))
+        for k, w, h in zip(kept, weights, hopeful, strict=True)
     ]
     options = _concatenated(measured)
     ends = np.cumsum([len(h) for h in hopeful])[:-1]
     budget = bits_per_token
-    for _ in range(_FIT_ROUNDS):
+    for fit_round in range(_FIT_ROUNDS):
+        learning.progress(sum(groups) + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
         index = np.split(allocate(options, budget), ends)
         placed = [
-            _place_codes(c, m.quantisers.chosen(i), h, [cc.shape[1] for _, cc in parts])
-            for c, m, i, h, parts in zip(kept, measured, index, hopeful, fitted, strict=True)
+            _place_codes(sample.scratch.read(k), m.quantisers.chosen(i), h, [len(p.variances) for p in parts])
+            for k, m, i, h, parts in zip(kept, measured, index, hopeful, fitted, strict=True)
         ]
         stored = sum(bits for _, bits in placed)
         if abs(stored / bits_per_token - 1) < _RATE_TOLERANCE:
             break
         budget *= bits_per_token / stored
-    return [
-        _compact([basis for basis, _ in parts], columns, of_group)
-        for parts, (columns, _), of_group in zip(fitted, placed, regressions, strict=True)
-    ]
+    return [_compact(parts, columns) for parts, (columns, _) in zip(fitted, placed, strict=True)]
 
 
-def _for_basis(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [s for i, s in enumerate(sequences) if i % _STATISTICS_EVERY] or list(sequences)
+def _fit_part(
+    sample: Sample,
+    group: int,
+    part: int,
+    metric: np.ndarray | None,
+    features: Sequence[np.ndarray] | None,
+    learning: Learning,
+) -> _FittedPart:
+    """Learn a basis from most sequences, and put aside the components of the others."""
+    n = len(sample.lengths)
+    others = range(0, n, _STATISTICS_EVERY)
+    most = [i for i in range(n) if i % _STATISTICS_EVERY] or list(range(n))
+    place, regression = learning.place, None
+    rows = sample.rows(group, part, most)
+    if features is not None:
+        regression = learn_regression([features[i] for i in most], rows, place)
+        for i, values in zip(most, rows.sequences, strict=True):
+            values -= features[i] @ regression
+    basis = learn_basis(rows, metric, place)
+    del rows  # before the next ones are read
+    rows = sample.rows(group, part, others)
+    energy = float(sum(np.square(s, dtype=np.float64).sum() for s in rows.sequences) / len(rows.values))
+    for i, values in zip(others, rows.sequences, strict=True):
+        if features is not None and regression is not None:
+            values -= features[i] @ regression
+        values -= basis.mean[mean_rows(0, len(values))]
+    components = on_host(place(rows.values) @ place(np.ascontiguousarray(basis.analysis)))
+    variances = (components.astype(np.float64) ** 2).mean(0)
+    return _FittedPart(regression, basis, sample.scratch.keep(components), variances, energy)
 
 
-def _for_statistics(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return list(sequences[::_STATISTICS_EVERY])
-
-
-def _regression(features: Sequence[np.ndarray], sequences: Sequence[np.ndarray]) -> np.ndarray:
-    return learn_regression(_for_basis(features), _for_basis(sequences))
-
-
-def _residuals(
-    sequences: Sequence[np.ndarray], features: Sequence[np.ndarray] | None, regression: np.ndarray | None
-) -> Sequence[np.ndarray]:
-    if features is None or regression is None:
-        return sequences
-    return [values - x @ regression for values, x in zip(sequences, features, strict=True)]
-
-
-def _part_components(sequences: Sequence[np.ndarray], metric: np.ndarray | None) -> tuple[Basis, np.ndarray]:
-    """Basis from most sequences, and the components of the others: float32 [n, n_components]."""
-    basis = learn_basis(_for_basis(sequences), metric)
-    rows = np.concatenate([s - basis.mean[mean_rows(0, len(s))] for s in _for_statistics(sequences)])
-    return basis, rows @ basis.analysis
-
-
-def _energy(sequences: Sequence[np.ndarray]) -> float:
-    used = _for_statistics(sequences)
-    return float(sum(np.square(s, dtype=np.float64).sum() for s in used) / sum(len(s) for s in used))
+def _hopeful_components(scratch: Scratch, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
+    """Put the components aside that may get bits: float32 [n_tokens, len(hopeful)], part after part."""
+    first, chosen = 0, []
+    for part in parts:
+        own = hopeful[(hopeful >= first) & (hopeful < first + len(part.variances))] - first
+        chosen.append(scratch.read(part.components)[:, own])
+        first += len(part.variances)
+    return scratch.keep(np.concatenate(chosen, axis=1))
 
 
 def _concatenated(parts: Sequence[Options]) -> Options:
@@ -262,13 +289,15 @@ def _stored_bits(rows: np.ndarray) -> float:
     return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
 
 
-def _compact(bases: Sequence[Basis], columns: Columns, regressions: tuple[np.ndarray, ...]) -> GroupFit:
+def _compact(parts: Sequence[_FittedPart], columns: Columns) -> GroupFit:
     """Keep the components that some column uses."""
     component = columns.component.copy()
     compacted = []
-    for part, basis in enumerate(bases):
+    for part, fitted in enumerate(parts):
         own = columns.part == part
         used, renumbered = np.unique(columns.component[own], return_inverse=True)
         component[own] = renumbered
+        basis = fitted.basis
         compacted.append(Basis(basis.mean, basis.synthesis[used], basis.analysis[:, used]))
-    return GroupFit(tuple(compacted), Columns(**{**columns.__dict__, "component": component}), regressions)
+    regressions = tuple(part.regression for part in parts if part.regression is not None)
+    return GroupFit(tuple(compacted), replace(columns, component=component), regressions)

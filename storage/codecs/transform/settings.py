@@ -7,7 +7,8 @@ of one layer then reads the codes of all layers of the group, and multiplies by 
 ============  ==========================================================================================
 scope         a reader of one layer of L reads
 ============  ==========================================================================================
-``@all``      all codes
+``@all``      all codes, or where keys of all layers are above 16,384 numbers wide, those of its group: the layers are
+              then cut into as few equal groups as stay below (two groups of 16 layers for Llama-3-8B)
 ``@group<g>`` the codes of its group: g / L of them
 ``@layer``    the codes of its layer: 1 / L of them, but there are two to three times as many at equal error
 (none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
@@ -24,6 +25,10 @@ import re
 from dataclasses import dataclass
 
 AUTO_GROUP_WIDTH = 4_096
+MAX_BASIS_WIDTH = 16_384
+"""Widest part of one group. A basis takes up to ``width * MAX_COMPONENTS`` numbers; learning it, several times that. A
+wider one would keep too small a share of its components, and see fewer tokens than it has dimensions: at the shares of
+a target of 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis (``transform_rate.py``)."""
 HIDDEN_BITS_RATIO = 1.7
 """Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
 
@@ -65,7 +70,37 @@ class TransformSettings:
         return cls(kv_bits, hidden_bits, group_layers, match[3] is not None)
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
-        """Return the layers that share a basis, given the width of one layer's keys."""
+        """Return the layers that share a basis, given the width of one layer's keys.
+
+        Raises:
+            ValueError: one layer, or the group that the name asks for, is above ``MAX_BASIS_WIDTH``.
+        """
+        check_width(layer_width, "the keys of one layer")
+        most = MAX_BASIS_WIDTH // layer_width
         if self.group_layers is None:
             return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
-        return min(self.group_layers, n_layers) or n_layers
+        if self.group_layers == 0:
+            n_groups = -(-n_layers // most)
+            return -(-n_layers // n_groups)
+        size = min(self.group_layers, n_layers)
+        if size > most:
+            raise ValueError(
+                f"a basis for {size} layers of {layer_width:,} keys is {size * layer_width:,} wide, above "
+                f"{MAX_BASIS_WIDTH:,}; the widest is {self.spelling(f'@group{most}')}."
+            )
+        return size
+
+    def spelling(self, scope: str) -> str:
+        """Return the codec's name with another scope."""
+        bits, hidden, tokens = f"{self.kv_bits:g}", "", ",tokens" if self.from_tokens else ""
+        if self.hidden_bits != self.kv_bits * HIDDEN_BITS_RATIO:
+            hidden = f",hidden={self.hidden_bits:g}"
+        return f"transform:{bits}{hidden}{tokens}{scope}"
+
+
+def check_width(width: int, what: str) -> None:
+    """Raise ValueError if a part is too wide for any basis."""
+    if width > MAX_BASIS_WIDTH:
+        raise ValueError(
+            f"{what}: {width:,} numbers a token, above {MAX_BASIS_WIDTH:,}, the widest basis. Use lossless or int8."
+        )

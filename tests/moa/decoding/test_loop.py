@@ -22,7 +22,7 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
+from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, written_by_transformers
 
 VOCABULARY, EOS, N_POSITIONS = SIZES["vocab_size"], SIZES["eos_token_id"], SIZES["max_position_embeddings"]
 Script = Callable[[list[int], list[int]], list[int]]
@@ -109,17 +109,18 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     frozen = FrozenTarget.from_model(target.model)
     committed: list[int] = []
     n_ended_in_accepted = 0
+    runs: list[tuple[list[int], list[bool]]] = []
     for index, prompt in enumerate(random_prompts(80, seed=2)):
         limit, draft_length = 1 + index % 16, 2 + index % 5
         plain = plain_generate(target, prompt, max_new_tokens=limit)
-        runs: list[tuple[list[int], list[bool]]] = []
+        runs.clear()
         fast = generate(
             target,
             drafter,
             prompt,
             max_new_tokens=limit,
             tree=TreeShape(draft_length),
-            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
+            on_tokens=lambda tokens, drafted: runs.append((tokens, drafted)),
             frozen=frozen,
         )
         assert fast.tokens == plain.tokens, (index, prompt)
@@ -237,9 +238,7 @@ def test_plain_equals_transformers_generate(family: str) -> None:
     target = Target(build_model(family, num_hidden_layers=2))
     n_ended = 0
     for prompt in [[9], *random_prompts(30, seed=6)[10:]]:
-        expected = target.model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=12
-        )[0, len(prompt) :].tolist()
+        expected = written_by_transformers(target.model, prompt, max_new_tokens=12)
         assert plain_generate(target, prompt, max_new_tokens=12).tokens == expected
         n_ended += expected[-1] == EOS
     assert n_ended < 20

@@ -12,11 +12,8 @@ from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.drafters import build_drafter, build_eagle, build_medusa
 from moa_data.tests.kit.models import build_model
-
-from ..drafters.test_eagle import build_eagle
-from ..drafters.test_medusa import build_medusa
 
 PLAIN_S = 0.01
 

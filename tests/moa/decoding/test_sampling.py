@@ -10,12 +10,12 @@ import torch
 from moa_data.moa.decoding import sampling
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution
+from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution, draw, draw_rows
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.models import build_model, written_by_transformers
 
 V = 4
 
@@ -27,8 +27,7 @@ class Enumeration:
         monkeypatch.setattr(sampling, "_accepts", self._accepts)
         monkeypatch.setattr(sampling, "draw", lambda probability, generator: self._pick(probability.tolist()))
 
-    def _accepts(self, probability: Any, token: Any, proposal: Any, generator: Any) -> Any:
-        ratio = float(probability[token]) / (1.0 if proposal is None else float(proposal[token]))
+    def _accepts(self, ratio: Any, generator: Any) -> Any:
         return self._pick([1 - min(1.0, ratio), min(1.0, ratio)]) == 1
 
     def _pick(self, weights: Any) -> Any:
@@ -42,7 +41,8 @@ class Enumeration:
         return choice
 
     def outcomes(self, procedure: Any) -> Iterator[Any]:
-        self._choices, self._branches = [], []  # type: ignore[var-annotated]
+        self._choices: list[int] = []
+        self._branches: list[Any] = []
         while True:
             self._depth, self._probability = 0, 1.0
             yield procedure(), self._probability
@@ -117,9 +117,46 @@ def test_drawn_chains_give_the_targets_distribution(monkeypatch: pytest.MonkeyPa
     assert first == pytest.approx(distribution(logits[0], [1, 2], config).tolist(), abs=1e-12)
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_draft_that_stands_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch, logits: Any, config: Any) -> None:
+    """Small vocabularies give static trees such drafts; the second has no mass left once the first is rejected."""
+    tree, got = DraftTree(torch.tensor([[2, 2, 0, 2]]), torch.tensor([[-1, -1, -1, -1]])), [0.0] * V
+    for token, probability in Enumeration(monkeypatch).outcomes(lambda: first_token(tree, logits, config)):
+        got[token] += probability
+    assert got == pytest.approx(distribution(logits[0], [1, 2], config).tolist(), abs=1e-12)
+
+
+def first_token(tree: DraftTree, logits: Any, config: SamplingConfig) -> int:
+    accepted, bonus = accept_sampled(tree, 0, logits, [1, 2], config, None)
+    return [*(int(tree.tokens[0, node]) for node in accepted), bonus][0]
+
+
+def test_rows_are_drawn_in_proportion_each_with_its_own_numbers() -> None:
+    """Chi-square of unnormalised rows; a row alone draws what it draws among others."""
+    weights = torch.tensor([[0.0, 3.0, 1.0, 0.0, 4.0], [5.0, 0.0, 0.0, 0.0, 0.1]], dtype=torch.float64)
+    generators, n_draws = [torch.Generator().manual_seed(seed) for seed in (1, 2)], 4000
+    drawn = torch.stack([draw_rows(weights, generators) for _ in range(n_draws)])
+    for row, weight in enumerate(weights):
+        counts, expected = torch.bincount(drawn[:, row], minlength=5), n_draws * weight / weight.sum()
+        assert not counts[weight == 0].any()
+        chi_square = float(((counts - expected) ** 2 / expected)[weight > 0].sum())
+        assert chi_square < 20  # at most two degrees of freedom: p = 5e-5
+        again = torch.Generator().manual_seed(row + 1)
+        assert [draw(weight, again) for _ in range(9)] == drawn[:9, row].tolist()
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 2), (1 - 2**-53, 2)])
+def test_the_ends_of_the_unit_interval_give_tokens_with_mass(
+    monkeypatch: pytest.MonkeyPatch, uniform: float, token: int
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_args, **_kwargs: torch.tensor([uniform], dtype=torch.float64))
+    for total in (1.0, 1.7, 1 / 3):
+        assert draw(torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64) * total, None) == token
+
+
 def test_distribution_follows_transformers() -> None:
     from transformers import LogitsProcessorList
-    from transformers.generation import (  # type: ignore[attr-defined]
+    from transformers.generation.logits_process import (
         RepetitionPenaltyLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
@@ -133,7 +170,7 @@ def test_distribution_follows_transformers() -> None:
             chain.append(TopKLogitsWarper(top_k))
         if top_p < 1:
             chain.append(TopPLogitsWarper(top_p))
-        expected = chain(torch.tensor([previous]), logits[None].clone())[0].softmax(-1)
+        expected = chain(torch.LongTensor([previous]), logits[None].clone())[0].softmax(-1)
         got = distribution(logits, previous, SamplingConfig(temperature, top_p, top_k, penalty))
         torch.testing.assert_close(got.float(), expected)
 
@@ -206,10 +243,7 @@ def test_greedy_with_a_repetition_penalty_equals_transformers() -> None:
     target = Target(build_model(num_hidden_layers=2))
     config = SamplingConfig(repetition_penalty=1.6)
     for prompt in ([9, 4, 31], [50, 7]):
-        expected = target.model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)),
-            do_sample=False, repetition_penalty=1.6, max_new_tokens=14,
-        )[0, len(prompt) :].tolist()  # fmt: skip
+        expected = written_by_transformers(target.model, prompt, repetition_penalty=1.6, max_new_tokens=14)
         assert plain_generate(target, prompt, max_new_tokens=14, sampling=config).tokens == expected
 
 

@@ -9,7 +9,7 @@ import torch
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.decoding.tree import StaticTree, TreeShape, parse_shape
+from moa_data.moa.decoding.tree import StaticTree, TreeShape, most_likely, parse_shape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -108,7 +108,8 @@ def test_nodes_are_the_drafters_choices_of_their_rank(build: Callable[..., Draft
     committed, tree = seen[0]
     tokens = tree.tokens[0].tolist()
     for node in range(tree.n_nodes):
-        path, at = [], int(tree.parents[0, node])  # type: ignore[var-annotated]
+        path: list[int] = []
+        at = int(tree.parents[0, node])
         while at >= 0:
             path.insert(0, at)
             at = int(tree.parents[0, at])
@@ -138,3 +139,15 @@ def test_static_trees_in_batches_and_with_small_vocabularies() -> None:
     )
     for prompt, generation in zip(prompts, found, strict=True):
         assert generation.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
+
+
+def test_equal_scores_stand_in_the_order_of_their_places() -> None:
+    scores = torch.randint(0, 4, (3, 5, 40), generator=torch.Generator().manual_seed(2)).float()
+    values, places = most_likely(scores, 12)
+    for rows in zip(
+        scores.flatten(0, 1).tolist(), values.flatten(0, 1).tolist(), places.flatten(0, 1).tolist(), strict=True
+    ):
+        row, found, at = rows
+        assert found == sorted(row, reverse=True)[:12]
+        assert [row[place] for place in at] == found
+        assert all(one < other for one, other, a, b in zip(at, at[1:], found, found[1:], strict=False) if a == b)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.drafters.eagle3 import STEP_DECAY, default_fused_layers
+from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter, default_fused_layers
 from moa_data.moa.drafters.rounds import loss_queries
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn import losses
+from moa_data.moa.nn.limits import LIMITS
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
@@ -91,7 +92,7 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
     torch.testing.assert_close(terms.forward_kl, first / 3.0, rtol=1e-5, atol=1e-6)
     expected = torch.autograd.grad(0.5 * total / 3.0, list(drafter.parameters()))
     for (name, _), got, goal in zip(drafter.named_parameters(), gradients, expected, strict=True):
-        torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+        torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=f"{name}: {{}}".format)
         assert goal.abs().max() > 1e-5, name
 
 
@@ -106,7 +107,7 @@ def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         return total.detach(), *torch.autograd.grad(total, list(drafter.parameters()))
 
     whole = gradients()
-    monkeypatch.setattr("moa_data.moa.drafters.eagle3._SCORE_BYTES", 1)
+    monkeypatch.setattr(LIMITS, "score_bytes", 1)
     for one, other in zip(whole, gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -169,6 +170,7 @@ def test_names_of_the_weights(tmp_path: Path) -> None:
     drafter = build_eagle3(model, draft_vocabulary=20)
     save_drafter(drafter, tmp_path)
     half = load_drafter(tmp_path, torch.bfloat16)
+    assert isinstance(half, Eagle3Drafter)
     assert half.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(half.d2t, drafter.d2t), "the maps are no weights"
     assert set(drafter.state_dict()) == {

@@ -219,7 +219,8 @@ def test_what_a_batch_lacks_is_named() -> None:
     drafter = build_drafter(model, 1)
     inputs, frozen = inputs_for(drafter, model), frozen_for(drafter, model)
     for name, message in (("entering_hidden", "hidden state after layer 2"), ("kv", "the target's keys and values")):
-        step = TrainingStep(dataclasses.replace(inputs, **{name: None}), DRAWS["bounded"])
+        absent: dict[str, Any] = {name: None}
+        step = TrainingStep(dataclasses.replace(inputs, **absent), DRAWS["bounded"])
         with pytest.raises(DrafterError, match=message):
             drafter.objective(frozen, step)
 

@@ -13,7 +13,8 @@ from moa_data.tests.kit.models import build_model
 def test_keys_and_values_that_are_no_numbers_do_not_stay_in_the_targets_cache(before: list[int]) -> None:
     frozen, n_rows = FrozenTarget.from_model(build_model(), 2), len(before)
     sizes = frozen.blocks[0].self_attn
-    views = [tuple(torch.ones(n_rows, sizes.n_kv_heads, 7, sizes.head_dim) for _ in "kv") for _ in range(2)]
+    shape = (n_rows, sizes.n_kv_heads, 7, sizes.head_dim)
+    views = [(torch.ones(shape), torch.ones(shape)) for _ in range(2)]
     seen = torch.ones(n_rows, 1, 1, dtype=torch.bool)
     drafted_target_layers(
         frozen,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,12 @@ def test_strict_keys_and_shapes(tmp_path: Path) -> None:
     drafter = build_drafter(build_model())
     save_drafter(drafter, tmp_path)
     weights = load_file(tmp_path / "drafter.safetensors")
-    for change, message in (
+    changes: tuple[tuple[Callable[[dict[str, Any]], object], str], ...] = (
         (lambda w: w.pop("kv_to_hidden.bias"), "missing key kv_to_hidden.bias"),
         (lambda w: w.update(extra=torch.zeros(1)), "unexpected key extra"),
         (lambda w: w.update({"kv_to_hidden.bias": torch.zeros(2)}), r"has shape \(2,\), expected \(48,\)"),
-    ):
+    )
+    for change, message in changes:
         changed = dict(weights)
         change(changed)
         save_file(changed, tmp_path / "drafter.safetensors")

@@ -1,6 +1,7 @@
 """Drafters travel through every layout of other programs unchanged; a folder that does not fit is named."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +195,13 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
         without_own_key(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     key = next(key for key in weights if key.endswith("o_proj.weight"))
-    for change, message in (
+    changes: tuple[tuple[Callable[[dict[str, Any]], object], str], ...] = (
         (lambda w: w.pop(key), f"missing key {key}"),
         (lambda w: w.update(extra=torch.zeros(1)), "unexpected key extra"),
         (lambda w: w.update({key: torch.zeros(2, 3)}), rf"{key} has shape \(2, 3\), expected \("),
         (lambda w: w.update({key: w[key].int()}), f"{key} is int32, expected float32 or bfloat16 or float16"),
-    ):
+    )
+    for change, message in changes:
         changed = dict(weights)
         change(changed)
         save_file(changed, tmp_path / "model.safetensors")
@@ -290,7 +292,7 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, 
     write(drafter, "sglang-eagle", tmp_path, model)
     weights, written = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     written |= {"architectures": None, "model_type": "llama", "attention_bias": written["qkv_bias"]}
-    config = LlamaConfig(**written, attn_implementation="eager")  # type: ignore[call-arg]
+    config = LlamaConfig.from_dict(written, attn_implementation="eager")
     hidden = torch.randn(1, 12, config.hidden_size, generator=torch.Generator().manual_seed(0))
     embeddings = model.model.embed_tokens(torch.arange(3, 15)[None])
     x = torch.cat((embeddings, hidden), dim=-1) @ weights["fc.weight"].T + weights["fc.bias"]
@@ -299,7 +301,7 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, 
     for index in range(config.num_hidden_layers):
         layer = LlamaDecoderLayer(config, index).eval()
         if not index:
-            layer.input_layernorm = torch.nn.Identity()  # type: ignore[assignment]
+            layer.set_submodule("input_layernorm", torch.nn.Identity())
         prefix = f"layers.{index}."
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         missing, unexpected = layer.load_state_dict(own, strict=False)

@@ -5,10 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-from moa_data.moa.nn.losses import chunked_forward_kl, chunked_head_kl, feature_loss, forward_kl
+from moa_data.moa.nn.losses import (
+    chunk_rows,
+    chunked_forward_kl,
+    chunked_head_kl,
+    feature_loss,
+    forward_kl,
+    logits_of,
+)
+from moa_data.tests.kit.memory import LiveBytes
 
 
 @pytest.mark.parametrize("chunk_bytes", [4 * 31, 4 * 31 * 3, 1 << 26])
@@ -71,7 +77,7 @@ class Waits(TorchDispatchMode):
 
 def test_chunks_wait_for_nothing() -> None:
     head, hidden, features = torch.randn(31, 6), torch.randn(10, 6), torch.randn(10, 6, requires_grad=True)
-    with Waits() as waits:
+    with Waits() as waits:  # type: ignore[no-untyped-call]  # of torch
         chunked_forward_kl(features, hidden, head, 4 * 31 * 3).sum().backward()
     assert waits.n == 0
 
@@ -81,6 +87,7 @@ def test_no_rows_give_no_loss() -> None:
     value = chunked_forward_kl(features, hidden, head)
     assert value.shape == (0,)
     value.sum().backward()
+    assert features.grad is not None
     assert features.grad.shape == (0, 6)
 
 
@@ -93,6 +100,7 @@ def test_infinite_logits_give_finite_value_and_gradient() -> None:
     value = forward_kl(draft, target)
     value.sum().backward()
     assert value.isfinite().all()
+    assert draft.grad is not None
     assert draft.grad[:, [0, 1, 3, 4]].isfinite().all()
 
 
@@ -101,25 +109,9 @@ def test_feature_loss_is_smooth_l1_mean_over_width() -> None:
     assert got.tolist() == [pytest.approx((0.125 + 2.5) / 2)]
 
 
-class LiveBytes(TorchDispatchMode):
-    """Records the peak of the bytes held by all tensors that operations made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._live = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._live[leaf] = leaf.untyped_storage()
-        storages = {storage.data_ptr(): storage.nbytes() for storage in self._live.values()}
-        self.peak = max(self.peak, sum(storages.values()))
-        return out
-
-
-def test_peak_memory_does_not_grow_with_rows_times_vocabulary() -> None:
+def test_peak_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the head may be read often enough."""
+    monkeypatch.setattr("moa_data.moa.nn.losses.MOST_CHUNKS", 1000)
     vocab, width, chunk_bytes = 4096, 8, 1 << 18
     head = torch.randn(vocab, width)
 
@@ -162,3 +154,37 @@ def test_chunked_head_kl_equals_the_plain_one(n_tokens: int | None) -> None:
     found = torch.autograd.grad(2 * got, (features, head))
     for one, other in zip(found, torch.autograd.grad(2 * expected, (features, head)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_is_read_in_few_chunks() -> None:
+    """Of Llama 3's vocabulary 64 MiB hold 130 positions, and 2,048 positions would read 1 GB of head 16 times."""
+    assert chunk_rows(2048, 128_256) == 256
+    assert chunk_rows(1_000, 128_256) == 130
+    assert chunk_rows(100, 4096) == 4096
+    assert chunk_rows(0, 128_256) == 130
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_a_head_in_bfloat16_is_cast_in_blocks(trains_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to the whole head cast at once, in value and gradient, and never cast at once."""
+    torch.manual_seed(0)
+    stored = (0.1 * torch.randn(1000, 64)).bfloat16()
+    hidden, features = torch.randn(20, 64), torch.randn(20, 64, requires_grad=True)
+    own, weights = torch.randn(1000, 64, requires_grad=True), torch.ones(20, 1)
+
+    def loss(head: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if trains_head:
+            value, _ = chunked_head_kl(features[:, None], hidden, own, head, weights, chunk_bytes=1)
+            return value, *torch.autograd.grad(value, (features, own))
+        value = chunked_forward_kl(features, hidden, head, chunk_bytes=1).sum()
+        return value, *torch.autograd.grad(value, features)
+
+    expected = loss(stored.float())
+    monkeypatch.setattr("moa_data.moa.nn.losses._CAST_BYTES", 4 * 64 * 130)
+    monkeypatch.setattr("moa_data.moa.nn.losses.MOST_CHUNKS", 1000)
+    with LiveBytes() as live:
+        got = loss(stored)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert trains_head or live.peak < 3.2 * stored.numel()
+    torch.testing.assert_close(logits_of(hidden, stored), hidden @ stored.float().T, rtol=1e-4, atol=1e-5)

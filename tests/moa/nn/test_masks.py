@@ -12,11 +12,11 @@ def test_the_docstring_example() -> None:
     context = masks.last_context(drafted)
     assert context.tolist() == [[0, 1, 2, 2, 4, 4, 4, 4, 8]]
     query = torch.tensor([[6]])
-    seen = masks.cross_attention_mask(context[:, 6:7], 9)
+    seen = masks.cross_attention_mask(context[:, 6:7], 9).dense
     assert seen[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
-    plain = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[False]]), 9)
+    plain = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[False]]), 9).dense
     assert plain[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 6]
-    stairs = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[True]]), 9)
+    stairs = masks.self_attention_mask(query, context[:, 6:7], torch.tensor([[True]]), 9).dense
     assert stairs[0, 0].nonzero().flatten().tolist() == [5, 6]
 
 
@@ -30,22 +30,37 @@ def test_no_row_is_ever_empty() -> None:
     queries = torch.arange(40).expand(16, -1)
     stairs = torch.rand(16, generator=generator) < 0.5
     for mask in (
-        masks.cross_attention_mask(context, 40),
-        masks.self_attention_mask(queries, context, stairs[:, None], 40),
-        masks.drafted_block_mask(queries, context),
+        masks.cross_attention_mask(context, 40).dense,
+        masks.self_attention_mask(queries, context, stairs[:, None], 40).dense,
+        masks.round_mask(queries, context, None, 40).dense[..., 40:],
     ):
         assert mask.any(dim=-1).all()
         assert not (mask & (torch.arange(40) > torch.arange(40)[:, None])).any(), "no query sees the future"
     later = torch.arange(40) > context[:, :, None]
-    assert not (masks.cross_attention_mask(context, 40) & later).any()
+    assert not (masks.cross_attention_mask(context, 40).dense & later).any()
 
 
 def test_a_round_sees_verified_positions_and_its_own_drafts() -> None:
     queries = torch.tensor([[3, 4, 6, 4]])
     context, passes = torch.tensor([[2, 2, 5, 3]]), torch.tensor([0, 0, 0, 1])
-    verified, own = masks.round_mask(queries, context, passes, 8).int().split((8, 4), dim=-1)
+    verified, own = masks.round_mask(queries, context, passes, 8).dense.int().split((8, 4), dim=-1)
     assert verified[0].tolist() == [[1] * 3 + [0] * 5, [1] * 3 + [0] * 5, [1] * 6 + [0] * 2, [1] * 4 + [0] * 4]
     assert own[0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], "the last is of another pass"
+
+
+def test_windows_and_parts_are_asked_by_the_same_rule() -> None:
+    """What kernels ask key by key is the dense mask, in which a window takes away what is further back."""
+    queries, passes = torch.tensor([[3, 4, 5, 6, 4, 0]]), torch.tensor([0, 0, 0, 0, 1, 1])
+    context = torch.tensor([[2, 2, 2, 5, 3, 0]])
+    whole = masks.round_mask(queries, context, passes, 8)
+    slid = masks.round_mask(queries, context, passes, 8, window=2)
+    at = torch.cat((torch.arange(8)[None], queries), dim=1)
+    assert torch.equal(slid.dense, whole.dense & (queries[..., None] - at[:, None] < 2))
+    assert slid.dense.sum() < whole.dense.sum()
+    for mask in (whole, slid):
+        assert mask.shape == mask.dense.shape == (1, 6, 14)
+        asked = [[mask.sees(*torch.tensor([0, query, key])) for key in range(14)] for query in range(6)]
+        assert torch.equal(torch.tensor(asked), mask.dense[0])
 
 
 def test_without_a_bound_every_response_position_is_drafted() -> None:

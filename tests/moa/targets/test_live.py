@@ -1,14 +1,16 @@
 """A causal run in pieces, or without a mask, equals one call with the mask of all tokens; and it holds less."""
 
-from typing import Any
+from typing import Any, NoReturn
 
+import huggingface_hub
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moa_data.moa.errors import TargetError
 from moa_data.moa.targets import live as target_module
-from moa_data.moa.targets.live import Target
+from moa_data.moa.targets.live import Target, resolve_model_folder
 from moa_data.tests.kit.models import FAMILIES, build_model
 
 
@@ -48,7 +50,7 @@ class LargestBytes(TorchDispatchMode):
     """Records the bytes of the largest tensor that an operation made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.n_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -76,3 +78,13 @@ def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
     piece_bytes = piece * n_tokens * 8  # distances in int64
     assert made.n_bytes <= max(cache_bytes, piece_bytes)
     assert made.n_bytes < n_tokens * n_tokens
+
+
+def test_a_mistyped_folder_is_not_only_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **options: object) -> NoReturn:
+        raise ConnectionError("no route to host.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    wanted = r"no folder models/nope here, and the Hub gave no model of that name: .*host\. Check the path or the name"
+    with pytest.raises(TargetError, match=wanted):
+        resolve_model_folder("models/nope")

@@ -10,8 +10,9 @@ from torch._dynamo.testing import CompileCounter
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import Shape, TreeShape, ancestors
+from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import build_drafter, build_eagle3
+from moa_data.tests.kit.drafters import build_drafter, build_eagle3, build_glide
 from moa_data.tests.kit.models import build_model
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
@@ -70,6 +71,39 @@ def test_a_few_graphs_serve_all_rounds(shape: Shape | None) -> None:
     assert [one.tokens for one in found] == [one.tokens for one in expected]
 
 
+def test_generations_share_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph is recorded for an address, so a buffer per generation would record all graphs again."""
+    model = build_model(eos_token_id=None, num_hidden_layers=1)
+    target, _ = compiled(model)
+    addresses: set[int] = set()
+    real = TargetCache.layer_view
+
+    def noted(cache: TargetCache, layer: int, n_slots: int) -> Any:
+        keys, values = real(cache, layer, n_slots)
+        addresses.add(keys.data_ptr())
+        return keys, values
+
+    monkeypatch.setattr(TargetCache, "layer_view", noted)
+    session = DrafterProposer(target, build_glide(model))  # which looks at the target's KV in each round
+    for prompt in PROMPTS * 2:
+        generate_batch(target, [prompt], max_new_tokens=12, proposer=session, tree=TreeShape(3))
+    assert len(addresses) == 1
+    together = [one.tokens for one in generate_batch(target, PROMPTS, max_new_tokens=12)]
+    assert together == [one.tokens for one in generate_batch(Target(model), PROMPTS, max_new_tokens=12)]
+
+
+def test_caches_that_live_at_once_share_nothing() -> None:
+    target, _ = compiled(build_model(num_hidden_layers=1))
+    caches = [target.new_cache() for _ in range(2)]
+    for cache, prompt in zip(caches, PROMPTS[::2], strict=True):
+        target.forward(torch.tensor([prompt]), cache)
+        cache.commit([range(len(prompt))])
+    before = caches[0].packed([0], 3).clone()
+    target.forward(torch.tensor([[1]]), caches[1])
+    assert torch.equal(caches[0].packed([0], 3), before)
+    assert not torch.equal(caches[0].packed([0], 3), caches[1].packed([0], 3))
+
+
 def test_layer_outputs_come_out_of_the_compiled_calls_too() -> None:
     """Of whichever layers the drafter reads, and beside calls of which none are wanted."""
     model = build_model(eos_token_id=None, num_hidden_layers=3)
@@ -114,7 +148,8 @@ def test_a_text_of_the_given_length_fits_with_what_fills_up_its_calls() -> None:
     capacity, proposer = target.new_cache()._initial_slots, DrafterProposer(target, build_drafter(model))
     for shape in (TreeShape(3), TreeShape(2, 8, 40)):
         generate_batch(target, [[5] * 8], max_new_tokens=40, proposer=proposer, tree=shape)
-        assert proposer.cache.capacity == capacity
+        assert target._static is not None
+        assert [shape[4] for shape in target._static.buffers._free] == [capacity], "grown"
     assert capacity < 2 * 48 + 64
 
 

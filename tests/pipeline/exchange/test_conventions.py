@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moa_data.errors import OptionInvalid
-from moa_data.pipeline.exchange.config import ExportConfig
+from moa_data.pipeline.exchange.config import ExportConfig, Format
 from moa_data.pipeline.exchange.conventions import default_layers, require_fields, vllm_layer_id
 from moa_data.pipeline.exchange.errors import FieldMissing
 from moa_data.pipeline.exchange.exporting import export_store
@@ -20,18 +20,18 @@ BFLOAT16: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-2}
 
 
 @pytest.fixture(scope="module")
-def model(target: Path) -> AutoModelForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)  # type: ignore[return-value]
+def model(target: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 
 
 @torch.inference_mode()
-def live(model: AutoModelForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def live(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The nine hidden states [n, E] of transformers: embeddings, after 1 to 7 layers, after the final norm."""
     return tuple(state[0] for state in model(tokens[None], output_hidden_states=True).hidden_states)
 
 
 def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the_norm(
-    store: Path, model: AutoModelForCausalLM, tmp_path: Path
+    store: Path, model: Any, tmp_path: Path
 ) -> None:
     export_store(ExportConfig(store=str(store), format="speculators", out=str(tmp_path), max_sequences=1))
     record = load_file(tmp_path / "hidden_states" / "hs_0.safetensors")
@@ -40,14 +40,13 @@ def test_speculators_slots_are_states_after_2_4_5_layers_and_the_last_before_the
     for slot, layers_passed in enumerate((2, 4, 5)):
         torch.testing.assert_close(slots[:, slot], states[layers_passed], **BFLOAT16)
     with torch.inference_mode():
-        torch.testing.assert_close(model.model.norm(slots[:, 3]), states[8], rtol=2**-6, atol=2e-2)  # type: ignore[attr-defined]
+        torch.testing.assert_close(model.model.norm(slots[:, 3]), states[8], rtol=2**-6, atol=2e-2)
     assert not torch.allclose(slots[:, 3], states[8], **BFLOAT16)  # the norm of this target is seen
 
 
-def test_specforge_and_eagle_hold_the_last_state_after_the_norm(
-    store: Path, model: AutoModelForCausalLM, tmp_path: Path
-) -> None:
-    for name, file in (("specforge", "rows_0-2000/data_0.ckpt"), ("eagle", "0/data_0.ckpt")):
+def test_specforge_and_eagle_hold_the_last_state_after_the_norm(store: Path, model: Any, tmp_path: Path) -> None:
+    files: dict[Format, str] = {"specforge": "rows_0-2000/data_0.ckpt", "eagle": "0/data_0.ckpt"}
+    for name, file in files.items():
         export_store(ExportConfig(store=str(store), format=name, out=str(tmp_path / name), max_sequences=1))
         record = torch.load(tmp_path / name / file, weights_only=True)
         states = live(model, record["input_ids"])

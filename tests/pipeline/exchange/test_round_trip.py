@@ -25,18 +25,18 @@ from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
 from moa_data.pipeline.exchange.errors import FieldMissing, ForeignInvalid, InteropError
 from moa_data.pipeline.exchange.exporting import export_store
 from moa_data.pipeline.exchange.importing import import_folder
-from moa_data.pipeline.extract import extract
+from moa_data.pipeline.jobs.extract import extract
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 
 
-def export(store: Path, name: str, out: Path, **options: Any) -> Path:
+def export(store: Path, name: Format, out: Path, **options: Any) -> Path:
     export_store(ExportConfig(store=str(store), format=name, out=str(out), **options))
     return out
 
 
-def bring_in(folder: Path, name: str, target: Path, out: Path, **options: Any) -> ActivationStore:
+def bring_in(folder: Path, name: Format, target: Path, out: Path, **options: Any) -> ActivationStore:
     import_folder(ImportConfig(folder=str(folder), format=name, model=str(target), out=str(out), **options))
     return ActivationStore(out)
 
@@ -63,7 +63,7 @@ def stop_at(n: int) -> Callable[[int, int, str], None]:
 
 
 @pytest.mark.parametrize(("name", "compress"), [*((name, False) for name in get_args(Format)), ("specforge", True)])
-def test_round_trip_keeps_every_bit(store: Path, target: Path, tmp_path: Path, name: str, compress: bool) -> None:
+def test_round_trip_keeps_every_bit(store: Path, target: Path, tmp_path: Path, name: Format, compress: bool) -> None:
     folder = export(store, name, tmp_path / "out", compress=compress)
     back = bring_in(folder, name, target, tmp_path / "back", part_tokens=300)
     original = ActivationStore(store)
@@ -122,7 +122,7 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", get_args(Format))
-def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_path: Path, name: str) -> None:
+def test_an_interrupted_export_goes_on_and_ends_in_equal_files(store: Path, tmp_path: Path, name: Format) -> None:
     whole = contents(export(store, name, tmp_path / "whole"))
     config = ExportConfig(store=str(store), format=name, out=str(tmp_path / "out"))
     with pytest.raises(KeyboardInterrupt):

@@ -22,7 +22,7 @@ def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
     assert report.ok
     assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts, 0)
     assert (report.n_sequences, report.n_tokens) == (12, 881)
-    assert report.n_bytes == sum(path.stat().st_size for path in (store / "parts").rglob("*") if path.is_file())
+    assert report.n_bytes == sum(path.stat().st_size for path in (store / "parts").rglob("c.*"))
     assert seen[-1][:2] == (report.n_bytes, report.n_bytes)
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
 
@@ -38,7 +38,7 @@ def test_checksums_alone_find_flips_and_leave_values_alone(tmp_path: Path, recip
     assert report.ok
     assert (report.n_sequences, report.n_tokens) == (12, 881)
     assert not verify_store(store).ok
-    flip(store / "parts/part-00001.zarr/hidden/last/c/0/0", 20)
+    flip(store / "parts/hidden/last/c.1.0", 20)
     assert [damage.part for damage in verify_store(store, values=False).damages] == [1]
 
 
@@ -49,13 +49,13 @@ def canonical(document: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("change", ["truncate", "delete", "grow"])
 def test_missing_and_resized_files_are_found(store: Path, change: str) -> None:
-    path = store / "parts/part-00001.zarr/hidden/last/c/0/0"
+    path = store / "parts/hidden/last/c.1.0"
     if change == "delete":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:50] if change == "truncate" else path.read_bytes() + b"x")
     (damage,) = verify_store(store).damages
-    assert (damage.part, damage.path) == (1, "parts/part-00001.zarr/hidden/last/c/0/0")
+    assert (damage.part, damage.path) == (1, "parts/hidden/last/c.1.0")
     assert ("is missing" if change == "delete" else "bytes, its commit says") in damage.message
 
 
@@ -63,15 +63,15 @@ def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path) -> None:
     """Every checksum inside the shard holds; only the commit's can tell."""
     recipe = make_recipe((64, 64), part_tokens=64)
     store = recipe.write(tmp_path / "store")
-    one, two = (store / f"parts/part-0000{k}.zarr/hidden/last/c/0/0" for k in (0, 1))
+    one, two = (store / f"parts/hidden/last/c.{k}.0" for k in (0, 1))
     # As if both had the same length, so that the size does not give it away.
     commit = store / "commits/part-00000.json"
     document = json.loads(commit.read_text())
-    document["files"]["hidden/last/c/0/0"]["bytes"] = two.stat().st_size
+    document["files"]["hidden/last/c.0.0"]["bytes"] = two.stat().st_size
     commit.write_text(canonical(document))
     one.write_bytes(two.read_bytes())
     (damage,) = verify_store(store).damages
-    assert damage.path == "parts/part-00000.zarr/hidden/last/c/0/0"
+    assert damage.path == "parts/hidden/last/c.0.0"
     assert "checksum is" in damage.message
 
 
@@ -111,7 +111,8 @@ def test_nan_and_infinity_name_sequence_and_layer(tmp_path: Path, recipe: Recipe
         f"sequence id-2 (source row 2): 1 values are NaN or infinite in layer {layer}; "
         f"the first at token 150, layer {layer}, kv_head 1, key_value 0, head_dim 3"
     )
-    assert damage.path == f"parts/part-{damage.part:05d}.zarr/kv"
+    row = next(row for row in recipe.plan.to_pylist() if row["source_row"] == 2)
+    assert (damage.part, damage.path) == (row["part"], "parts/kv")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import numcodecs
 import numpy as np
 import pytest
 import tensorstore as ts
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +14,10 @@ from moa_data.storage.chunks.blosc_frame import encode_frame
 from moa_data.storage.chunks.chunk import decode_chunk, encode_chunk
 from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.dtypes import bfloat16_bits
-from moa_data.storage.parts.grid import array_grid, part_metadata
+from moa_data.storage.parts.encoding import EncodePool
+from moa_data.storage.parts.grid import array_grid, zarr_metadata
 from moa_data.storage.parts.shard import ShardWriter
+from moa_data.tests.kit.stores import read_by_zarr
 
 SHAPES = st.one_of(
     st.tuples(st.integers(1, 70), st.integers(1, 40)),
@@ -70,16 +71,16 @@ def test_numcodecs_reads_every_frame(kind: str, shape: tuple[int, ...], dtype: s
 def test_zarr_and_tensorstore_read_every_kind(tmp_path: Path, kind: str, dtype: str) -> None:
     array = StoredArray("codes", dtype, (4, 24), ("token", "layer", "width"), layer_axis=1)
     values = fill(kind, (512, 4, 24), array.storage_dtype, 0)
-    for path, content in part_metadata([array], 512).items():
+    grid = array_grid(array, 1, 512)
+    for path, content in zarr_metadata([(array, grid)]).items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(content)
-    grid = array_grid(array, 512)
-    shard = ShardWriter(tmp_path / "codes" / grid.shard_key(0), grid)
+    shard = ShardWriter(tmp_path / "codes" / grid.shard_key(0, 0), grid, EncodePool())
     shard.append_row(values)
     shard.finish()
-    np.testing.assert_array_equal(bits(zarr.open_group(tmp_path, mode="r")["codes"][...]), bits(values))
+    np.testing.assert_array_equal(bits(read_by_zarr(tmp_path, "codes", 0, 512)), bits(values))
     opened = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "codes")}}).result()
-    np.testing.assert_array_equal(bits(opened.read().result()), bits(values))
+    np.testing.assert_array_equal(bits(opened[:512].read().result()), bits(values))
     (chain,) = json.loads((tmp_path / "codes/zarr.json").read_text())["codecs"]
     assert [codec["name"] for codec in chain["configuration"]["codecs"]] == ["bytes", "blosc", "crc32c"]
 

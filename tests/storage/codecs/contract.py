@@ -32,7 +32,7 @@ from moa_data.tests.kit.stores import make_recipe, read_tree
 RECIPE = make_recipe()
 EMBEDDINGS = np.random.default_rng(1).normal(size=(100, 16)).astype(np.float32)
 EMBEDDINGS /= np.sqrt(np.square(EMBEDDINGS).mean(1, keepdims=True))
-ROPE = Rope(np.array([1.0, 0.1, 0.01, 0.001]), np.float32(1))
+ROPE = Rope(np.array([1.0, 0.1, 0.01, 0.001]), np.array(1))
 _KV_OF_TOKEN = (EMBEDDINGS @ np.random.default_rng(2).normal(size=(16, 128)) / 4).reshape(100, 4, 2, 2, 8)
 _ACTIVATIONS = ("kv", "hidden/last")
 

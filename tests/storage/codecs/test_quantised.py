@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ from moa_data.storage.errors import CodecUnknown, PartIncomplete, WriteInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import FieldSpec, hidden_field, kv_field
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe
+from moa_data.tests.kit.stores import Recipe, read_by_zarr
 
 from .contract import CodecContract
 
@@ -151,12 +150,12 @@ def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
     path = write_kv(tmp_path / "store", recipe, lambda codes, row: None)
     with ActivationStore(path) as store:
         row = store.sequences.to_pylist()[0]
-        part = zarr.open_group(path / "parts/part-00000.zarr", mode="r")
+        part = path / "parts"
         first, n = row["first_token"], row["n_tokens"]
-        span, blocks = slice(first, first + n), slice(first // 64, -(-(first + n) // 64))
-        key_scale = (part["kv/key_scale"][blocks].astype(np.uint32) << 16).view(np.float32)
-        keys = part["kv/key_codes"][span] * np.repeat(key_scale, 64, axis=0)[:n]
-        value_scale = (part["kv/value_scale"][span].astype(np.uint32) << 16).view(np.float32)
-        values = part["kv/value_codes"][span] * value_scale[..., None]
+        span, blocks = (first, first + n), (first // 64, -(-(first + n) // 64))
+        key_scale = (read_by_zarr(part, "kv/key_scale", *blocks).astype(np.uint32) << 16).view(np.float32)
+        keys = read_by_zarr(part, "kv/key_codes", *span) * np.repeat(key_scale, 64, axis=0)[:n]
+        value_scale = (read_by_zarr(part, "kv/value_scale", *span).astype(np.uint32) << 16).view(np.float32)
+        values = read_by_zarr(part, "kv/value_codes", *span) * value_scale[..., None]
         kv = np.stack([keys, values], axis=3)
         np.testing.assert_array_equal(from_float32(kv, "bfloat16"), store.read(0, "kv"))

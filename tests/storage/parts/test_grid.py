@@ -1,4 +1,4 @@
-"""Chunks of one layer on real targets, of all layers on small ones; shards of about 128 MiB."""
+"""Chunks of one layer on real targets, of all layers on small ones; a part's few shards follow the last part's."""
 
 import math
 
@@ -9,11 +9,14 @@ from moa_data.storage.codecs.lossless import LosslessCodec
 from moa_data.storage.errors import ShardCorrupt
 from moa_data.storage.parts.grid import (
     MAX_CHUNK_BYTES,
+    MAX_SHARD_BYTES,
     MIN_CHUNK_BYTES,
+    ArrayGrid,
     array_grid,
+    array_grid_1,
     chunk_tokens,
     grid_from_metadata,
-    part_metadata,
+    zarr_metadata,
 )
 from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
 
@@ -28,7 +31,7 @@ def stored(spec: FieldSpec) -> StoredArray:
     [((32, 8, 128), 1), ((8, 2, 64), 8), ((80, 8, 128), 1), ((28, 2, 128), 4), ((36, 1, 64), 18), ((7, 4, 64), 7)],
 )
 def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
-    grid = array_grid(stored(kv_field(*sizes)), 65536)
+    grid = array_grid(stored(kv_field(*sizes)), 3, 65536)
     assert grid.chunk_shape == (64, n_layers, sizes[1], 2, sizes[2])
     chunk_bytes = math.prod(grid.chunk_shape) * 2
     assert chunk_bytes <= MAX_CHUNK_BYTES
@@ -36,16 +39,36 @@ def test_layers_per_chunk(sizes: tuple[int, int, int], n_layers: int) -> None:
 
 
 def test_a_layer_beyond_the_limit_is_a_chunk_of_its_own() -> None:
-    assert array_grid(stored(kv_field(4, 64, 256)), 1024).chunk_layers == 1
+    assert array_grid(stored(kv_field(4, 64, 256)), 1, 1024).chunk_layers == 1
 
 
-def test_shards_span_all_layers_and_stay_near_their_size() -> None:
-    grid = array_grid(stored(kv_field(32, 8, 128)), 65536)
+def test_shards_span_all_layers_and_parts_follow_each_other() -> None:
+    grid = array_grid(stored(kv_field(32, 8, 128)), 3772, 65_000)
+    assert (grid.shape[0], grid.part_rows, grid.shards_per_part) == (3772 * 65536, 65536, 4)
+    assert grid.shard_shape == (16384, 32, 8, 2, 128)
+    assert (grid.chunks_per_row, grid.rows_per_shard) == (32, 256)
+    assert grid.shard_key(0, 3) == "c.3.0.0.0.0"
+    assert grid.shard_key(5, 1) == "c.21.0.0.0.0"
+    assert array_grid(stored(hidden_field("last", 4096)), 2, 65536).shards_per_part == 1
+    assert array_grid(stored(tokens_field()), 2, 1).shard_shape == (8192,)
+
+
+def test_shards_of_version_1_lie_in_folders_and_belong_to_one_part() -> None:
+    grid = array_grid_1(stored(kv_field(32, 8, 128)), 65536)
     assert grid.shard_shape == (1024, 32, 8, 2, 128)
     assert (grid.chunks_per_row, grid.rows_per_shard) == (32, 16)
-    assert grid.shard_key(3) == "c/3/0/0/0/0"
-    assert array_grid(stored(hidden_field("last", 4096)), 192).shard_shape == (192, 4096)
-    assert array_grid(stored(tokens_field()), 65536).shard_shape == (65536,)
+    assert grid.shard_key(7, 3) == "c/3/0/0/0/0"
+    assert array_grid_1(stored(hidden_field("last", 4096)), 192).shard_shape == (192, 4096)
+    assert array_grid_1(stored(tokens_field()), 65536).shard_shape == (65536,)
+
+
+@pytest.mark.parametrize("longest_part", [1, 64, 8192, 8256, 65536, 11 * 8192, 1 << 20])
+def test_a_part_is_a_whole_number_of_equal_shards(longest_part: int) -> None:
+    for spec in (kv_field(32, 8, 128), hidden_field("last", 4096), tokens_field()):
+        grid = array_grid(stored(spec), 3, longest_part)
+        assert grid.part_rows >= longest_part
+        assert grid.part_rows % grid.shard_shape[0] == grid.shard_shape[0] % grid.chunk_tokens == 0
+        assert grid.shard_shape[0] * spec.token_bytes <= MAX_SHARD_BYTES
 
 
 @pytest.mark.parametrize(
@@ -57,17 +80,23 @@ def test_narrow_arrays_have_more_tokens_per_chunk(token_bytes: int, n_tokens: in
 
 def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens() -> None:
     scales = StoredArray("kv/key_scale", "uint16", (8, 2, 64), ("block", "layer", "kv_head", "head_dim"), 64, 1)
-    grid = array_grid(scales, 65536)
-    assert grid.shape == (1024, 8, 2, 64)
+    grid = array_grid(scales, 2, 65536)
+    assert grid.shape == (2048, 8, 2, 64)
+    assert grid.part_rows == 1024
     assert grid.chunk_shape == (16, 8, 2, 64)
     assert grid.shard_shape == (1024, 8, 2, 64)
 
 
-def test_metadata_reads_back_and_any_other_meaning_is_refused() -> None:
-    array = stored(kv_field(4, 2, 8))
-    text = part_metadata([array], 320)["kv/zarr.json"]
-    assert grid_from_metadata(text, array, "kv") == array_grid(array, 320)
+KV = stored(kv_field(4, 2, 8))
+
+
+@pytest.mark.parametrize("grid", [array_grid(KV, 3, 320), array_grid_1(KV, 320)], ids=["shared", "version 1"])
+def test_metadata_reads_back_and_any_other_meaning_is_refused(grid: ArrayGrid) -> None:
+    array, separator = KV, b'"."' if grid.part_rows else b'"/"'
+    text = zarr_metadata([(array, grid)])["kv/zarr.json"]
+    assert grid_from_metadata(text, array, "kv") == grid
     for old, new in [
+        (b'"separator": ' + separator, b'"separator": "_"'),
         (b'"uint16"', b'"float16"'),
         (b'"bfloat16"', b'"float16"'),
         (b'"end"', b'"start"'),

@@ -13,7 +13,6 @@ import fsspec
 import numpy as np
 import pytest
 import tensorstore as ts
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,11 +21,12 @@ from moa_data.storage.disk.files import LocalFile
 from moa_data.storage.errors import ShardCorrupt, ShardMissing, SliceInvalid, StoreNotFound, UnknownField
 from moa_data.storage.parts import grid
 from moa_data.storage.read import batch as read_batch
+from moa_data.storage.read.shard import ShardReader
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.stores import Recipe, flip, make_recipe
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_by_zarr, rows_in_store
 
 NAMES = ["tokens", "response_mask", "kv", "hidden/last"]
-KV_SHARD = "parts/part-00001.zarr/kv/c/0/0/0/0/0"
+KV_SHARD = "parts/kv/c.1.0.0.0.0"
 
 
 def expected_batch(reader: ActivationStore, rows: list[int], name: str, n_rows: int, layers: Any = None) -> np.ndarray:
@@ -45,7 +45,8 @@ def test_equals_zarr_and_tensorstore(data: Any) -> None:
     recipe = make_recipe(lengths, part_tokens=data.draw(st.sampled_from([64, 256])))
     row_bytes = 64 * 4 * 2 * 2 * 8 * 2
     patch = pytest.MonkeyPatch()
-    patch.setattr(grid, "SHARD_BYTES", row_bytes * data.draw(st.sampled_from([1, 2, 1000])))
+    patch.setattr(grid, "PART_STEP_TOKENS", data.draw(st.sampled_from([64, 8192])))
+    patch.setattr(grid, "MAX_SHARD_BYTES", row_bytes * data.draw(st.sampled_from([1, 2, 1000])))
     patch.setattr(grid, "MAX_CHUNK_BYTES", row_bytes // data.draw(st.sampled_from([1, 2, 4])))
     patch.setattr(LocalFile, "max_read_bytes", data.draw(st.sampled_from([1, 3000, 1 << 20])))
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6))
@@ -83,14 +84,14 @@ def token_shape(reader: ActivationStore, name: str, layers: list[int] | None) ->
 
 
 def by_zarr(store: Path, name: str, row: dict[str, Any]) -> np.ndarray:
-    group = zarr.open_group(store / f"parts/part-{row['part']:05d}.zarr", mode="r")
-    return group[name][row["first_token"] : row["first_token"] + row["n_tokens"]]  # type: ignore[return-value]
+    return read_by_zarr(store / "parts", name, *rows_in_store(store, name, row))
 
 
 def by_tensorstore(store: Path, name: str, row: dict[str, Any]) -> np.ndarray:
-    path = str(store / f"parts/part-{row['part']:05d}.zarr" / name)
+    path = str(store / "parts" / name)
     array = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
-    return array[row["first_token"] : row["first_token"] + row["n_tokens"]].read().result()
+    first, end = rows_in_store(store, name, row)
+    return array[first:end].read().result()
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
@@ -131,13 +132,13 @@ def test_lossy_fields_decoded_and_as_stored(tmp_path: Path, recipe: Recipe, code
 
 def test_one_chunk_is_decoded_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
-    original = read_batch.ShardReader.decode
+    original = ShardReader.decode
 
     def counting(self: Any, data: Any, row: Any, column: Any, out: Any) -> None:
         decoded.append((self.path, row, column))
         original(self, data, row, column, out)
 
-    monkeypatch.setattr(read_batch.ShardReader, "decode", counting)
+    monkeypatch.setattr(ShardReader, "decode", counting)
     with ActivationStore(store) as reader:
         rows = [i for i, part in enumerate(reader.sequences["part"].to_pylist()) if part == 0]
         reader.read_batch([*rows, *rows], ["tokens", "kv"])
@@ -148,16 +149,16 @@ def test_one_chunk_is_decoded_once(store: Path, monkeypatch: pytest.MonkeyPatch)
 def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "MAX_CHUNK_BYTES", 64 * 2 * 2 * 8 * 2)  # one layer per chunk
     columns = []
-    original = read_batch.ShardReader.decode
+    original = ShardReader.decode
 
     def noting(self: Any, data: Any, row: Any, column: Any, out: Any) -> None:
-        columns.append((self.path.parts[-7], column))
+        columns.append((self.path.parent.name, column))
         original(self, data, row, column, out)
 
     with ActivationStore(recipe.write(tmp_path / "store")) as reader:
         rows = [3, 0, 8]
         expected = expected_batch(reader, rows, "kv", max(reader.lengths[rows]), layers=[-1])
-        monkeypatch.setattr(read_batch.ShardReader, "decode", noting)
+        monkeypatch.setattr(ShardReader, "decode", noting)
         batch = reader.read_batch(rows, ["kv", "tokens"], layers=[-1])
     np.testing.assert_array_equal(batch["kv"], expected)
     assert {column for name, column in columns if name == "kv"} == {3}
@@ -197,7 +198,7 @@ def checksums(reader: ActivationStore) -> tuple[int, int]:
     return int(together), sum(int(reader.read(i, "kv").sum(dtype=np.int64)) for i in range(len(reader)))
 
 
-def put_checksums(reader: ActivationStore, queue: multiprocessing.Queue) -> None:
+def put_checksums(reader: ActivationStore, queue: "multiprocessing.Queue[Any]") -> None:
     queue.put(checksums(reader))
 
 

@@ -15,11 +15,10 @@ from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.disk import durable
 from moa_data.storage.errors import DiskFull, PartIncomplete, ShardCorrupt, WriteInvalid
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts import manifest_commit
-from moa_data.storage.parts.commit import read_commits
+from moa_data.storage.parts.commit import read_commits, read_file_records, read_target_commit
 from moa_data.storage.parts.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
@@ -116,7 +115,7 @@ def states_of(path: Path, wanted: Recipe, monkeypatch: pytest.MonkeyPatch) -> li
             note()
             return half
 
-        patch.setattr(durable.os, "write", write_in_two)
+        patch.setattr(os, "write", write_in_two)
         add(path, wanted)
     note()
     return states
@@ -190,7 +189,7 @@ def test_a_full_disk_at_any_write_leaves_a_whole_store(
     while True:
         n_writes = 0
         with monkeypatch.context() as patch:
-            patch.setattr(durable.os, "write", write)
+            patch.setattr(os, "write", write)
             try:
                 add(store, wanted)
                 break
@@ -217,6 +216,10 @@ def test_an_interrupt_in_a_part_leaves_the_part_as_it_was(recipe: Recipe, wanted
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
+    assert {name for name in read_tree(store) if name not in before} == {
+        f"parts/hidden/layer_{k}/zarr.json" for k in (1, 2)
+    }
+    opened(store).close()
     assert read_tree(store) == before
 
 
@@ -241,7 +244,7 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
     assert summarize_store(store).unfinished == {"hidden/layer_1": 1, "hidden/layer_2": 1}
     # Its plain Zarr arrays are there already, and another extraction of the old fields has nothing to do.
     recipe.write(store)
-    assert "hidden/layer_1" in zarr.open_group(store / "parts/part-00001.zarr", mode="r")
+    assert "hidden/layer_1" in zarr.open_group(store / "parts", mode="r")
     # One of the two alone can be finished; the part that has both keeps them.
     one = replace(wanted, manifest=replace(wanted.manifest, fields=wanted.manifest.fields[:-1]))
     add(store, one)
@@ -267,10 +270,10 @@ def test_damage_of_an_added_field_is_named_and_repaired(recipe: Recipe, wanted: 
     store = write_store(recipe, tmp_path / "store")
     add(store, wanted)
     whole = read_tree(store)
-    for name in ("hidden/layer_2/c/0/0", "hidden/layer_1/zarr.json"):
-        flip(store / "parts/part-00001.zarr" / name)
+    for name, parts in (("hidden/layer_2/c.1.0", (1,)), ("hidden/layer_1/zarr.json", ())):
+        flip(store / "parts" / name)
         plan = plan_repair(store)
-        assert plan.parts == (1,)
+        assert (plan.parts, plan.metadata, plan.others) == (parts, not parts, ())
         assert any(name in damage.path for damage in plan.damages)
         drop_damage(plan)
         assert verify_store(store).ok
@@ -282,7 +285,7 @@ def test_a_reader_that_opens_while_the_manifest_changes_does_not_see_damage(
     recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = manifest_commit.read_file_records, []  # type: ignore[var-annotated]
+    real, calls = read_file_records, list[Path]()
 
     def change_after_reading(path: Path) -> Any:
         records = real(path)
@@ -304,7 +307,7 @@ def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = manifest_commit.read_target_commit, []  # type: ignore[var-annotated]
+    real, calls = read_target_commit, list[Path]()
 
     def change_after_reading(path: Path) -> Any:
         records = real(path)
@@ -322,13 +325,13 @@ def test_a_training_that_starts_while_the_bundle_grows_does_not_see_damage(
 def test_files_that_no_commit_lists_are_deleted_by_the_next_writer(recipe: Recipe, tmp_path: Path) -> None:
     store = write_store(recipe, tmp_path / "store")
     before = read_tree(store)
-    for name in ("hidden/layer_1/c/0/0", "hidden/layer_1/zarr.json", "kv/extra", "empty/folder/x"):
-        path = store / "parts/part-00000.zarr" / name
+    for name in ("hidden/layer_1/c.0.0", "hidden/layer_1/zarr.json", "kv/c.9.0.0.0.0", "kv/extra", "empty/folder/x"):
+        path = store / "parts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     recipe.write(store)
     assert read_tree(store) == before
-    assert not (store / "parts/part-00000.zarr/empty").exists()
+    assert not (store / "parts/empty").exists()
     assert commit_path(store, 0).exists()
 
 
@@ -336,7 +339,8 @@ def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(
     recipe: Recipe, wanted: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = write_store(recipe, tmp_path / "store")
-    real, calls = StoreCodec.open.__func__, []  # type: ignore[attr-defined]
+    real: Callable[..., StoreCodec] = vars(StoreCodec)["open"].__func__
+    calls: list[Any] = []
 
     def not_the_basis(cls: type[StoreCodec], manifest: Any, path: Path) -> StoreCodec:
         calls.append(manifest)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_data.pipeline.card import CardOrigin, write_card
+from moa_data.pipeline.jobs.card import CardOrigin, write_card
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import LinkRefused
@@ -21,9 +21,8 @@ from moa_data.tests.kit.stores import Recipe, flip, make_recipe
 
 NAMES = (
     "parts", "target", "commits", "codec", "runs", "store.json", "plan.parquet", "store.lock", "README.md",
-    "parts/part-00001.zarr", "parts/part-00001.zarr/kv", "parts/part-00001.zarr/kv/c",
-    "parts/part-00001.zarr/zarr.json", "parts/part-00001.zarr/kv/c/0/0/0/0/0", "parts/part-00077.zarr",
-    "parts/part-00001.zarr.partial", "target/config.json", "target/more", "target.partial", "commits/part-00001.json",
+    "parts/kv", "parts/hidden", "parts/hidden/last", "parts/kv/zarr.json", "parts/kv/c.1.0.0.0.0", "parts/other",
+    "parts/kv/c.1.0.0.0.0.partial", "target/config.json", "target/more", "target.partial", "commits/part-00001.json",
     "commits/target.json", "commits/store.json", "commits/part-00001.json.partial", "codec/basis.safetensors",
     "runs/1.json", "store.json.partial",
 )  # fmt: skip
@@ -47,7 +46,7 @@ def store(tmp_path: Path, recipe: Recipe) -> Path:
     (path / "codec").mkdir()
     (path / "codec/basis.safetensors").write_bytes(b"")
     (path / "README.md").write_text("card")
-    for damaged in ("parts/part-00001.zarr/tokens/c/0", "target/more/weights"):
+    for damaged in ("parts/tokens/c.1", "target/more/weights"):
         flip(path / damaged, -1)
     return path
 
@@ -111,7 +110,7 @@ def swap(path: Path) -> dict[str, object]:
     return everything(elsewhere)
 
 
-@pytest.mark.parametrize("name", ["parts", "commits", "target", "runs", "parts/part-00000.zarr"])
+@pytest.mark.parametrize("name", ["parts", "commits", "target", "runs", "parts/hidden"])
 def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe: Recipe, name: str) -> None:
     with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
         writer.drop_part(1)
@@ -124,7 +123,7 @@ def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe: Recipe
                 (folder / "config.json").write_text("other")
 
         attempts: list[Callable[[], object]] = [lambda: writer.drop_part(0), lambda: addition.part(0)]
-        if "part-" not in name:
+        if "/" not in name:
             attempts += [lambda: writer.part(1), writer.drop_target, write_bundle, lambda: writer.record_run({})]
             attempts += [lambda: writer.replace_manifest(wanted.manifest)]
             attempts += [lambda: write_card(store, CardOrigin("a/model", "a/dataset"))]
@@ -161,9 +160,7 @@ def test_a_linked_store_is_a_store(store: Path, recipe: Recipe) -> None:
     assert (store / "my notes").is_symlink()
 
 
-@pytest.mark.parametrize(
-    "name", ["parts", "parts/part-00000.zarr", "parts/part-00000.zarr/kv/c", "commits", "store.json"]
-)
+@pytest.mark.parametrize("name", ["parts", "parts/kv", "parts/kv/c.0.0.0.0.0", "commits", "store.json"])
 def test_readers_follow_links(tmp_path: Path, recipe: Recipe, name: str) -> None:
     store = recipe.write(tmp_path / "store")
     link(store, name)

@@ -20,8 +20,9 @@ def entropy(codes: np.ndarray) -> float:
 
 
 def decode(codes: np.ndarray, q: Quantisers) -> np.ndarray:
-    shift = np.where(np.abs(codes) == 1, q.shift_one, q.shift_more)
-    return (codes - np.sign(codes) * shift) * q.step
+    shift: np.ndarray = np.where(np.abs(codes) == 1, q.shift_one, q.shift_more)
+    values: np.ndarray = (codes - np.sign(codes) * shift) * q.step
+    return values
 
 
 @pytest.mark.parametrize("bits", [0.3, 2.0, 9.0, 40.0])

@@ -3,6 +3,7 @@
 import functools
 import math
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ import pytest
 import torch
 
 from moa_data.storage.chunks.chunk import encode_chunk
-from moa_data.storage.chunks.field import TOKENS, LearnedCodec
+from moa_data.storage.chunks.field import TOKENS, LearnedCodec, Learning
 from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.codecs.transform.calibration import early_means, mean_rows
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.errors import CodecUnknown, ShardCorrupt, WriteInvalid
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import hidden_field, kv_field, tokens_field
+from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip
 
@@ -28,7 +30,7 @@ from ..contract import CodecContract
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
 # One object: Rope holds arrays, so that the cache below goes by its identity.
-ROPE = Rope(100.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM), np.float32(1.2))
+ROPE = Rope(100.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM), np.array(1.2))
 SPEC = kv_field(N_LAYERS, N_HEADS, HEAD_DIM)
 
 
@@ -306,7 +308,72 @@ def test_default_scope_is_bounded_by_width() -> None:
     settings = TransformSettings.parse("transform:1")
     assert settings.group_size(8, 128) == 8
     assert settings.group_size(32, 1024) == 4
-    assert settings.group_size(2, 100_000) == 1
+    assert settings.group_size(2, 10_000) == 1
+
+
+def test_all_layers_share_as_few_bases_as_the_width_allows() -> None:
+    every = TransformSettings.parse("transform:1,tokens@all")
+    assert [every.group_size(n, 1024) for n in (2, 16, 17, 32, 33, 80)] == [2, 16, 9, 16, 11, 16]
+    codec = StoreCodec("transform:1,tokens@all", (tokens_field(), kv_field(32, 8, 128)))
+    assert codec.describe()["transform"]["kv"]["group_layers"] == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "instead"),
+    [
+        ("transform:1,tokens@group20", kv_field(32, 8, 128), r"20,480 .* transform:1,tokens@group16\."),
+        ("transform:0.5,hidden=2@group32", kv_field(32, 32, 128), r"transform:0\.5,hidden=2@group4\."),
+        ("transform:1", kv_field(2, 200, 128), "Use lossless or int8"),
+        ("transform:1", hidden_field("last", 20_000), "Use lossless or int8"),
+    ],
+)
+def test_a_basis_that_is_too_wide_is_refused_when_it_is_named(name: str, field: FieldSpec, instead: str) -> None:
+    with pytest.raises(CodecUnknown, match=instead) as refused:
+        StoreCodec(name, (tokens_field(), field))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def plain_axes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Means and principal axes of whole sequences in memory, in the fewest lines; signs as they come."""
+    means = early_means(sequences)
+    rows = np.concatenate([values - means[mean_rows(0, len(values))] for values in sequences])
+    return means, np.linalg.eigh((rows.T @ rows).astype(np.float64))[1][:, ::-1].T.astype(np.float16)
+
+
+def test_a_basis_from_disk_is_that_of_the_plain_definition_bit_for_bit() -> None:
+    codec = make_codec("transform:2@group3")
+    state, parts = codec.state(), [codec.parts(values) for values in CALIBRATION]
+    for group, part in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        means, axes = plain_axes([own[group][part] for i, own in enumerate(parts) if i % 4])
+        np.testing.assert_array_equal(state[f"{group}/{part}/mean"], means)
+        both = {row.tobytes() for row in np.concatenate([axes, -axes])}
+        assert {row.tobytes() for row in state[f"{group}/{part}/synthesis"]} <= both
+
+
+def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    codec = TransformCodec(kv_field(32, 1, 16), TransformSettings.parse("transform:1@layer"), None)
+    told: list[tuple[int, int, str]] = []
+    learning = Learning(tmp_path, progress=lambda *step: told.append(step))
+    n_tokens, n_sequences = 200, 40
+    sequences = (rng.standard_normal((n_tokens, 32, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences))
+    tracemalloc.start()
+    try:
+        codec.calibrate(sequences, learning=learning)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 0.7 * 4 * n_tokens * n_sequences * math.prod(codec.spec.token_shape)
+    assert told[0] == (0, told[0][1], "learn: basis 1/64")
+    assert [n_done for n_done, _, _ in told] == sorted(n_done for n_done, _, _ in told)
+    assert not list(tmp_path.iterdir())
+
+
+def test_learning_in_torch_gives_the_codec_of_numpy_up_to_rounding() -> None:
+    name = "transform:2@group2"
+    codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE)
+    codec.calibrate(CALIBRATION, learning=Learning(place=lambda array: torch.from_numpy(np.ascontiguousarray(array))))
+    assert relative_error(codec) == pytest.approx(relative_error(make_codec(name)), rel=0.02)
 
 
 def test_other_fields_are_refused() -> None:

@@ -24,15 +24,15 @@ def llama_rotation(x: torch.Tensor, inv_freq: np.ndarray) -> torch.Tensor:
 
 def test_rotation_is_llamas() -> None:
     x = keys()
-    rotated = Rope(INV_FREQ, np.float32(1)).rotate(x)
+    rotated = Rope(INV_FREQ, np.array(1)).rotate(x)
     np.testing.assert_allclose(rotated, llama_rotation(torch.from_numpy(x), INV_FREQ).numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "rope",
     [
-        Rope(INV_FREQ, np.float32(1.3)),
-        Rope(INV_FREQ[:2], np.float32(1)),
+        Rope(INV_FREQ, np.array(1.3)),
+        Rope(INV_FREQ[:2], np.array(1)),
         Rope(np.stack([INV_FREQ, INV_FREQ / 2, INV_FREQ / 4]), np.array([1.0, 1.5, 2.0])),
     ],
     ids=["scaled", "partial", "per layer"],
@@ -45,7 +45,7 @@ def test_unrotating_undoes_rotating(rope: Rope) -> None:
 
 def test_partial_rotation_leaves_the_other_dimensions_alone() -> None:
     x = keys()
-    rotated = Rope(INV_FREQ[:2], np.float32(1.7)).rotate(x)
+    rotated = Rope(INV_FREQ[:2], np.array(1.7)).rotate(x)
     np.testing.assert_array_equal(rotated[..., 4:], x[..., 4:])
 
 
@@ -57,7 +57,7 @@ def test_positions_and_layers_are_those_asked_for() -> None:
 
 
 def test_torch_equals_numpy() -> None:
-    rope, x = Rope(INV_FREQ, np.float32(1)), keys()
+    rope, x = Rope(INV_FREQ, np.array(1)), keys()
     got = rope.unrotate(torch.from_numpy(x), 5)
     assert isinstance(got, torch.Tensor)
     np.testing.assert_allclose(got.numpy(), rope.unrotate(x, 5), rtol=1e-6)
@@ -65,6 +65,6 @@ def test_torch_equals_numpy() -> None:
 
 def test_arrays_that_are_no_rotation_are_refused() -> None:
     with pytest.raises(ValueError, match="rotary_dim"):
-        Rope(np.zeros((1, 2, 3)), np.float32(1))
+        Rope(np.zeros((1, 2, 3)), np.array(1))
     with pytest.raises(ValueError, match="positive"):
-        Rope(INV_FREQ, np.float32(0))
+        Rope(INV_FREQ, np.array(0))

@@ -1,0 +1,68 @@
+"""What this machine has to give: cores, and memory that is free, under whatever limits this process runs.
+
+Standard library only, so that each room may import it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory() -> int | None:
+    """Return the bytes of memory that this process can still take without swapping; None where that can't be told.
+
+    Files that the kernel keeps in memory count as free. Limits of the process's control groups count, as containers
+    and schedulers set them.
+    """
+    free = [_available_bytes(Path("/proc/meminfo")), *_left_in_cgroups(Path("/proc/self/cgroup"), _CGROUPS)]
+    return min((n_bytes for n_bytes in free if n_bytes is not None), default=None)
+
+
+def _available_bytes(meminfo: Path) -> int | None:
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
+    """Return what the memory limits of the process's control group, and of those around it, leave of themselves."""
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return []
+    left = []
+    for _, controllers, group in lines:
+        if controllers == "":
+            top, limit, usage, cache = root, "memory.max", "memory.current", "file"
+        elif "memory" in controllers.split(","):
+            top, limit, usage, cache = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
+        else:
+            continue
+        folder = top / group.lstrip("/")
+        while folder.is_relative_to(top):
+            left += _left_in(folder / limit, folder / usage, folder / "memory.stat", cache)
+            folder = folder.parent
+    return left
+
+
+def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
+    """Return what is left of one limit, the files that the kernel keeps being given up first; nothing without limit."""
+    try:
+        # Version 2 says "max" where there is no limit, version 1 a number larger than any memory.
+        most, used = int(limit.read_text()), int(usage.read_text())
+        counts = dict(line.split() for line in statistics.read_text().splitlines())
+        return [max(0, most - used + int(counts.get(cache, 0)))]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,142 @@
+"""Attention of queries to keys and values: one function, which chooses the kernel.
+
+| device | mask | kernel |
+|---|---|---|
+| CPU | none, many short sequences | products over the heads of a group, :func:`attend_many_short` |
+| CUDA, training in half precision | a :class:`.masks.Mask` | FlexAttention, which skips blocks that nobody sees |
+| CUDA | any other | the memory-efficient kernel, which wants as many key heads as query heads |
+| else | any | PyTorch's fused kernel, which takes groups of heads and masks |
+
+With a mask and fewer key heads than query heads PyTorch itself falls back to its math kernel on CUDA, which holds all
+scores: 4.6 GB a call at 16 sequences of 2,048 tokens and 32 heads.
+
+Shapes: B batch, Q queries, S keys, H query heads, H_kv key/value heads, d head dim.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from .masks import Mask
+
+_FEWEST_FLEX_QUERIES = 128
+"""FlexAttention works in blocks of so many queries."""
+_FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
+    """Attend with a scale of 1/sqrt(d).
+
+    Args:
+        q: [B, H, Q, d].
+        k: [B, H_kv, S, d], cast to the dtype of the queries.
+        v: [B, H_kv, S, d], likewise.
+        mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
+
+    Returns:
+        [B, H, Q, d], the queries' dtype.
+    """
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
+        return attend_many_short(q, k, v)
+    if isinstance(mask, Mask):
+        if _takes_flex(q, mask) and _flex_works(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]):
+            return attend_blocks(_compiled_flex(), q, k, v, mask)
+        mask = mask.dense
+    is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and needs_equal_heads(q.device, q.dtype, mask is not None):
+        k, v, is_grouped = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]), False
+    seen = None if mask is None else mask.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=is_grouped)
+
+
+def needs_equal_heads(device: torch.device, dtype: torch.dtype, has_mask: bool) -> bool:
+    """Whether groups of heads would send PyTorch to the math kernel: flash takes neither masks nor float32."""
+    return device.type == "cuda" and (has_mask or dtype == torch.float32)
+
+
+def expand_heads(x: Tensor, n_heads: int) -> Tensor:
+    """Repeat each key/value head for the query heads of its group: [B, H_kv, S, d] -> [B, H, S, d]."""
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
+def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of many short sequences, as layer self-attention has them; equals the fused kernel without a mask.
+
+    On CPU the fused kernel pays per sequence and head; here the query heads of a group are more rows of one product.
+    q [B, H, Q, d], k and v [B, H_kv, S, d] -> [B, H, Q, d].
+    """
+    n_kv_heads, head_dim = k.shape[1], k.shape[3]
+    rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
+    scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))  # [B * H_kv, group * Q, S]
+    attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
+    return attended.reshape(q.shape)
+
+
+def attend_blocks(kernel: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attend through FlexAttention, compiled or not, with a block mask made of the mask's rule."""
+    attended: Tensor = kernel(q, k, v, block_mask=_block_mask(mask, q.device), enable_gqa=q.shape[1] != k.shape[1])
+    return attended
+
+
+def _block_mask(mask: Mask, device: torch.device) -> Any:
+    if mask.block_mask is None:  # layers share a mask
+        n_rows, n_queries, n_keys = mask.shape
+
+        def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            # Within full blocks the kernel asks by the row of the input, of which a mask for all rows has one.
+            return mask.sees(row if n_rows > 1 else row * 0, query, key)
+
+        mask.block_mask = flex.create_block_mask(rule, n_rows, None, n_queries, n_keys, device=str(device))
+    return mask.block_mask
+
+
+def _takes_flex(q: Tensor, mask: Mask) -> bool:
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    # Compiled per head dim and dtype; what float32 products are rounded to is a setting of the process.
+    is_large = q.shape[2] >= _FEWEST_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
+    return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex.flex_attention, dynamic=True)
+
+
+@functools.cache
+def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> bool:
+    """Whether compiled FlexAttention agrees with expanded heads on this machine, in value and gradient.
+
+    It depends on a compiler and on versions, which no setting tells beforehand.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            for n_queries, n_keys in ((192, 320), (320, 448)):
+                last_seen = torch.arange(n_queries, device=device).expand(2, -1)
+                mask = Mask.up_to(last_seen, n_keys)
+                sizes = ((n_heads, n_queries), (n_kv_heads, n_keys), (n_kv_heads, n_keys))
+                q, k, v = (
+                    torch.randn(2, heads, n, head_dim, device=device, generator=generator).to(dtype).requires_grad_()
+                    for heads, n in sizes
+                )
+                results = []
+                for attended in (
+                    attend_blocks(_compiled_flex(), q, k, v, mask),
+                    F.scaled_dot_product_attention(
+                        q, expand_heads(k, n_heads), expand_heads(v, n_heads), mask.dense.unsqueeze(1)
+                    ),
+                ):
+                    results.append((attended, *torch.autograd.grad(attended.float().square().sum(), (q, k, v))))
+                for got, expected in zip(*results, strict=True):
+                    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+    except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and any of them means no
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(f"masked attention goes without FlexAttention, which fails here: {text:.200}", stacklevel=2)
+        return False
+    return True

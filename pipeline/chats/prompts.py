@@ -1,0 +1,374 @@
+"""Turns chats into token ids and response masks: all knowledge of chat templates is here.
+
+A chat is rendered ONCE and encoded ONCE. Which characters are the assistant's is found on the rendered text, and the
+tokenizer's offsets carry those spans to tokens: encoding pieces by themselves would move token borders.
+
+The spans come from
+
+1. the template's ``{% generation %}`` tags, where it has them: a copy of the template with markers in their place is
+   rendered and the markers are looked up;
+2. else prefixes: the chat up to the response, rendered with the generation prompt, must be a prefix of the rendering;
+3. else the response text: the same chat with this one response replaced tells what stands before and behind it.
+
+The end-of-turn token belongs to the response, the white space behind it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ..errors import PromptUnusable, TemplateError
+from .messages import Message, Rejection, RejectReason, tool_name
+from .rendering import (
+    RENDER_ERRORS,
+    check_program,
+    find_unusable_text,
+    render,
+    template_arguments,
+    template_text,
+    texts,
+)
+
+Span = tuple[int, int]
+Tools = Sequence[Mapping[str, Any]] | None
+
+_OPEN, _CLOSE = "\ue0f0moa-open\ue0f1", "\ue0f0moa-close\ue0f1"
+_PLACEHOLDER = "\ue0f0moa-response\ue0f1"
+_TAG = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
+
+
+@dataclass(frozen=True)
+class TokenizedChat:
+    """The tokens and the mask of one sequence.
+
+    Attributes:
+        tokens: int32 [n_tokens].
+        response_mask: uint8 [n_tokens], 1 on tokens that the assistant writes, its end-of-turn token included.
+        truncated: whether tokens beyond max_length were cut.
+    """
+
+    tokens: np.ndarray
+    response_mask: np.ndarray
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What is found out once per tokenizer and template.
+
+    Attributes:
+        arguments: what the user passes to the template.
+        marked: the template with markers in place of its generation tags; None where it has none.
+        has_generation_prompt: whether it is known to render one after a user message.
+        end_of_turn: what the template writes behind a last response, trailing white space removed.
+        adds_bos: whether the tokenizer itself puts a BOS before plain text.
+    """
+
+    text: str
+    arguments: dict[str, Any]
+    marked: str | None
+    has_generation_prompt: bool
+    end_of_turn: str
+    adds_bos: bool
+
+
+_TEMPLATES: WeakKeyDictionary[Any, _Template] = WeakKeyDictionary()
+
+
+def tokenize_chat(
+    tokenizer: Any, messages: list[Message], max_length: int, tools: Tools = None, system: str = ""
+) -> TokenizedChat | Rejection:
+    """Turn a chat into token ids and a response mask.
+
+    Args:
+        tokenizer: a fast transformers tokenizer with a chat template.
+        messages: roles, contents and tool calls; no system message is added.
+        max_length: tokens and mask are cut to this length.
+        system: a text that the template has to show.
+
+    Raises:
+        TemplateError: the tokenizer has no chat template, or none that can be used, or gives no offsets.
+    """
+    template = _template(tokenizer)
+    try:
+        if unusable := find_unusable_text(tokenizer, messages, tools):
+            return Rejection(*unusable)
+        text = render(tokenizer, messages, tools)
+        if left_out := _left_out(tokenizer, messages, tools, system, text):
+            return Rejection(RejectReason.NOT_SHOWN, left_out)
+        spans = _response_spans(tokenizer, template, messages, tools, text)
+    except RENDER_ERRORS as error:
+        return Rejection(RejectReason.TEMPLATE_FAILED, _first_line(error))
+    if isinstance(spans, Rejection):
+        return spans
+    text, shift = _one_bos(tokenizer, template, text)
+    tokens, mask = _encode(tokenizer, text, [(start + shift, end + shift) for start, end in spans])
+    return _cut(tokens, mask, max_length)
+
+
+def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, system: str = "") -> list[int]:
+    """Return the token ids of a chat that ends where the assistant is to write.
+
+    Args:
+        messages: the chat so far, usually ending in a user message.
+
+    Returns:
+        Ids with exactly one BOS where the model has one, encoded as `tokenize_chat` encodes them.
+
+    Raises:
+        TemplateError: no chat template, or the template refuses the chat, or leaves out a part of it.
+        PromptUnusable: a text holds control tokens, or what no tokenizer takes.
+    """
+    template = _template(tokenizer)
+    try:
+        check_prompt(tokenizer, messages, tools)
+        text = render(tokenizer, messages, tools, add_generation_prompt=True)
+        if left_out := _left_out(tokenizer, messages, tools, system, text):
+            raise TemplateError(f"{RejectReason.NOT_SHOWN}: {left_out}. Leave it out, or use another target.")
+    except TemplateError:
+        raise
+    except RENDER_ERRORS as error:
+        raise TemplateError(
+            f"The chat template refuses the prompt: {_first_line(error)}. Change the messages' roles."
+        ) from error
+    text, _ = _one_bos(tokenizer, template, text)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_prompt(tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> None:
+    """Refuse control tokens, text that is no Unicode, or too much of it: they cannot be part of a prompt."""
+    if unusable := find_unusable_text(tokenizer, messages, tools):
+        raise PromptUnusable("{}: {}. Mend the text.".format(*unusable))
+
+
+def check_template(tokenizer: Any, where: str, arguments: Mapping[str, Any] | None = None) -> None:
+    """Refuse a tokenizer without chat template or offsets, which cannot turn chats into masked tokens.
+
+    Args:
+        where: the target, for messages.
+        arguments: what its template is given beside each chat from here on.
+    """
+    tokenizer.template_arguments = dict(arguments or {})
+    try:
+        _template(tokenizer)
+    except TemplateError as error:
+        raise TemplateError(f"{where}: {error}") from error
+
+
+def _template(tokenizer: Any) -> _Template:
+    text, arguments = template_text(tokenizer), template_arguments(tokenizer)
+    known = _TEMPLATES.get(tokenizer)
+    if known is None or (known.text, known.arguments) != (text, arguments):
+        if not getattr(tokenizer, "is_fast", False):
+            raise TemplateError("the tokenizer gives no offsets. Save it as a fast tokenizer (tokenizer.json).")
+        check_program(tokenizer)
+        marked = _mark_generation_tags(text) if _TAG.search(text) else None
+        known = _Template(
+            text, arguments, marked, _has_generation_prompt(tokenizer), _end_of_turn(tokenizer), _adds_bos(tokenizer)
+        )
+        _TEMPLATES[tokenizer] = known
+    return known
+
+
+def _mark_generation_tags(template: str) -> str:
+    """Write each tag as a pair of `if` tags around a marker: white-space control at both ends stays what it was."""
+
+    def replace(match: re.Match[str]) -> str:
+        left, name, right = match.groups()
+        if name == "generation":
+            return f"{{%{left} if true %}}{{{{ '{_OPEN}' }}}}{{% if true {right}%}}"
+        return f"{{%{left} endif %}}{{{{ '{_CLOSE}' }}}}{{% endif {right}%}}"
+
+    return _TAG.sub(replace, template)
+
+
+def _has_generation_prompt(tokenizer: Any) -> bool:
+    probe = [{"role": "user", "content": "a"}]
+    try:
+        return render(tokenizer, probe, add_generation_prompt=True) != render(tokenizer, probe)
+    except RENDER_ERRORS:
+        return False
+
+
+def _end_of_turn(tokenizer: Any) -> str:
+    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PLACEHOLDER}]
+    try:
+        return render(tokenizer, probe).partition(_PLACEHOLDER)[2].rstrip()
+    except RENDER_ERRORS:
+        return ""  # the template wants other chats; each is looked at by itself
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    bos = tokenizer.bos_token_id
+    return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
+
+
+def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:
+    """Return the text with exactly one BOS at its start, where the model has one, and by how much it moved."""
+    bos = tokenizer.bos_token
+    if not bos:
+        return text, 0
+    shift = 0
+    while text.startswith(bos + bos):
+        text, shift = text[len(bos) :], shift - len(bos)
+    if template.adds_bos and not text.startswith(bos):
+        text, shift = bos + text, shift + len(bos)
+    return text, shift
+
+
+def _left_out(tokenizer: Any, messages: list[Message], tools: Tools, system: str, text: str) -> str:
+    """Name what a rendering does not show of tools, calls, results and system column; empty where it shows all."""
+    if system and not _shows(text, system):
+        return "the system column"
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" and not _shows(text, message["content"]):
+            return f"message {index}, a tool's result"
+        if not _shows_calls(text, message):
+            return f"message {index}, a tool call"
+    hidden = [tool_name(tool) for tool in tools or () if not _shows(text, tool_name(tool))]
+    if not hidden and tools:
+        try:
+            hidden = [tool_name(tools[0])] if text == render(tokenizer, messages) else []
+        except RENDER_ERRORS:
+            return ""  # it wants tools, so it shows them
+    return f"tool {hidden[0]}" if hidden else ""
+
+
+def _shows(text: str, part: str) -> bool:
+    """Whether a rendering holds a text, as it is, without white space around it, or as JSON writes it."""
+    stripped = part.strip()
+    return stripped in text or any(json.dumps(stripped, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+
+
+def _shows_calls(text: str, message: Message) -> bool:
+    """Whether a text holds the name and every text of the arguments of each call of a message."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return all(_shows(text, part) for each in functions for part in (each["name"], *texts(each["arguments"])))
+
+
+def _response_spans(
+    tokenizer: Any, template: _Template, messages: list[Message], tools: Tools, text: str
+) -> list[Span] | Rejection:
+    """Find the character spans of the responses in the rendered text, the calls of tools included."""
+    if template.marked is not None:
+        tagged = _tagged_spans(render(tokenizer, messages, tools, template=template.marked), text)
+        tagged_text = "".join(text[start:end] for start, end in tagged or ())
+        # Tags that leave calls out would train on half a response.
+        if tagged is not None and all(_shows_calls(tagged_text, message) for message in messages):
+            return [_with_end_of_turn(template, text, span) for span in tagged]
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            span = _prefix_span(tokenizer, template, messages, tools, index, text) or _located_span(
+                tokenizer, messages, tools, index, text
+            )
+            if span is None or not _is_response(text[slice(*span)], message):
+                return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
+            spans.append(_with_end_of_turn(template, text, span))
+    return spans
+
+
+def _is_response(text: str, message: Message) -> bool:
+    return message["content"].strip() in text and _shows_calls(text, message)
+
+
+def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
+    """Return the spans between markers; None where the markers changed the rendering."""
+    spans, length, start = [], 0, None
+    for piece in re.split(f"({_OPEN}|{_CLOSE})", marked_text):
+        if piece == _OPEN:
+            start = length
+        elif piece == _CLOSE:
+            if start is None:
+                return None
+            spans.append((start, length))
+            start = None
+        else:
+            if not text.startswith(piece, length):
+                return None
+            length += len(piece)
+    return spans if length == len(text) and start is None else None
+
+
+def _prefix_span(
+    tokenizer: Any, template: _Template, messages: list[Message], tools: Tools, index: int, text: str
+) -> Span | None:
+    """Find a response from what the template renders before it and with it; None where these are no prefixes."""
+    before = messages[:index]
+    if not before:
+        return None
+    prompt = render(tokenizer, before, tools, add_generation_prompt=True)
+    if not template.has_generation_prompt and prompt == render(tokenizer, before, tools):
+        return None  # no generation prompt: the header of the response would count as response
+    turn = render(tokenizer, messages[: index + 1], tools).rstrip()
+    if not (text.startswith(prompt) and text.startswith(turn) and len(turn) > len(prompt)):
+        return None
+    return len(prompt), len(turn)
+
+
+def _located_span(tokenizer: Any, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
+    """Find a response's own text: what is left of the rendering when everything around it is taken away."""
+    message = messages[index]
+    other = [*messages[:index], {"role": "assistant", "content": _PLACEHOLDER}, *messages[index + 1 :]]
+    before, found, behind = render(tokenizer, other, tools).partition(_PLACEHOLDER)
+    end = len(text) - len(behind)
+    if not found or not text.startswith(before) or not text.endswith(behind) or end <= len(before):
+        return None
+    if "tool_calls" not in message and text[len(before) : end].strip() != message["content"].strip():
+        return None
+    return len(before), end
+
+
+def _with_end_of_turn(template: _Template, text: str, span: Span) -> Span:
+    """Let a span end behind its end-of-turn token and before the white space that follows it."""
+    start, end = span
+    eot = template.end_of_turn
+    if not eot:
+        return span
+    trimmed = text[start:end].rstrip()
+    if trimmed.endswith(eot.lstrip()):
+        return start, start + len(trimmed)
+    if text.startswith(eot, end):
+        return start, end + len(eot)
+    return span
+
+
+def _encode(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """Encode a rendered chat and mark the tokens of the spans.
+
+    Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is taken to begin where
+    the one before it ended. A token that begins before a span counts when only white space hangs over.
+    """
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens = np.asarray(encoded["input_ids"], np.int32)
+    mask = np.zeros(len(tokens), np.uint8)
+    offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    ends = offsets[:, 1]
+    reached = np.concatenate([[0], np.maximum.accumulate(ends)])[:-1]
+    starts = np.minimum(offsets[:, 0], reached)
+    for start, end in spans:
+        for index in np.flatnonzero((ends > start) & (starts < end)):
+            if starts[index] >= start or not text[starts[index] : start].strip():
+                mask[index] = 1
+    return tokens, mask
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _cut(tokens: np.ndarray, mask: np.ndarray, max_length: int) -> TokenizedChat | Rejection:
+    if not mask.any():
+        return Rejection(RejectReason.NO_RESPONSE_TOKENS, f"{len(tokens)} tokens")
+    if mask.all():
+        return Rejection(RejectReason.NO_PROMPT_TOKENS, f"{len(tokens)} tokens")
+    if not mask[:max_length].any():
+        return Rejection(RejectReason.TRUNCATED_AWAY, f"first response token at {int(mask.argmax())}")
+    return TokenizedChat(tokens[:max_length].copy(), mask[:max_length].copy(), len(tokens) > max_length)

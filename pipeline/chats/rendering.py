@@ -1,0 +1,273 @@
+"""Renders chat templates so that they end, give the same text on every day, and no text forges a turn.
+
+A template is a program that comes with the model. It runs in the sandbox of transformers, and here
+
+- the time that it may ask for stands still (TEMPLATE_TIME);
+- loops over `range` and the text that it writes are bounded. A loop over the characters of a text within another one,
+  or a product of texts, is not: who writes the model's folder can keep the process busy;
+- functions that give chance values are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError as JinjaError
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from ..errors import TemplateError
+from .messages import Message, RejectReason
+
+TEMPLATE_ARGUMENTS = {"date_string": "26 Jul 2024"}
+"""Passed to every template: some write today's date into the prompt, and equal inputs must give equal tokens."""
+TEMPLATE_TIME = datetime(2024, 7, 26)
+"""What `strftime_now` gives in every template."""
+MAX_CHAT_CHARS = 1 << 24
+"""Most characters of a chat, several times what the longest context holds."""
+
+RENDER_ERRORS = (
+    JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
+)  # fmt: skip
+"""What a template can raise over a chat."""
+
+_MAX_RANGE_ITEMS = 1 << 20
+_SPARE_CHARS = 1 << 20
+_CHARS_PER_CHAR = 16
+_CHARS_PER_TEXT = 4096
+_PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
+
+_ASKED_THE_TIME: WeakSet[Any] = WeakSet()
+_CONTROL: WeakKeyDictionary[Any, tuple[object, ControlTokens]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """Tokens that mean something else than their text.
+
+    Attributes:
+        everywhere: matches those that no text may hold.
+        framed: matches also those that frame tools, calls and results, for the texts that stand in such a frame.
+    """
+
+    everywhere: re.Pattern[str]
+    framed: re.Pattern[str]
+
+
+def template_text(tokenizer: Any) -> str:
+    """Return the chat template that is used."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise TemplateError(
+            "the tokenizer has no chat template, so chats cannot be turned into tokens. "
+            "Use an instruction-tuned model, or put its chat_template.jinja into the model folder."
+        )
+    try:
+        template: str = tokenizer.get_chat_template()
+        return template
+    except ValueError as error:
+        raise TemplateError(f"the tokenizer has several chat templates and none is the default: {error}") from error
+
+
+def template_arguments(tokenizer: Any) -> dict[str, Any]:
+    """Return what the user passes to the chat template (``prompts.check_template`` keeps it with the tokenizer)."""
+    return dict(getattr(tokenizer, "template_arguments", {}))
+
+
+def check_program(tokenizer: Any) -> None:
+    """Refuse a template that does not compile, that chance is part of, or that does not end for the shortest chat."""
+    text = template_text(tokenizer)
+    try:
+        tree = _compile_jinja_template(text).environment.parse(text)
+    except (JinjaError, RecursionError) as error:
+        raise TemplateError(f"the chat template is no Jinja template ({_first_line(error)}). Restore it.") from error
+    by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
+    by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
+    if by_chance:
+        raise TemplateError(
+            f"the chat template uses {', '.join(sorted(by_chance))}, so that equal chats give other tokens each time. "
+            "Mend the template."
+        )
+    try:
+        render(tokenizer, [{"role": "user", "content": "a"}], add_generation_prompt=True)
+    except (OverflowError, RecursionError) as error:
+        raise TemplateError(f"the chat template does not end: {_first_line(error)}. Mend the template.") from error
+    except RENDER_ERRORS:
+        pass  # the template wants other chats; each is looked at by itself
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    template: str | None = None,
+) -> str:
+    """Write a chat as the template does.
+
+    Args:
+        add_generation_prompt: whether to end where the assistant is to write.
+
+    Raises:
+        One of RENDER_ERRORS: the template refuses the chat, or fails over it.
+    """
+    text = template or template_text(tokenizer)
+    lengths = [len(value) for value in texts([*messages, *(tools or ())])]
+    limit = _SPARE_CHARS + _CHARS_PER_CHAR * sum(lengths) + _CHARS_PER_TEXT * len(lengths)
+    with _bounded(_compile_jinja_template(text), tokenizer, limit):
+        rendered: str = tokenizer.apply_chat_template(
+            list(messages),
+            tools=None if tools is None else list(tools),
+            chat_template=text,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(TEMPLATE_ARGUMENTS | template_arguments(tokenizer)),
+        )
+    return rendered
+
+
+@contextmanager
+def _bounded(compiled: Any, tokenizer: Any, limit: int) -> Iterator[None]:
+    """Let a compiled template, which transformers keeps for all its callers, run with our clock and bounds."""
+    n_items = 0
+
+    def strftime_now(form: str) -> str:
+        note_the_time(tokenizer)
+        return TEMPLATE_TIME.strftime(form)
+
+    def bounded_range(*bounds: int) -> range:
+        nonlocal n_items
+        numbers = range(*bounds)
+        n_items += len(numbers)
+        if n_items > _MAX_RANGE_ITEMS:
+            raise OverflowError(f"it counts further than {_MAX_RANGE_ITEMS:,} in its loops")
+        return numbers
+
+    def concat(pieces: Iterable[str]) -> str:
+        found, n_chars = [], 0
+        for piece in pieces:
+            found.append(piece)
+            n_chars += len(piece)
+            if n_chars > limit:
+                raise OverflowError(f"it writes more than {limit:,} characters")
+        return "".join(found)
+
+    replaced = {name: compiled.globals.get(name) for name in ("strftime_now", "range")}
+    compiled.globals.update(strftime_now=strftime_now, range=bounded_range)
+    compiled.environment.concat = concat
+    try:
+        yield
+    finally:
+        compiled.globals.update(replaced)
+        del compiled.environment.concat
+
+
+def asked_the_time(tokenizer: Any) -> bool:
+    """Whether a rendering by this tokenizer's template has used TEMPLATE_TIME so far."""
+    return tokenizer in _ASKED_THE_TIME
+
+
+def note_the_time(tokenizer: Any) -> None:
+    """Record that a rendering used TEMPLATE_TIME, in another process perhaps."""
+    _ASKED_THE_TIME.add(tokenizer)
+
+
+def forget_the_time(tokenizer: Any) -> bool:
+    """Forget whether a rendering has used TEMPLATE_TIME, and return whether one had."""
+    asked = asked_the_time(tokenizer)
+    _ASKED_THE_TIME.discard(tokenizer)
+    return asked
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yield every text in messages or tools, the keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from texts(key)
+            yield from texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from texts(item)
+
+
+def find_unusable_text(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[RejectReason, str] | None:
+    """Look for what may not be in a chat's texts: control tokens, halves of surrogate pairs, absurd lengths.
+
+    Returns:
+        The reason, and what was found where; None where everything can be used.
+    """
+    control, n_chars = control_tokens(tokenizer), 0
+    for where, text, pattern in _searched(control, messages, tools):
+        n_chars += len(text)
+        if n_chars > MAX_CHAT_CHARS:
+            return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
+        if found := pattern.search(text):
+            return RejectReason.SPECIAL_TOKEN_IN_CONTENT, f"{where} contains {found.group()!r}"
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return RejectReason.NO_UNICODE, f"{where}, character {error.start:,}: {text[error.start]!a}"
+    return None
+
+
+def _searched(
+    control: ControlTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+) -> Iterator[tuple[str, str, re.Pattern[str]]]:
+    """Yield (where, text, what may not be in it); what stands in a frame of the template may not close it."""
+    for index, message in enumerate(messages):
+        for key, value in message.items():
+            is_framed = key != "content" or message["role"] == "tool"
+            for text in texts(value):
+                yield f"message {index}", text, control.framed if is_framed else control.everywhere
+    for index, tool in enumerate(tools or ()):
+        for text in texts(tool):
+            yield f"tool {index}", text, control.framed
+
+
+def control_tokens(tokenizer: Any) -> ControlTokens:
+    """Find the tokens by which turns are told apart, so that no text of a chat may hold them.
+
+    They are all special tokens, named or not, and those other added tokens that the template writes. Of the latter,
+    tags that come in pairs (``<think>`` and ``</think>``, ``<tool_call>``) open no turn; answers are full of them and
+    prompts ask for them, so that only what stands in such a frame itself may not hold them.
+    """
+    source = template_text(tokenizer)
+    known, origin = _CONTROL.get(tokenizer), (source, template_arguments(tokenizer))
+    if known is not None and known[0] == origin:
+        return known[1]
+    added = {str(token.content): bool(token.special) for token in tokenizer.added_tokens_decoder.values()}
+    special = {*tokenizer.all_special_tokens, *(token for token, is_special in added.items() if is_special)}
+    written = source + "".join(_probes(tokenizer))  # a template may put a token together: '<|' + role + '|>'
+    others = {token for token in added if token in written} - special
+    tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
+    paired = {token for tag in tags for token in (f"<{tag}>", f"</{tag}>") if {f"<{tag}>", f"</{tag}>"} <= added.keys()}
+    found = ControlTokens(_any_of(special | others - paired), _any_of(special | others))
+    _CONTROL[tokenizer] = (origin, found)
+    return found
+
+
+def _probes(tokenizer: Any) -> Iterator[str]:
+    """Yield what the template writes around the shortest chats; nothing where it wants others."""
+    turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+    for messages in (turns, turns[1:], turns[1:2]):
+        try:
+            yield render(tokenizer, messages, add_generation_prompt=True)
+        except RENDER_ERRORS:
+            continue
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

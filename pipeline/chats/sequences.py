@@ -1,0 +1,293 @@
+"""All sequences of a dataset: tokenised, without duplicates, with a count of every row that gave none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ...text import Progress
+from ..config import ExtractConfig
+from ..errors import DatasetError, SequenceTooLong, TooManyRejected
+from .columns import FORMATS, Columns
+from .dataset import ChatSource
+from .messages import Rejection, RejectReason, parse_chat
+from .processes import Tokenised, n_cores, tokenise_rows
+from .prompts import TokenizedChat, tokenize_chat
+from .rendering import asked_the_time, forget_the_time, note_the_time
+
+CHAT_COLUMNS = Columns()
+"""The columns of rows that are chats as they are."""
+_REPORT_ROWS = 64
+_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
+_COUNTS = ("n_rows", "n_duplicates", "n_truncated", "asked_the_time", "dataset_sha256", "rejections", "examples")
+_COUNTS_KEY = b"counts"
+
+
+@dataclass
+class Sequences:
+    """Tokens and masks of all sequences on one flat axis, and what became of the other rows.
+
+    Attributes:
+        ids: sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
+        source_rows: row in the dataset of each sequence.
+        offsets: n_sequences + 1 positions on the flat axis.
+        n_duplicates: rows whose sequence was already there.
+        n_truncated: sequences that were cut.
+        asked_the_time: whether the chat template asked for the time.
+        dataset_sha256: hash of what was read of the dataset (``ChatSource.identity``).
+        rejections: reason -> rows.
+        examples: reason -> the first row that had it, with details.
+    """
+
+    ids: dict[str, int] = field(default_factory=dict)
+    source_rows: array[int] = field(default_factory=lambda: array("q"))
+    offsets: array[int] = field(default_factory=lambda: array("q", [0]))
+    n_rows: int = 0
+    n_duplicates: int = 0
+    n_truncated: int = 0
+    asked_the_time: bool = False
+    dataset_sha256: str = ""
+    rejections: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    _tokens: Any = field(default_factory=lambda: array("i"), repr=False)
+    _mask: Any = field(default_factory=bytearray, repr=False)
+
+    def __len__(self) -> int:
+        """Return the number of sequences so far."""
+        return len(self.source_rows)
+
+    @property
+    def n_rejected(self) -> int:
+        """The number of rows that gave no sequence, duplicates aside."""
+        return sum(self.rejections.values())
+
+    def tokens(self, sequence_id: str) -> np.ndarray:
+        """Return token ids, int32 [n_tokens]."""
+        index = self.ids[sequence_id]
+        return np.frombuffer(self._tokens, np.int32)[self.offsets[index] : self.offsets[index + 1]]
+
+    def response_mask(self, sequence_id: str) -> np.ndarray:
+        """Return the response mask, uint8 [n_tokens]."""
+        index = self.ids[sequence_id]
+        return np.frombuffer(self._mask, np.uint8)[self.offsets[index] : self.offsets[index + 1]]
+
+    def source_row(self, sequence_id: str) -> int:
+        """Return the row in the dataset, from 0."""
+        return self.source_rows[self.ids[sequence_id]]
+
+    def add(self, row: int, chat: TokenizedChat) -> None:
+        """Take a sequence in, unless an equal one is there."""
+        tokens = np.ascontiguousarray(chat.tokens, np.int32)
+        mask = np.ascontiguousarray(chat.response_mask, np.uint8)
+        sequence_id = content_id(tokens, mask)
+        if sequence_id in self.ids:
+            self.n_duplicates += 1
+            return
+        self.ids[sequence_id] = len(self)
+        self.source_rows.append(row)
+        self._tokens.frombytes(tokens.tobytes())
+        self._mask += mask.tobytes()
+        self.offsets.append(len(self._mask))
+        self.n_truncated += chat.truncated
+
+    def reject(self, row: int, rejection: Rejection) -> None:
+        """Count a row that gives no sequence."""
+        reason = rejection.reason.value
+        self.rejections[reason] += 1
+        self.examples.setdefault(reason, f"row {row}" + (f": {rejection.detail}" if rejection.detail else ""))
+
+    def rejection_lines(self) -> list[str]:
+        """Return one line for each reason, the most frequent first, with an example."""
+        counted = self.rejections.most_common()
+        return [f"               {count:,}  {reason} (first: {self.examples[reason]})" for reason, count in counted]
+
+    def table(self) -> pa.Table:
+        """Return the table for the storage plan: sequence_id, source_row, n_tokens, n_response_tokens."""
+        offsets = np.frombuffer(self.offsets, np.int64)
+        mask = np.frombuffer(self._mask, np.uint8)  # its running sum would take 16 bytes a token
+        marked = [np.count_nonzero(mask[start:end]) for start, end in pairwise(self.offsets)]
+        return pa.table(
+            {
+                "sequence_id": pa.array(list(self.ids), pa.string()),
+                "source_row": pa.array(np.frombuffer(self.source_rows, np.int64)),
+                "n_tokens": pa.array(np.diff(offsets), pa.int32()),
+                "n_response_tokens": pa.array(marked, pa.int32()),
+            }
+        )
+
+    def to_arrow(self) -> pa.Table:
+        """Return everything as a table, for :meth:`from_arrow`; tokens and masks are not copied."""
+        offsets = pa.array(np.frombuffer(self.offsets, np.int64))
+        columns = {
+            "sequence_id": pa.array(list(self.ids), pa.string()),
+            "source_row": pa.array(np.frombuffer(self.source_rows, np.int64)),
+            "tokens": pa.LargeListArray.from_arrays(offsets, pa.array(np.frombuffer(self._tokens, np.int32))),
+            "response_mask": pa.LargeListArray.from_arrays(offsets, pa.array(np.frombuffer(self._mask, np.uint8))),
+        }
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return pa.table(columns).replace_schema_metadata({_COUNTS_KEY: json.dumps(counts)})
+
+    def sha256(self) -> str:
+        """Return a hash of everything here, in hex."""
+        counts = json.dumps({name: getattr(self, name) for name in _COUNTS}, sort_keys=True)
+        digest = hashlib.sha256(counts.encode())
+        for key in self.ids:
+            digest.update(key.encode())
+        for values in (self.source_rows, self.offsets, self._tokens, self._mask):
+            digest.update(values)
+        return digest.hexdigest()
+
+    @classmethod
+    def from_arrow(cls, table: pa.Table) -> Sequences:
+        """Return what :meth:`to_arrow` was called on; tokens and masks stay where the table has them.
+
+        Raises:
+            ValueError: it is another table.
+        """
+        counts = json.loads((table.schema.metadata or {}).get(_COUNTS_KEY, b"null"))
+        if not isinstance(counts, dict) or counts.keys() != set(_COUNTS) or table.column_names != _COLUMNS:
+            raise ValueError(f"expected the columns {_COLUMNS} and the counts {_COUNTS}")
+        # One chunk is what `to_arrow` makes; combining even one would copy it.
+        tokens, mask = (table[name].chunk(0) for name in _COLUMNS[2:])
+        if table["tokens"].num_chunks != 1 or not tokens.offsets.equals(mask.offsets):
+            raise ValueError("tokens and masks differ in length")
+        counts["rejections"] = Counter(counts["rejections"])
+        return cls(
+            ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
+            source_rows=array("q", table["source_row"].to_numpy().tobytes()),
+            offsets=array("q", tokens.offsets.to_numpy().tobytes()),
+            _tokens=tokens.values.to_numpy(),
+            _mask=mask.values.to_numpy(),
+            **counts,
+        )
+
+    def mapped(self, table: pa.Table) -> Sequences:
+        """Return the same sequences with tokens and masks where a table has them that :meth:`to_arrow` gave."""
+        tokens, mask = (table[name].chunk(0).values.to_numpy() for name in _COLUMNS[2:])
+        return replace(self, _tokens=tokens, _mask=mask)
+
+
+def content_id(tokens: np.ndarray, mask: np.ndarray) -> str:
+    """Return the sha256 of a sequence's tokens (int32) and mask (uint8) in hex."""
+    digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
+    digest.update(np.ascontiguousarray(mask, np.uint8).tobytes())
+    return digest.hexdigest()
+
+
+def read_sequences(
+    source: ChatSource,
+    tokenizer: Any,
+    config: ExtractConfig,
+    sizes: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> Sequences:
+    """Tokenise a dataset, in its order, up to max_sequences.
+
+    Args:
+        sizes: the target's sizes (max_position_embeddings, vocab_size).
+
+    Raises:
+        DatasetError: nothing usable in the dataset, or the tokenizer does not fit the target.
+        TooManyRejected: more rejected rows than allowed.
+        SequenceTooLong: a sequence has more tokens than the target has positions.
+    """
+    sequences = Sequences()
+    most = config.data.max_sequences
+    total = most or source.count_rows()
+    results = tokenise_rows(
+        source.rows(),
+        partial(_tokenise, tokenizer, config.data.max_length, Columns.parse(config.data.columns)),
+        config.data.tokenize_processes or n_cores(),
+        lambda: most and most - len(sequences),
+    )
+    for row, (chat, asks_the_time) in results:
+        source.count(row)
+        sequences.n_rows += 1
+        if asks_the_time:
+            note_the_time(tokenizer)
+        if isinstance(chat, Rejection):
+            sequences.reject(row, chat)
+        else:
+            _check_fits(row, chat, sizes, config)
+            sequences.add(row, chat)
+        done = len(sequences) if most else sequences.n_rows
+        if progress and done % _REPORT_ROWS == 0:
+            progress(done, total, "tokenise")
+        if len(sequences) == most:
+            break
+    if progress:
+        progress(total, total, "tokenise")
+    sequences.asked_the_time, sequences.dataset_sha256 = asked_the_time(tokenizer), source.identity()
+    return sequences
+
+
+def _tokenise(tokenizer: Any, max_length: int, columns: Columns, content: Any) -> Tokenised:
+    """Tokenise a row, and say whether the template asked for the time over this very row."""
+    asked_before = forget_the_time(tokenizer)
+    chat = tokenize_row(tokenizer, content, max_length, columns)
+    asks = asked_the_time(tokenizer)
+    if asked_before:
+        note_the_time(tokenizer)
+    return chat, asks
+
+
+def tokenize_row(
+    tokenizer: Any, content: Any, max_length: int, columns: Columns = CHAT_COLUMNS
+) -> TokenizedChat | Rejection:
+    """Turn a row of a dataset into token ids and a response mask, both cut to ``max_length``."""
+    row = columns.apply(content)
+    chat = row if isinstance(row, Rejection) else parse_chat(row)
+    if isinstance(chat, Rejection):
+        return chat
+    return tokenize_chat(tokenizer, chat.messages, max_length, chat.tools, chat.system)
+
+
+def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:
+    n_positions = sizes["max_position_embeddings"]
+    if len(chat.tokens) > n_positions:
+        raise SequenceTooLong(
+            f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
+            f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use --max-length {n_positions}."
+        )
+    largest = int(chat.tokens.max())
+    if largest >= sizes["vocab_size"]:
+        raise DatasetError(
+            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has {sizes['vocab_size']:,} "
+            "entries. The tokenizer does not belong to this model; copy the model's own tokenizer files."
+        )
+
+
+def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig) -> None:
+    """Refuse a dataset that gives nothing, or too many rows that cannot be used."""
+    if sequences.n_rows == 0:
+        raise DatasetError(f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats.")
+    reasons = "; ".join(
+        f"{count:,} x {reason} ({sequences.examples[reason]})" for reason, count in sequences.rejections.most_common()
+    )
+    if len(sequences) == 0:
+        hint = ""
+        if set(sequences.rejections) == {RejectReason.NO_MESSAGES.value}:
+            hint = (
+                " Expected a column `messages` or `conversations`. Where questions and answers have columns of their "
+                f"own, name them: --columns user=question,assistant=answer, or {' or '.join(FORMATS)}."
+            )
+        raise DatasetError(
+            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}.{hint} "
+            "Choose another --dataset or convert it."
+        )
+    fraction = sequences.n_rejected / sequences.n_rows
+    if fraction > config.data.max_rejected_fraction:
+        raise TooManyRejected(
+            f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more than "
+            f"--max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Mend the data or raise the limit."
+        )

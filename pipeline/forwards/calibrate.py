@@ -1,0 +1,169 @@
+"""What a learned codec learns from: a sample of the sequences, the target's rotation, embeddings and LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ...moa.targets.live import Target
+from ...storage.chunks.field import TOKENS, Learning
+from ...storage.codecs.registry import StoreCodec
+from ...storage.codecs.transform.calibration import logit_metric
+from ...storage.codecs.transform.codec import TransformCodec
+from ...storage.codecs.transform.rope import Rope
+from ...storage.errors import ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing
+from ...storage.read.store import read_manifest
+from ...text import Progress
+from ..config import ActivationSpec
+from .capture import capture
+
+SAMPLE_TOKENS = 30_000
+"""Tokens that a codec learns from; in float32 they take 8 GB of disk at the sizes of Llama-3-8B, while it learns."""
+METRIC_TOKENS = 4_096
+"""Of these, the tokens over which the effect of an error on the next-token distribution is averaged."""
+
+LAST = "hidden/last"
+
+ReadSequence = Callable[[int], Mapping[str, np.ndarray]]
+"""Row of the plan -> field -> float32 [n_tokens, *token_shape]; and the tokens, int [n_tokens]."""
+
+
+def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
+    """Choose sequences that lie evenly spread over the plan.
+
+    Args:
+        n_tokens: tokens wanted, roughly.
+
+    Returns:
+        Ascending rows; all of them where there are fewer tokens.
+    """
+    n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
+    rows: list[int] = np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist()
+    return rows
+
+
+def learned_before(codec: StoreCodec, store: Path) -> StoreCodec | None:
+    """Return the codec of a store that an earlier run began, with what it learned; None where there is none."""
+    if not codec.learned or not (store / "store.json").exists():
+        return None
+    try:
+        manifest = read_manifest(store)
+        return StoreCodec.open(manifest, store) if manifest.codec.get("name") == codec.name else None
+    except (ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing):
+        return None  # what is wrong is said, or mended, when the store is opened for writing
+
+
+def learning_on(device: str | torch.device, folder: Path | None, progress: Progress | None) -> Learning:
+    """Return how codecs learn beside a target: on its GPU, or in NumPy, which uses all cores.
+
+    Args:
+        folder: where the sample waits on disk; None for the system's temporary folder.
+    """
+    learning = Learning(folder, progress=progress) if progress else Learning(folder)
+    if torch.device(device).type == "cpu":
+        return learning
+    return replace(learning, place=lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device))
+
+
+class _Float32Rows:
+    """Rows of a tensor as float32 NumPy arrays, converted when they are asked for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape = tuple(tensor.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, ids: slice | np.ndarray) -> np.ndarray:
+        chosen = ids if isinstance(ids, slice) else torch.from_numpy(ids.astype(np.int64)).to(self._tensor.device)
+        rows: np.ndarray = self._tensor[chosen].float().cpu().numpy()
+        return rows
+
+
+def calibrate(
+    codec: StoreCodec,
+    lengths: np.ndarray,
+    read: ReadSequence,
+    model_config: Any,
+    lm_head: torch.Tensor,
+    embeddings: torch.Tensor,
+    learning: Learning,
+) -> None:
+    """Let a codec learn; one sequence of the sample is in memory at a time, then one part of one group of layers.
+
+    Args:
+        lengths: tokens of each planned sequence.
+        read: gives the values of one of them.
+        lm_head: [vocab_size, width], any dtype and device.
+        learning: where the sample waits and products run.
+    """
+    rows = sample_rows(lengths)
+    ends = np.cumsum(lengths[rows])
+    of_metric = np.linspace(0, ends[-1] - 1, min(int(ends[-1]), METRIC_TOKENS)).astype(int)
+    last: list[np.ndarray] = []
+    with ExitStack() as stack:
+        observations = {}
+        for name, field in codec.learned.items():
+            if isinstance(field, TransformCodec) and field.is_kv:
+                field.rope, field.embeddings = target_rope(model_config), _Float32Rows(embeddings)
+            observations[name] = stack.enter_context(closing(field.observing(learning)))
+        for i, row in enumerate(rows):
+            learning.progress(i, len(rows), f"learn: sample {i + 1}/{len(rows)}")
+            values = read(row)
+            for name, observation in observations.items():
+                observation.observe(values[name], values[TOKENS])
+            if LAST in observations:
+                own = of_metric - (ends[i] - lengths[row])
+                last.append(values[LAST][own[(own >= 0) & (own < lengths[row])]])
+        for name, observation in observations.items():
+            learned = codec.learned[name]
+            if isinstance(learned, TransformCodec) and name == LAST:
+                learning.progress(0, 1, "learn: metric of the next-token distribution")
+                head = lm_head.detach().float().cpu().numpy()
+                learned.metric = logit_metric(np.concatenate(last), head, place=learning.place)
+            observation.learn()
+            if isinstance(learned, TransformCodec):
+                learned.embeddings = None  # of no more use, and they would keep the target's weights in memory
+
+
+def learn_from_target(
+    codec: StoreCodec,
+    lengths: np.ndarray,
+    tokens_of: Callable[[int], np.ndarray],
+    target: Target,
+    spec: ActivationSpec,
+    dtype: str,
+    learning: Learning,
+    uses_cache: bool | None = None,
+) -> None:
+    """Let a codec learn from forwards of the target over a sample of the sequences.
+
+    Args:
+        tokens_of: row of the plan -> token ids, int32 [n_tokens].
+        spec, dtype, uses_cache: as for ``capture``.
+        learning: see :func:`learning_on`.
+    """
+    model: Any = target.model
+
+    def read(row: int) -> dict[str, np.ndarray]:
+        tokens = tokens_of(row)
+        fields = capture(model, [tokens], spec, getattr(torch, dtype), uses_cache).fields
+        return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {TOKENS: tokens}
+
+    lm_head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().get_parameter("weight")
+    calibrate(codec, lengths, read, model.config, lm_head, embeddings, learning)
+
+
+def target_rope(model_config: Any) -> Rope:
+    """Return the rotation that a target applies to its keys."""
+    with torch.device("cpu"):
+        embedding = LlamaRotaryEmbedding(model_config)
+    return Rope(embedding.inv_freq.float().numpy(), np.asarray(embedding.attention_scaling, np.float32))

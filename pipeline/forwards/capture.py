@@ -1,0 +1,179 @@
+"""One forward of the target over a batch of sequences, and everything it computed on the way.
+
+Shapes: B sequences, T tokens of the longest one, L decoder layers, H_kv key/value heads, d head dim, E width.
+Sequences are padded on the right. Attention is causal, so no token of a sequence sees its padding and no mask is
+needed; what is computed at the padding is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...moa.nn.kv import cache_layers, new_cache, pack_kv
+from ...moa.targets.live import layer_outputs
+from ...storage.chunks.field import StoredArray
+from ...storage.codecs.registry import StoreCodec
+from ..config import ActivationSpec
+from ..errors import NonFiniteActivation
+from .host_copy import HostSlot, HostSlots
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Activations of one batch, on the target's device or, after :meth:`to_host`, in host memory.
+
+    Attributes:
+        n_tokens: length of each sequence, without padding.
+        tokens: int64 [B, T] on the device, what the target saw; beyond a sequence's length arbitrary.
+        finite: field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
+        fields: field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys after RoPE,
+            hidden/last and hidden/layer_k [B, T, E].
+        codes: field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one after the
+            other, with the array that they belong to.
+        slot: the host memory that the values are copied to; None where no copy is under way.
+    """
+
+    n_tokens: tuple[int, ...]
+    tokens: Tensor
+    finite: dict[str, Tensor]
+    fields: dict[str, Tensor]
+    codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
+    slot: HostSlot | None = None
+
+    def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
+        """Encode, on the device, the fields that the store keeps encoded; names say in errors which sequence it was."""
+        codecs = {name: codec.fields[name] for name in self.fields if not codec.fields[name].is_identity}
+        if not codecs:
+            return self
+        self.check_finite(names)
+        codes: dict[str, dict[StoredArray, Tensor]] = {}
+        with torch.inference_mode():
+            for name, field_codec in codecs.items():
+                encoded = [
+                    field_codec.encode(self.fields[name][index, :n_tokens], self.tokens[index, :n_tokens])
+                    for index, n_tokens in enumerate(self.n_tokens)
+                ]
+                codes[name] = {
+                    array: _concatenate([rows[array.name] for rows in encoded]) for array in field_codec.arrays
+                }
+        plain = {name: values for name, values in self.fields.items() if name not in codecs}
+        return replace(self, fields=plain, codes=codes)
+
+    def to_host(self, slots: HostSlots | None = None) -> Capture:
+        """Copy to host memory; what lies there already is not copied.
+
+        Args:
+            slots: pinned memory to copy to without waiting: :meth:`wait` waits, and :meth:`release` gives the memory
+                back. Without it the copies are complete when this returns.
+        """
+        slot = slots.take() if slots is not None else None
+        if slot is None:
+            return self._mapped(Tensor.cpu)
+        copies = self._mapped(slot.place)
+        slot.start()
+        return replace(copies, slot=slot)
+
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> Capture:
+        return replace(
+            self,
+            finite={name: move(flags) for name, flags in self.finite.items()},
+            fields={name: move(values) for name, values in self.fields.items()},
+            codes={name: {array: move(rows) for array, rows in codes.items()} for name, codes in self.codes.items()},
+        )
+
+    def wait(self) -> None:
+        """Block until the copies have arrived."""
+        if self.slot is not None:
+            self.slot.wait()
+
+    def release(self) -> None:
+        """Give the host memory back; the values must not be read any more."""
+        if self.slot is not None:
+            self.slot.release()
+
+    def check_finite(self, names: Sequence[str]) -> None:
+        """Refuse NaN and infinity, naming the first sequence, field and layer."""
+        for name, flags in self.finite.items():
+            if not bool(flags.all()):
+                index, layer = (int(value) for value in (~flags).nonzero()[0])
+                where = f"kv of layer {layer}" if name == "kv" else name
+                raise NonFiniteActivation(
+                    f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
+                    "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
+                )
+
+    def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:
+        """Return what ``PartWriter.write`` takes of one sequence of a field; in host memory only, without a copy.
+
+        Returns:
+            [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or the rows of an encoded field.
+        """
+        if name in self.fields:
+            values = self.fields[name][index, : self.n_tokens[index]]
+            return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
+        found = {}
+        for array, rows in self.codes[name].items():
+            start = sum(array.n_rows(n_tokens) for n_tokens in self.n_tokens[:index])
+            found[array.name] = rows[start : start + array.n_rows(self.n_tokens[index])].numpy()
+        return found
+
+
+def _concatenate(rows: Sequence[Tensor]) -> Tensor:
+    """Join along axis 0; of 16-bit unsigned numbers, for which few kernels exist, the bits."""
+    if rows[0].dtype == torch.uint16:
+        return torch.cat([part.view(torch.int16) for part in rows]).view(torch.uint16)
+    return torch.cat(list(rows))
+
+
+def capture(
+    model: Any,
+    sequences: Sequence[np.ndarray],
+    spec: ActivationSpec,
+    dtype: torch.dtype,
+    uses_cache: bool | None = None,
+) -> Capture:
+    """Run the target over a batch.
+
+    Args:
+        model: transformers causal LM in evaluation mode; its LM head is not run.
+        sequences: B arrays of token ids, int32 [n_tokens].
+        uses_cache: whether the forward fills a cache; default: where keys and values are kept. A cache may change the
+            kernels that attention picks, and so last bits.
+
+    Returns:
+        The activations, equal to those of each sequence alone up to rounding.
+    """
+    n_tokens = tuple(len(sequence) for sequence in sequences)
+    width = max(n_tokens)
+    # Repeating a sequence's own last token keeps the pad token, and warnings about it, out of the batch.
+    padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
+    input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
+    valid = torch.arange(width, device=model.device) < torch.tensor(n_tokens, device=model.device)[:, None]  # [B, T]
+    cache = new_cache() if spec.kv or uses_cache else None
+    fields: dict[str, Tensor] = {}
+    with torch.inference_mode(), layer_outputs(model, spec.layers) as outputs:
+        last = model.model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+        if cache is not None and spec.kv:
+            keys, values = cache_layers(cache)
+            packed = pack_kv([key.to(dtype) for key in keys], [value.to(dtype) for value in values])  # [B, T, L, D]
+            fields["kv"] = packed.unflatten(-1, (keys[0].shape[1], 2, -1))  # [B, T, L, H_kv, 2, d]
+        if spec.last:
+            fields["hidden/last"] = last.to(dtype)
+        for layer in spec.layers:
+            fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
+        finite = {name: _finite_rows(values, valid) for name, values in fields.items()}
+    return Capture(n_tokens, input_ids, finite, fields)
+
+
+def _finite_rows(values: Tensor, valid: Tensor) -> Tensor:
+    """Whether the valid tokens of each sequence, and layer where there are several, are finite: bool [B, L or 1]."""
+    n_layers = values.shape[2] if values.dim() > 3 else 1
+    # x * 0 is NaN exactly where x is not finite, and a sum keeps it: two cheap passes without a large bool array.
+    probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)  # [B, T, L]
+    return (torch.isfinite(probe) | ~valid[..., None]).all(1)

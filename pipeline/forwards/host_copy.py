@@ -1,0 +1,128 @@
+"""Copies of batches from a CUDA device to host memory, made beside the next forward.
+
+A device copies by itself only to pinned memory, which is slow to allocate and never given back. So there are as many
+slots of it as batches can be on their way, and each slot serves one batch after the other::
+
+    main thread    forward 4 | forward 5 | forward 6 |
+    copy stream      copy 3  |   copy 4  |   copy 5  |      waits for the forward, then for nothing
+    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy, then gives the slot back
+
+A slot belongs to its batch until the writer has encoded all of it. Handing it out again earlier would let the device
+write a later batch over values that are still being read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Arrival(Protocol):
+    """A moment on the device, after which copies are complete."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class CopyEngine(Protocol):
+    """What the slots need of a device."""
+
+    def allocate(self, n_bytes: int) -> Tensor:
+        """Return pinned host memory, uint8 [n_bytes]."""
+        ...
+
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> Arrival:
+        """Start copying each (source on the device, target in host memory) after all work queued so far."""
+        ...
+
+
+class CudaCopies:
+    """Copies on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def allocate(self, n_bytes: int) -> Tensor:
+        """Return pinned host memory, uint8 [n_bytes]."""
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, copies: list[tuple[Tensor, Tensor]]) -> Arrival:
+        """Start copying after all work that is queued on the current stream, without waiting."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._stream)  # its memory is not given to others before the copy is done
+            arrival = torch.cuda.Event()
+            arrival.record(self._stream)
+        return arrival
+
+
+class HostSlot:
+    """Pinned memory for the copies of one batch at a time."""
+
+    def __init__(self, engine: CopyEngine, free: deque[HostSlot]) -> None:
+        self._engine = engine
+        self._free = free
+        self._buffers: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._arrival: Arrival | None = None
+
+    def place(self, source: Tensor) -> Tensor:
+        """Return the host memory that a tensor will be copied to, of its shape and dtype."""
+        index, n_bytes = len(self._copies), source.numel() * source.element_size()
+        if index == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[index].numel() < n_bytes:
+            # Rounded up as torch's own allocator of pinned memory does, so that nothing of it lies idle.
+            self._buffers[index] = self._engine.allocate(1 << (n_bytes - 1).bit_length())
+        target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
+        self._copies.append((source, target))
+        return target
+
+    def start(self) -> None:
+        """Start all copies."""
+        self._arrival = self._engine.copy(self._copies)
+
+    def wait(self) -> None:
+        """Wait until they are complete."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+
+    def release(self) -> None:
+        """Give the memory to another batch; the values in it are not needed any more."""
+        self.wait()
+        self._copies.clear()
+        self._arrival = None
+        self._free.append(self)
+
+
+class HostSlots:
+    """Host memory for the batches that are on their way.
+
+    Args:
+        engine: copies on a stream of its own; None where what the forward gives lies in host memory already.
+        n_slots: batches that can be on their way at once.
+    """
+
+    def __init__(self, engine: CopyEngine | None, n_slots: int) -> None:
+        self._free: deque[HostSlot] = deque()
+        if engine is not None:
+            self._free += [HostSlot(engine, self._free) for _ in range(n_slots)]
+        self._is_needed = engine is not None
+
+    @classmethod
+    def of(cls, device: torch.device, n_slots: int) -> HostSlots:
+        """Return the slots for what a device computes."""
+        return cls(CudaCopies(device) if device.type == "cuda" else None, n_slots)
+
+    def take(self) -> HostSlot | None:
+        """Return a slot that no batch has, until it is released; None where none is needed.
+
+        Raises:
+            IndexError: more batches are on their way than there are slots.
+        """
+        return self._free.popleft() if self._is_needed else None

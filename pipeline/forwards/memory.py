@@ -1,0 +1,142 @@
+"""The memory that forwards take, from the target's sizes alone, and the refusal of what does not fit.
+
+Of a batch of T padded tokens there lie in the memory of the device that computes: the cache that the forward fills, the
+intermediate values of one layer, what is kept of the batch in the storage dtype, and two copies of the latter while it
+is gathered and checked. In host memory lie the batches that wait for the writer. A target is loaded in host memory
+before it moves to a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...machine import free_memory
+from ...text import format_bytes
+from ..errors import NotEnoughMemory
+from .parts import N_HOST_SLOTS
+
+_COPIES_GATHERED = 3
+"""Copies of a batch's kept values while they are gathered: in the storage dtype, packed, and for the finite check."""
+
+
+@dataclass(frozen=True)
+class ForwardMemory:
+    """What forwards of a target take.
+
+    Attributes:
+        sizes: of the target (``target_sizes``), and its ``intermediate_size``.
+        n_weights: of the whole target, shared ones counted once.
+        kept_bytes: bytes that are kept of one token, before compression.
+        compute_dtype: dtype of weights and forward.
+        batch_tokens: padded tokens of a batch; a longer sequence makes a batch of its own.
+        longest_tokens: tokens of the longest sequence.
+        device: that computes.
+    """
+
+    sizes: Mapping[str, Any]
+    n_weights: int
+    kept_bytes: int
+    compute_dtype: str
+    batch_tokens: int
+    longest_tokens: int
+    device: str
+
+    @property
+    def _itemsize(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.compute_dtype)
+        return dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in the compute dtype."""
+        return self.n_weights * self._itemsize
+
+    @property
+    def _largest_batch(self) -> int:
+        return max(self.batch_tokens, self.longest_tokens)
+
+    @property
+    def _forward_bytes(self) -> int:
+        """Bytes of one batch on the device, without the weights."""
+        sizes = self.sizes
+        cache = 2 * sizes["n_layers"] * sizes["n_kv_heads"] * sizes["head_dim"]
+        queries = sizes["n_heads"] * sizes["head_dim"]
+        layer = 4 * sizes["hidden_size"] + 2 * queries + 3 * sizes["intermediate_size"]
+        values: int = cache + layer
+        return self._largest_batch * (values * self._itemsize + _COPIES_GATHERED * self.kept_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device's own memory; 0 where the device computes in host memory."""
+        if torch.device(self.device).type != "cuda":
+            return 0
+        # The batch before stays until its copy has ended.
+        return self.weight_bytes + self._forward_bytes + self._largest_batch * self.kept_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        waiting = N_HOST_SLOTS * self._largest_batch * self.kept_bytes
+        if self.device_bytes:
+            return max(self.weight_bytes, waiting)
+        return self.weight_bytes + self._forward_bytes + waiting
+
+    def describe(self) -> str:
+        """The need as text for people."""
+        device = f" and {format_bytes(self.device_bytes)} on {self.device}" if self.device_bytes else ""
+        return (
+            f"{format_bytes(self.host_bytes)} of host memory{device}: weights {format_bytes(self.weight_bytes)} in "
+            f"{self.compute_dtype}, batches of {self._largest_batch:,} tokens"
+        )
+
+    def check(self) -> None:
+        """Refuse what does not fit in the memory that is free now.
+
+        Raises:
+            NotEnoughMemory: naming what is short, and the option with which it would fit.
+        """
+        host, device = free_memory(), free_device_memory(self.device)
+        if self._fits(host, device):
+            return
+        is_device = device is not None and self.device_bytes > device
+        free, place = (device, self.device) if is_device else (host, "host memory")
+        raise NotEnoughMemory(
+            f"The target's forwards need {self.describe()}. Free in {place} are {format_bytes(free or 0)}.",
+            self._way_out(host, device),
+        )
+
+    def _fits(self, host: int | None, device: int | None) -> bool:
+        return (host is None or self.host_bytes <= host) and (device is None or self.device_bytes <= device)
+
+    def _way_out(self, host: int | None, device: int | None) -> str:
+        narrow = replace(self, compute_dtype="bfloat16")
+        narrower = [narrow] if narrow.weight_bytes < self.weight_bytes else []
+        choices = list(narrower)
+        for wide in (self, *narrower):
+            n_tokens = wide.batch_tokens // 2
+            while n_tokens >= self.longest_tokens:
+                choices.append(replace(wide, batch_tokens=n_tokens))
+                n_tokens //= 2
+        fitting = next((choice for choice in choices if choice._fits(host, device)), None)
+        if fitting is None:
+            return "No option makes it fit; use a larger machine, a smaller target, or free memory."
+        changes = []
+        if fitting.compute_dtype != self.compute_dtype:
+            changes.append("--compute-dtype bfloat16")
+        if fitting.batch_tokens != self.batch_tokens:
+            changes.append(f"--batch-tokens {fitting.batch_tokens}")
+        return f"Use {' '.join(changes)}, which needs {format_bytes(fitting.host_bytes)} of host memory" + (
+            f" and {format_bytes(fitting.device_bytes)} on {self.device}." if fitting.device_bytes else "."
+        )
+
+
+def free_device_memory(device: str) -> int | None:
+    """Return the free bytes of a device's own memory; None where it has none, or that can't be told."""
+    if torch.device(device).type != "cuda":
+        return None
+    n_free, _ = torch.cuda.mem_get_info(torch.device(device))
+    return int(n_free)

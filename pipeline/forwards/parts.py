@@ -1,0 +1,254 @@
+"""The loop that runs the target over the parts of a store and hands each batch to a writer thread.
+
+``extract`` and ``add`` share it. Each of its stages works on another batch::
+
+    main thread    forward, gathering, lossy codecs on the device
+    copy stream    from the device to pinned host memory (``host_copy``)
+    writer thread  cuts values into chunks, hands them out, writes what comes back (``storage.write.part``)
+    encoders       chunks to bytes, on ``n_encode_threads`` threads (``storage.parts.encoding``)
+
+A stage that is slower than those before it makes them wait: at most ``_BATCHES_AHEAD`` batches wait for the writer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ...moa.targets.bundle import load_target_config, save_target_bundle
+from ...moa.targets.clock import DeviceClock, Mark
+from ...moa.targets.live import Target, load_target_model
+from ...storage.codecs.registry import StoreCodec
+from ...storage.parts.encoding import EncodePool
+from ...storage.write.addition import StoreAddition
+from ...storage.write.part import PartWriter
+from ...storage.write.store import StoreWriter
+from ...text import Progress
+from ..config import ActivationSpec
+from .background import BackgroundWriter
+from .capture import Capture, capture
+from .host_copy import HostSlots
+
+
+@dataclass
+class Timings:
+    """Where a run's time went.
+
+    Attributes:
+        forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
+        wait_s: seconds in which the next forward waited for the writer.
+        writer_s: seconds of CPU that the writer thread spent on checking and writing.
+        encode_s: seconds of CPU that the encoders spent, all threads together.
+        extract_s: seconds from the first forward to the last commit.
+        wall_s: seconds of the whole run.
+        n_tokens: tokens of this run.
+        n_padded_tokens: tokens of its batches, padding included.
+        n_before_tokens: tokens that earlier runs had committed.
+    """
+
+    forward_s: float = 0.0
+    wait_s: float = 0.0
+    writer_s: float = 0.0
+    encode_s: float = 0.0
+    extract_s: float = 0.0
+    wall_s: float = 0.0
+    n_tokens: int = 0
+    n_padded_tokens: int = 0
+    n_before_tokens: int = 0
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of padding in what the target computed."""
+        return 1.0 - self.n_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens stored per second, from the first forward to the last commit."""
+        return self.n_tokens / self.extract_s if self.extract_s else 0.0
+
+    def record(self) -> dict[str, float]:
+        """Return what runs/ keeps of them."""
+        return asdict(self) | {"padding_fraction": self.padding_fraction, "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """How the target is run over sequences, and what is kept of it.
+
+    Attributes:
+        spec: the activations that are kept.
+        codec: of their fields.
+        dtype: in which they are kept.
+        batch_tokens: tokens per forward, padding included.
+        uses_cache: whether the forward fills a key/value cache, whatever is kept; a forward of equal batches with an
+            equal cache gives equal bits.
+        text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
+        n_tokens: tokens of all parts, for progress.
+        n_encode_threads: threads that encode what the forwards give.
+    """
+
+    target: Target
+    spec: ActivationSpec
+    codec: StoreCodec
+    dtype: torch.dtype
+    batch_tokens: int
+    uses_cache: bool
+    text: Callable[[str], tuple[np.ndarray, np.ndarray]]
+    n_tokens: int
+    n_encode_threads: int
+
+
+_BATCHES_AHEAD = 2
+"""Batches that may wait for the writer, so that a slow one (the end of a part) does not stop the forwards."""
+N_HOST_SLOTS = _BATCHES_AHEAD + 2
+"""Batches in host memory: those that wait, one that is written and one that is copied."""
+
+
+def run_parts(
+    forwards: Forwards,
+    store: StoreWriter | StoreAddition,
+    timings: Timings,
+    verb: str,
+    progress: Progress | None = None,
+) -> None:
+    """Run the target over the pending parts of a store, and write and commit each.
+
+    Args:
+        store: takes the parts, or more fields of them; when this fails, the parts in flight are discarded.
+        timings: counts up; ``n_before_tokens`` is set.
+        verb: for the progress message, e.g. ``"extract"``.
+    """
+    start = time.perf_counter()
+    clock = DeviceClock(forwards.target.device)
+    pool = EncodePool(forwards.n_encode_threads)
+    writer = BackgroundWriter(_BATCHES_AHEAD)
+    slots = HostSlots.of(forwards.target.device, N_HOST_SLOTS)
+    open_parts: list[PartWriter] = []
+
+    def tell() -> None:
+        if progress:
+            n_done = store.n_parts - len(store.pending_parts())
+            n_tokens = timings.n_before_tokens + timings.n_tokens
+            progress(n_tokens, forwards.n_tokens, f"{verb} {n_done}/{store.n_parts} parts")
+
+    try:
+        tell()
+        for part in store.pending_parts():
+            out = store.part(part, pool)
+            open_parts = [*open_parts[-1:], out]  # the part before may still be on its way to the disk
+            for batch in batches(out.sequences, forwards.batch_tokens):
+                done = _run_batch(forwards, batch, clock, slots)
+                waiting = time.perf_counter()
+                writer.submit(partial(_write_batch, out, done, timings))
+                timings.wait_s += time.perf_counter() - waiting
+                timings.n_tokens += sum(done.captured.n_tokens)
+                timings.n_padded_tokens += len(done.texts) * max(done.captured.n_tokens)
+                tell()
+            writer.submit(out.commit)
+        writer.finish()
+        tell()
+    except BaseException:
+        pool.close()  # a batch that is being written ends at once
+        writer.abort()
+        for out in open_parts:
+            out.discard()
+        raise
+    finally:
+        pool.close()
+        timings.writer_s, timings.encode_s = writer.busy_s, pool.busy_s
+        timings.extract_s = time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch on its way to the writer.
+
+    Attributes:
+        first_tokens: where each sequence begins in its part.
+        texts: tokens (int32) and response mask (uint8) of each, [n_tokens].
+        names: what errors call each.
+        span: the moments around its forward.
+    """
+
+    first_tokens: list[int]
+    texts: list[tuple[np.ndarray, np.ndarray]]
+    names: list[str]
+    captured: Capture
+    span: tuple[Mark, Mark]
+
+
+def _run_batch(forwards: Forwards, batch: pa.Table, clock: DeviceClock, slots: HostSlots) -> _Batch:
+    """Run the target over sequences of a part, and start copying what it gave."""
+    ids, rows = batch["sequence_id"].to_pylist(), batch["source_row"].to_pylist()
+    names = [f"{key[:12]} (row {row} of the dataset)" for key, row in zip(ids, rows, strict=True)]
+    texts = [forwards.text(key) for key in ids]
+    tokens = [tokens for tokens, _ in texts]
+    began = clock.mark()
+    captured = capture(forwards.target.model, tokens, forwards.spec, forwards.dtype, forwards.uses_cache)
+    span = began, clock.mark()
+    copied = captured.encode(forwards.codec, names).to_host(slots)
+    return _Batch(batch["first_token"].to_pylist(), texts, names, copied, span)
+
+
+def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
+    """Check one batch, and write those of its fields that the part takes; runs on the writer's thread."""
+    captured = batch.captured
+    captured.wait()
+    captured.check_finite(batch.names)
+    for index, (first_token, (tokens, mask)) in enumerate(zip(batch.first_tokens, batch.texts, strict=True)):
+        text = {"tokens": tokens, "response_mask": mask}
+        for field in out.fields:
+            out.write(field, first_token, text[field] if field in text else captured.rows(field, index))
+    out.settle()
+    captured.release()
+    timings.forward_s += DeviceClock.seconds(*batch.span)  # waits for nothing: the copies come after the forward
+
+
+def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
+    """Cut the sequences of a part, longest first, into batches.
+
+    Args:
+        sequences: rows of the plan in its order.
+        batch_tokens: most tokens per batch, padding included; a longer sequence makes a batch of its own.
+    """
+    lengths = sequences["n_tokens"].to_numpy()
+    start = 0
+    while start < len(lengths):
+        count = max(1, batch_tokens // int(lengths[start]))
+        yield sequences.slice(start, count)
+        start += count
+
+
+def load_target(
+    folder: Path, compute_dtype: str, device: str, n_bytes: int, progress: Progress | None = None
+) -> Target:
+    """Load the target that runs.
+
+    Args:
+        n_bytes: of its weights, for progress.
+    """
+    if progress:
+        progress(0, n_bytes, "load the target")
+    target = Target.load(str(folder), getattr(torch, compute_dtype), device)
+    if progress:
+        progress(n_bytes, n_bytes, "load the target")
+    return target
+
+
+def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
+    """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
+    own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
+    model: Any = target.model
+    if torch.promote_types(model.dtype, own_dtype) != model.dtype:
+        # Rounded weights don't give back the own ones. Wider ones do, without a second target in memory.
+        model = load_target_model(folder, own_dtype, "cpu")
+    with store.target() as bundle:
+        save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

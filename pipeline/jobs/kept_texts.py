@@ -1,0 +1,98 @@
+"""Tokens and masks beside a store's plan, so that chats are tokenised once and not at every start.
+
+``texts.arrow`` is an Arrow file with a row for each sequence (sequence_id, source_row, tokens, response_mask), which
+readers map into memory. Its metadata holds what the tokens came from, what became of the other rows, and a sha256 of
+all of it. A file that does not fit, or is damaged, is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ...storage.disk.durable import replacing
+from ...storage.names import TEXTS_NAME
+from ..chats.columns import Columns
+from ..chats.dataset import ChatSource
+from ..chats.sequences import Sequences
+from ..chats.template_arguments import parse_template_arguments
+from ..config import ExtractConfig
+
+_ORIGIN, _SHA256 = b"origin", b"sha256"
+_VERSION = 1
+"""Raised when equal chats give other tokens than before."""
+
+
+def texts_origin(
+    source: ChatSource, identities: Mapping[str, str], config: ExtractConfig, sizes: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return all that decides which tokens come of a dataset; None where its rows must be read to tell.
+
+    Args:
+        identities: of the tokenizer and its template (``identity.target_identities``).
+        sizes: the target's (``bundle.target_sizes``).
+    """
+    dataset = source.origin()
+    if dataset is None:
+        return None
+    return {
+        "version": _VERSION,
+        "dataset": dataset,
+        "tokenizer": identities["tokenizer.sha256"],
+        "template": identities["template.sha256"],
+        "columns": Columns.parse(config.data.columns).describe(),
+        "template_kwargs": parse_template_arguments(config.data.template_kwargs),
+        "max_length": config.data.max_length,
+        "max_sequences": config.data.max_sequences,
+        "max_position_embeddings": sizes["max_position_embeddings"],
+        "vocab_size": sizes["vocab_size"],
+    }
+
+
+def read_texts(store: Path, origin: Mapping[str, Any] | None) -> Sequences | None:
+    """Return the sequences that a store keeps; None where there are none, or not those of this origin."""
+    path = store / TEXTS_NAME
+    if origin is None or path.is_symlink() or not path.is_file():
+        return None
+    try:
+        table = _map_file(path)
+        metadata = table.schema.metadata or {}
+        if json.loads(metadata.get(_ORIGIN, b"null")) != origin:
+            return None
+        table.validate(full=True)
+        sequences = Sequences.from_arrow(table)
+        return sequences if sequences.sha256().encode() == metadata.get(_SHA256) else None
+    except (pa.ArrowException, ValueError, OSError):
+        return None
+
+
+def keep_texts(store: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
+    """Write sequences beside a store's plan, and return them as they are there: no longer in this process's memory.
+
+    Raises:
+        DiskFull: no room.
+    """
+    if origin is None:
+        return sequences
+    table = sequences.to_arrow()
+    added = {_ORIGIN: json.dumps(origin, sort_keys=True), _SHA256: sequences.sha256()}
+    table = table.replace_schema_metadata({**table.schema.metadata, **added})
+    with replacing(store / TEXTS_NAME) as partial:
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        fd = os.open(partial, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return sequences.mapped(_map_file(store / TEXTS_NAME))
+
+
+def _map_file(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).read_all()

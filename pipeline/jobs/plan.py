@@ -1,0 +1,371 @@
+"""The plan of an extraction, complete before the first forward: what will be written, where, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ...errors import OptionInvalid
+from ...machine import free_memory
+from ...moa.targets.bundle import load_target_config, target_sizes
+from ...moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
+from ...storage.codecs.registry import StoreCodec
+from ...storage.codecs.transform.calibration import MAX_FEATURES
+from ...storage.errors import CodecUnknown
+from ...storage.parts.commit import committed_bytes
+from ...storage.parts.plan import plan_counts, plan_parts
+from ...storage.schema import (
+    ALIGNMENT_TOKENS,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
+from ...text import Progress, format_bytes, format_hours
+from ..chats.columns import Columns
+from ..chats.dataset import ChatSource
+from ..chats.prompts import check_template
+from ..chats.rendering import TEMPLATE_TIME
+from ..chats.sequences import Sequences, check_counts, read_sequences
+from ..chats.template_arguments import parse_template_arguments
+from ..config import ActivationSpec, ExtractConfig, parse_activations
+from ..errors import NotEnoughDisk
+from ..forwards.learning_cost import LearningCost, learning_cost, product_speed
+from ..forwards.memory import ForwardMemory
+from .identity import check_weights, target_identities
+from .kept_texts import read_texts, texts_origin
+from .sources import pinned_revision, sources_record, stored_sources
+
+
+@dataclass(frozen=True)
+class ExtractPlan:
+    """What an extraction will do.
+
+    Attributes:
+        spec: the activations, layers resolved.
+        manifest: content of store.json; of a codec that learns, without what it will learn.
+        table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
+        sequences: the tokens and masks.
+        texts_origin: what they came from; None where that is not known without reading all rows.
+        keeps_texts: whether the output folder holds them.
+        dataset: the dataset, and which split and files of it are read, for people.
+        compute_dtype: dtype of the forward, resolved.
+        batch_tokens: tokens per forward, resolved.
+        raw_bytes: field -> bytes of the planned tokens before compression.
+        stored_bytes: expected bytes on disk, target/ included.
+        free_bytes: free bytes on the disk of the output folder.
+        present_bytes: bytes that the output folder already holds.
+        model_config: the target's transformers config.
+        memory: what its forwards take.
+        learning: what the codec takes to learn; None where it learns nothing.
+    """
+
+    config: ExtractConfig
+    spec: ActivationSpec
+    manifest: StoreManifest
+    codec: StoreCodec = field(repr=False)
+    table: pa.Table = field(repr=False)
+    sequences: Sequences = field(repr=False)
+    texts_origin: Mapping[str, Any] | None = field(repr=False)
+    keeps_texts: bool
+    dataset: str
+    folder: Path
+    device: str
+    compute_dtype: str
+    batch_tokens: int
+    raw_bytes: Mapping[str, int]
+    stored_bytes: int
+    free_bytes: int
+    present_bytes: int
+    model_config: Any = field(repr=False)
+    memory: ForwardMemory
+    learning: LearningCost | None
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences to be stored."""
+        return self.manifest.n_sequences
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens to be stored, without alignment padding."""
+        return self.manifest.n_tokens
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of the store."""
+        return self.manifest.n_parts
+
+    @property
+    def rejections(self) -> Counter[str]:
+        """Reason -> rows that give no sequence."""
+        return self.sequences.rejections
+
+    def describe(self) -> str:
+        """The plan as text for people."""
+        counts, storage = self.sequences, self.config.storage
+        n_response = int(self.table["n_response_tokens"].to_numpy().sum())
+        lengths = np.sort(self.table["n_tokens"].to_numpy())
+        raw = sum(self.raw_bytes.values())
+        lines = [
+            f"target       {self.config.model} ({self.manifest.target['architecture']}, "
+            f"{self.manifest.target['n_layers']} layers, {self.manifest.target['n_kv_heads']} KV heads of "
+            f"{self.manifest.target['head_dim']}, width {self.manifest.target['hidden_size']})",
+            f"dataset      {self.dataset}: {counts.n_rows:,} rows read",
+            f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.data.max_length:,} tokens, "
+            f"{counts.n_duplicates:,} duplicates left out)",
+            f"rejected     {counts.n_rejected:,} rows" + "".join("\n" + line for line in counts.rejection_lines()),
+            f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
+            f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
+            f"fields       {', '.join(self.raw_bytes)} in {storage.dtype}, codec {storage.codec}",
+            f"raw          {format_bytes(raw)} ({raw / self.n_tokens:,.0f} bytes per token)",
+            f"on disk      about {format_bytes(self.stored_bytes)} "
+            f"({', '.join(f'{name} {bits:.1f} bits per value' for name, bits in self._expected_bits().items())})",
+            f"parts        {self.n_parts:,} of up to {storage.part_tokens:,} tokens",
+            f"free disk    {format_bytes(self.free_bytes)} at {existing_parent(Path(self.config.out))}"
+            + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
+            f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
+        ]
+        return "\n".join([*lines, *self._learning_lines()])
+
+    def _learning_lines(self) -> list[str]:
+        if self.learning is None:
+            return []
+        return [
+            f"learn        about {format_hours(self.learning.seconds)} and the forwards of {self.learning.n_tokens:,} "
+            f"tokens before the first part; {format_bytes(self.learning.memory_bytes)} of memory beside the target and "
+            f"{format_bytes(self.learning.disk_bytes)} of disk at {existing_parent(Path(self.config.out))} meanwhile"
+        ]
+
+    def _expected_bits(self) -> dict[str, float]:
+        """Field -> expected stored bits per value, without the fields of one number per token."""
+        return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
+
+    def check_disk(self) -> None:
+        """Refuse what the disk cannot hold."""
+        needed = max(0, self.stored_bytes - self.present_bytes)
+        if needed > self.free_bytes:
+            raise NotEnoughDisk(
+                f"The store needs about {format_bytes(needed)}, but {existing_parent(Path(self.config.out))} has "
+                f"{format_bytes(self.free_bytes)} free. Free some space, choose another --out, lower --max-sequences, "
+                "or store fewer --activations."
+            )
+
+
+def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:
+    """Read the dataset and the tokenizer and decide everything; no forward, nothing written.
+
+    Args:
+        progress: called with (chats done, chats in all, message), then with bytes of hashed weights.
+        with_weights: also hash the target's weights, which identifies the store; a hub target is downloaded.
+
+    Returns:
+        The plan; equal inputs give equal plans.
+
+    Raises:
+        PipelineError: configuration, dataset or tokenizer cannot be used.
+        NotEnoughMemory: the target's forwards do not fit in the memory that is free.
+        TargetError: the model folder has no config, weights or tokenizer.
+    """
+    chat_settings = _chat_settings(config)  # refuses what makes no sense before anything is downloaded
+    out = Path(config.out).expanduser()
+    sources = stored_sources(out)
+    revision = pinned_revision(sources, "model", config.model, config.revision)
+    folder = resolve_model_folder(config.model, with_weights=False, revision=revision)
+    model_config = load_target_config(folder)
+    check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
+    sizes = target_sizes(model_config)
+    spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
+    device = pick_device(config.forward.device)
+    compute_dtype = resolve_compute_dtype(config, device)
+    batch_tokens = config.forward.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
+    fields = field_specs(spec, sizes, config.storage.dtype)
+    codec = _codec(config.storage.codec, fields)  # refuses what it cannot do before chats are read
+    longest = min(config.data.max_length, sizes["max_position_embeddings"])
+    memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device)
+    memory.check()  # before the weights are downloaded and the chats tokenised
+    if with_weights:
+        folder = resolve_model_folder(config.model, revision=revision)
+    tokenizer = load_target_tokenizer(folder)
+    check_template(tokenizer, config.model, chat_settings.get("template_kwargs"))
+    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
+    source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
+    origin = texts_origin(source, target_identities(folder, tokenizer, with_weights=False), config, sizes)
+    kept = read_texts(out, origin)
+    sequences = kept or read_sequences(source, tokenizer, config, sizes, progress)
+    check_counts(sequences, source, config)
+    times = {"template_time": TEMPLATE_TIME.isoformat()} if sequences.asked_the_time else {}
+    table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
+    counts = plan_counts(table)
+    n_tokens = counts["n_tokens"]
+    manifest = StoreManifest(
+        fields=fields,
+        target=sizes,
+        identities={
+            **target_identities(folder, tokenizer, with_weights, progress),
+            "dataset.sha256": sequences.dataset_sha256,
+        },
+        extraction={
+            **_extraction(config, spec, compute_dtype, device, batch_tokens),
+            **chat_settings,
+            **times,
+            **sources_record(config, folder, source, sources),
+        },
+        n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"],
+        n_tokens=n_tokens,
+        codec=codec.describe(),
+        alignment_tokens=ALIGNMENT_TOKENS,
+    )
+    raw_bytes = {spec_.name: spec_.token_bytes * n_tokens for spec_ in fields}
+    return ExtractPlan(
+        config=config,
+        spec=spec,
+        manifest=manifest,
+        codec=codec,
+        table=table,
+        sequences=sequences,
+        texts_origin=origin,
+        keeps_texts=kept is not None,
+        dataset=source.describe(),
+        folder=folder,
+        device=device,
+        compute_dtype=compute_dtype,
+        batch_tokens=batch_tokens,
+        raw_bytes=raw_bytes,
+        stored_bytes=expected_bytes(codec, n_tokens)
+        + _feature_bytes(codec, sizes)
+        + kept_weights(model_config, config.target_layers) * weight_bytes(model_config),
+        free_bytes=shutil.disk_usage(existing_parent(out)).free,
+        present_bytes=committed_bytes(out),
+        model_config=model_config,
+        memory=memory,
+        learning=learning_cost(codec, sizes, n_tokens, product_speed(device)) if codec.learned else None,
+    )
+
+
+def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:
+    """The store's fields for a specification of activations."""
+    fields = [tokens_field(), response_mask_field()]
+    if spec.kv:
+        fields.append(kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype))
+    for name in spec.hidden_fields:
+        fields.append(hidden_field(name.removeprefix("hidden/"), sizes["hidden_size"], dtype))
+    return tuple(fields)
+
+
+def resolve_compute_dtype(config: ExtractConfig, device: str) -> str:
+    """The dtype of the forward: auto is the storage dtype on an accelerator and float32 on a CPU."""
+    if config.forward.compute_dtype != "auto":
+        return config.forward.compute_dtype
+    return "float32" if device.startswith("cpu") else config.storage.dtype
+
+
+def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
+    try:
+        return StoreCodec(name, fields)
+    except CodecUnknown as error:
+        raise OptionInvalid(f"{error} Mend --codec.") from error
+
+
+def _extraction(
+    config: ExtractConfig, spec: ActivationSpec, compute_dtype: str, device: str, batch_tokens: int
+) -> dict[str, Any]:
+    """What shapes the data besides the inputs; batches change the last bits of a forward, so they count."""
+    return {
+        "activations": (["kv"] if spec.kv else []) + list(spec.hidden_fields),
+        "attention": "sdpa",
+        "batch_tokens": batch_tokens,
+        "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
+        "compute_dtype": compute_dtype,
+        "device": torch.device(device).type,
+        "dtype": config.storage.dtype,
+        "max_length": config.data.max_length,
+        "max_sequences": config.data.max_sequences,
+        "part_tokens": config.storage.part_tokens,
+        "target_layers": config.target_layers,
+        "truncation": "right, tokens and mask together",
+    }
+
+
+def _chat_settings(config: ExtractConfig) -> dict[str, Any]:
+    """Return what shapes the texts beside the inputs, where it is given: columns, arguments of the template."""
+    settings = {
+        "columns": Columns.parse(config.data.columns).describe(),
+        "template_kwargs": parse_template_arguments(config.data.template_kwargs),
+    }
+    return {name: value for name, value in settings.items() if value}
+
+
+def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:
+    """Expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
+    bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
+    return int(1.03 * bits / 8 * n_tokens)
+
+
+def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
+    """Bytes of the token features in half precision, where keys and values are predicted from them."""
+    if not any(field.needs_tokens for field in codec.fields.values()):
+        return 0
+    return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
+
+
+def forward_memory(
+    model_config: Any,
+    fields: Sequence[FieldSpec],
+    compute_dtype: str,
+    batch_tokens: int,
+    longest_tokens: int,
+    device: str,
+) -> ForwardMemory:
+    """Return what the forwards of a target take that keep these fields."""
+    return ForwardMemory(
+        sizes=target_sizes(model_config) | {"intermediate_size": model_config.intermediate_size},
+        n_weights=count_weights(model_config)[1],
+        kept_bytes=sum(spec.token_bytes for spec in fields),
+        compute_dtype=compute_dtype,
+        batch_tokens=batch_tokens,
+        longest_tokens=longest_tokens,
+        device=device,
+    )
+
+
+def count_weights(model_config: Any) -> tuple[int, int]:
+    """Count the weights of all decoder layers, and of the whole target; shared ones count once."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa", trust_remote_code=False)
+    layers = sum(weight.numel() for weight in model.model.layers.parameters())
+    return layers, sum(weight.numel() for weight in model.parameters())
+
+
+def kept_weights(model_config: Any, target_layers: int) -> int:
+    """Count the weights that the target bundle keeps."""
+    frozen = 2 * model_config.vocab_size * model_config.hidden_size + model_config.hidden_size
+    return int(frozen + count_weights(model_config)[0] * target_layers // model_config.num_hidden_layers)
+
+
+def weight_bytes(model_config: Any) -> int:
+    """Bytes of one of the target's weights on disk."""
+    dtype = getattr(model_config, "dtype", None)
+    return torch.empty(0, dtype=dtype).element_size() if isinstance(dtype, torch.dtype) else 4
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,51 @@
+"""What a store's runs/ says about the extraction that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...storage.disk.checking import exists
+from ...storage.documents import parse_object, read_bounded
+from ...storage.names import RUNS_NAME
+from ..chats.splits import DEFAULT_SPLIT
+from ..config import ExtractConfig
+from ..errors import RepairRefused
+
+
+def known_split(settings: Mapping[str, Any]) -> str | None:
+    """Return the split of recorded settings; None where it may be the default, which early releases wrote out."""
+    split = settings.get("split")
+    return split if isinstance(split, str) and split != DEFAULT_SPLIT else None
+
+
+def recorded_arguments(extraction: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a store's chats were rendered with, beside the chat itself."""
+    found = extraction.get("template_kwargs")
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def recorded_config(store: Path) -> ExtractConfig:
+    """Return the settings of the store's last finished extraction.
+
+    Raises:
+        RepairRefused: none is recorded, or what is recorded makes no sense.
+        OSError: the records cannot be read.
+    """
+    runs = store / RUNS_NAME
+    names = {setting.name for setting in ExtractConfig.settings()}
+    records = [name for name in (os.listdir(runs) if exists(runs) else ()) if name.endswith(".json")]
+    for path in (runs / name for name in sorted(records, reverse=True)):
+        try:
+            settings = parse_object(read_bounded(path))["config"]
+            settings = settings | {"split": known_split(settings)}
+            return ExtractConfig.of(**{name: value for name, value in settings.items() if name in names})
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    raise RepairRefused(
+        f"{runs} records no finished extraction, so its settings are not known. Run `moa-data repair "
+        f"{json.dumps(str(store))} --drop`, then the extract command that made the store: it redoes what is missing."
+    )

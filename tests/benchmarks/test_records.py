@@ -1,0 +1,62 @@
+"""What is kept of where figures come from, and how the page of results says it."""
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a file of benchmarks/ as the others there do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def record(records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any) -> Path:
+    """Write a record, of a commit and a clean checkout unless said otherwise."""
+    known = records.collect_provenance() | {"git_sha": "0123456789abcdef", "git_dirty": False} | found
+    monkeypatch.setattr(records, "collect_provenance", lambda: known)
+    path: Path = records.write_record(folder, "speed", {"figures": {"mb_per_s": 1.0}})
+    return path
+
+
+def test_a_file_of_results_names_each_commit_and_machine_once(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = benchmark("records")
+    path = record(records, tmp_path, monkeypatch)
+    written = json.loads(path.read_text())
+    assert written["figures"] == {"mb_per_s": 1.0}
+    assert written["provenance"]["memory_gib"] > 0
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    table = {"title": "Speed", "rows": [{"speed": "1 µs"}]}
+    (tmp_path / "results/speed.json").write_text(json.dumps(table))
+    options = argparse.Namespace(name="speed", records=[path, path])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda _: options)
+    records.main()
+    records.main()
+    noted = json.loads((tmp_path / "results/speed.json").read_text())
+    assert noted["rows"] == table["rows"]
+    (source,) = noted["sources"]
+    assert source["commit"] == "0123456789ab"
+    text = benchmark("tables").source_text(source)
+    assert text.startswith(f"Code: commit 0123456789ab, {source['day']}, torch {source['torch']}, ")
+
+
+@pytest.mark.parametrize("found", [{"git_dirty": True}, {"git_sha": None, "git_dirty": None}])
+def test_code_that_no_commit_holds_is_no_source(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
+) -> None:
+    records = benchmark("records")
+    path = record(records, tmp_path, monkeypatch, **found)
+    with pytest.raises(ValueError, match="no commit holds"):
+        records.sources([path])

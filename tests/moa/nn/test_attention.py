@@ -1,0 +1,122 @@
+"""The kernels of attention agree in value and gradient, and none holds the scores of all queries."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from moa_data.moa.drafters.rounds import Draws, Rounds
+from moa_data.moa.nn import attention, masks
+from moa_data.moa.nn.attention import attend, attend_blocks, attend_many_short, expand_heads, needs_equal_heads
+from moa_data.tests.kit.memory import LiveBytes
+
+N_TOKENS = 40
+
+
+def training_masks() -> dict[str, masks.Mask]:
+    """Every mask of training over two rows: a step bound with a teacher-forced pass behind it, a staircase row."""
+    response = torch.zeros(2, N_TOKENS, dtype=torch.bool)
+    response[0, 7:33], response[1, 12:19] = True, True
+    draws = Draws(torch.tensor([5, 3]), torch.tensor([True, False]), torch.tensor([2, 0]), teacher_forced_weight=0.5)
+    rounds = Rounds.packed(draws, response)
+    queries, context, passes = rounds.queries, rounds.context, rounds.pass_index
+    return {
+        "cross": masks.cross_attention_mask(context, N_TOKENS),
+        "self": masks.self_attention_mask(queries, context, rounds.staircase, N_TOKENS),
+        "rounds": masks.round_mask(queries, context, passes, N_TOKENS),
+        "window": masks.round_mask(queries, context, passes, N_TOKENS, window=6),
+        "causal": masks.Mask.up_to(torch.arange(N_TOKENS)[None], N_TOKENS),
+    }
+
+
+def random_input(mask: masks.Mask) -> tuple[Tensor, Tensor, Tensor]:
+    _, n_queries, n_keys = mask.shape
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, n_queries, 8, requires_grad=True)
+    k, v = (torch.randn(2, 2, n_keys, 8, requires_grad=True) for _ in "kv")
+    return q, k, v
+
+
+def with_gradients(attended: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    weight = torch.randn(attended.shape, generator=torch.Generator().manual_seed(1))
+    return attended, *torch.autograd.grad((attended * weight).sum(), inputs)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """The definition: softmax of the scores over the keys that are seen."""
+    scores = q @ expand_heads(k, q.shape[1]).mT * q.shape[-1] ** -0.5
+    weights: Tensor = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
+    return weights @ expand_heads(v, q.shape[1])
+
+
+@pytest.mark.parametrize("name", training_masks())
+@pytest.mark.parametrize("kernel", ["chosen", "expanded", "blocks"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_kernels_equal_the_definition_in_value_and_gradient(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = training_masks()[name]
+    inputs = random_input(mask)
+    if kernel == "chosen":
+        got = attend(*inputs, mask)
+    elif kernel == "expanded":
+        monkeypatch.setattr(attention, "needs_equal_heads", lambda *_: True)
+        grouped: list[bool] = []
+        real: Any = F.scaled_dot_product_attention
+
+        def watched(*tensors: Tensor, **options: Any) -> Tensor:
+            grouped.append(options["enable_gqa"])
+            attended: Tensor = real(*tensors, **options)
+            return attended
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+        got = attend(*inputs, mask)
+        assert grouped == [False]
+    else:
+        # PyTorch refuses gradients on a CPU for want of a compiled kernel; its plain form has them.
+        monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+        got = attend_blocks(flex.flex_attention, *inputs, mask)
+        assert mask.block_mask is not None
+    expected = with_gradients(plain(*inputs, mask.dense), inputs)
+    for one, other in zip(with_gradients(got, inputs), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_blocks_and_agrees() -> None:
+    assert attention._flex_works(torch.device("cuda"), torch.bfloat16, 32, 8, 128)
+
+
+def test_the_math_kernel_is_not_asked_for() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert needs_equal_heads(cuda, torch.bfloat16, has_mask=True), "flash takes no mask"
+    assert needs_equal_heads(cuda, torch.float32, has_mask=False), "nor float32"
+    assert not needs_equal_heads(cuda, torch.bfloat16, has_mask=False)
+    assert not needs_equal_heads(cpu, torch.float32, has_mask=True)
+
+
+def test_scores_are_never_held() -> None:
+    mask = masks.Mask.up_to(torch.arange(512)[None], 512)
+    q, k, v = (torch.randn(1, heads, 512, 8, requires_grad=True) for heads in (32, 8, 8))
+    with LiveBytes() as live:
+        attend(q, k, v, mask).sum().backward()
+    assert live.peak < 4 * 32 * 512 * 512 / 3, "less than a third of the scores of all heads"
+
+
+@pytest.mark.parametrize("n_heads", [2, 6])
+def test_attention_of_many_short_sequences_equals_the_fused_kernel_in_value_and_gradient(n_heads: int) -> None:
+    q = torch.randn(40, 4, n_heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_(True)
+    k, v = (torch.randn(40, 2, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    got = attend_many_short(q, k, v)
+    torch.testing.assert_close(got, expected)
+    weight = torch.randn_like(got)
+    for ours, plain in zip(
+        torch.autograd.grad((got * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, plain)

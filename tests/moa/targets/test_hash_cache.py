@@ -1,0 +1,100 @@
+"""Hashes of weights are right, and large files are read once."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.errors import TargetError
+from moa_data.moa.targets import hash_cache
+from moa_data.moa.targets.bundle import hash_target
+from moa_data.moa.targets.hash_cache import file_sha256
+from moa_data.moa.targets.live import load_target_model
+from moa_data.tests.kit.models import write_target
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The files that are read to be hashed, with an empty cache in which every file counts as settled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(hash_cache, "_SETTLED_S", -1.0)
+    names: list[str] = []
+
+    def counted(stream: Any, on_read: Any) -> str:
+        names.append(Path(stream.name).name)
+        return sha256_of(stream, on_read)
+
+    sha256_of = hash_cache._sha256_of
+    monkeypatch.setattr(hash_cache, "_sha256_of", counted)
+    return names
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path: Path, reads: list[str]) -> None:
+    file = tmp_path / "weights"
+    for content in (b"first", b"other"):  # of one length
+        file.write_bytes(content)
+        os.utime(file, ns=(10**18, 10**18))  # and of one time: whoever copies a file may set it
+        assert [file_sha256(file) for _ in range(3)] == [hashlib.sha256(content).hexdigest()] * 3
+    assert reads == ["weights"] * 2
+
+
+def test_a_file_that_has_just_changed_is_not_kept(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hash_cache, "_SETTLED_S", 60.0)
+    (tmp_path / "weights").write_bytes(b"a")
+    assert file_sha256(tmp_path / "weights") == file_sha256(tmp_path / "weights")
+    assert reads == ["weights"] * 2
+
+
+def test_a_damaged_or_unwritable_cache_costs_time_alone(tmp_path: Path, reads: list[str]) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"a")
+    right = file_sha256(file)
+    (kept,) = hash_cache.cache_folder().iterdir()
+    for content in (b"", b"\xff" * 64, right[:63].encode()):
+        kept.write_bytes(content)
+        assert file_sha256(file) == right
+    shutil.rmtree(hash_cache.cache_folder())
+    hash_cache.cache_folder().write_text("a file where the folder should be")
+    assert file_sha256(file) == right
+    assert reads == ["weights"] * 5
+
+
+def test_a_blob_of_the_hub_is_not_read(tmp_path: Path, reads: list[str]) -> None:
+    digest = hashlib.sha256(b"content").hexdigest()
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / digest).write_bytes(b"content")
+    (tmp_path / "snapshots").mkdir()
+    link = tmp_path / "snapshots" / "model.safetensors"
+    link.symlink_to(f"../blobs/{digest}")
+    assert file_sha256(link) == digest
+    assert not reads
+    git_blob = tmp_path / "blobs" / "0123456789abcdef0123456789abcdef01234567"  # of a small file: another hash
+    git_blob.write_bytes(b"small")
+    (tmp_path / "snapshots" / "small").symlink_to(git_blob)
+    assert file_sha256(tmp_path / "snapshots" / "small") == hashlib.sha256(b"small").hexdigest()
+
+
+def test_a_target_has_the_same_identity_from_the_cache(tmp_path: Path, reads: list[str]) -> None:
+    folder = write_target(tmp_path / "model")
+    first = hash_target(folder)
+    assert hash_target(folder) == first
+    assert reads == ["model.safetensors"]
+    digest = hashlib.sha256(b"model.safetensors" + hashlib.sha256((folder / "model.safetensors").read_bytes()).digest())
+    assert first["weights_sha256"] == digest.hexdigest()
+
+
+def test_consolidated_weights_beside_others_are_left_alone(tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "model")
+    before = hash_target(folder)
+    (folder / "consolidated.safetensors").write_bytes(b"of another program, and not even read")
+    assert hash_target(folder) == before
+    assert load_target_model(folder, torch.float32, "cpu").dtype == torch.float32
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(TargetError, match=r"consolidated\.safetensors"):
+        hash_target(folder)  # by itself it would be the weights

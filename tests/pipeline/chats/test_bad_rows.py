@@ -1,0 +1,201 @@
+"""A row that cannot be read, encoded or rendered is one counted row; a damaged file ends the run and is named."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moa_data.pipeline.chats import dataset as dataset_module
+from moa_data.pipeline.chats.dataset import ChatSource
+from moa_data.pipeline.chats.messages import Chat, Rejection, RejectReason, UnreadableRow, parse_chat
+from moa_data.pipeline.chats.prompts import tokenize_chat
+from moa_data.pipeline.chats.rendering import MAX_CHAT_CHARS
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.errors import DatasetError, TemplateError
+from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
+from moa_data.storage.parts.plan import plan_bytes
+from moa_data.tests.kit.chats import random_chats, rejected, write_jsonl
+from moa_data.tests.kit.models import build_tokenizer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+
+GOOD = [json.dumps(row) for row in random_chats(60)]
+DEEP = "[" * 100_000 + "]" * 100_000
+SURROGATE = '{"messages": [{"role": "user", "content": "a \\ud800"}, {"role": "assistant", "content": "b"}]}'
+BAD_ROWS = {
+    "surrogate": (SURROGATE, RejectReason.NO_UNICODE, "message 0, character 2: '\\ud800'"),
+    "deep": (f'{{"messages": {DEEP}}}', RejectReason.MALFORMED_ROW, "nested too deeply"),
+    "deep tools": (SURROGATE.replace(" \\ud800", "").replace('{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1),
+                   RejectReason.MALFORMED_TOOLS, "tool 0 is list"),
+    "integer": (f'{{"messages": [], "id": {"9" * 5000}}}', RejectReason.MALFORMED_ROW, "limit (4300"),
+    "nan": ('{"messages": NaN}', RejectReason.MALFORMED_MESSAGES, "got float"),
+    "latin-1": ('{"messages": "caf\udce9"}', RejectReason.MALFORMED_ROW, "can't decode byte 0xe9"),
+}  # fmt: skip
+
+
+def plan_of(target: Path, dataset: Path, tmp_path: Path, **options: Any) -> ExtractPlan:
+    return build_plan(
+        ExtractConfig.of(model=str(target), dataset=str(dataset), out=str(tmp_path / "out"), device="cpu", **options)
+    )
+
+
+def write_rows(path: Path, rows: list[str]) -> Path:
+    """Write rows that are JSON or should be, as lines or as one list."""
+    text = "\n".join(rows) + "\n" if path.suffix == ".jsonl" else "[\n" + ",\n".join(rows) + "\n]"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ExtractPlan:
+    """The plan of the good rows alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    return plan_of(target_folder, write_rows(folder / "chats.jsonl", GOOD), folder, max_length=128)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_one_bad_row_of_61_is_counted_and_named(
+    target_folder: Path, tmp_path: Path, whole: ExtractPlan, name: str, suffix: str
+) -> None:
+    row, reason, detail = BAD_ROWS[name]
+    path = write_rows(tmp_path / f"chats{suffix}", [*GOOD[:17], row, *GOOD[17:]])
+    plan = plan_of(target_folder, path, tmp_path, max_length=128)
+    assert plan.rejections == {reason.value: 1}
+    assert plan.sequences.examples[reason.value].startswith("row 17: ")
+    assert detail in plan.sequences.examples[reason.value]
+    assert plan.sequences.n_rows == 61
+    assert plan.table["sequence_id"].equals(whole.table["sequence_id"])
+
+
+def test_plain_chats_give_the_plan_they_always_gave(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
+    plan = plan_of(target_folder, chats_file, tmp_path, max_length=48)
+    digest = hashlib.sha256(plan_bytes(plan.table)).hexdigest()
+    assert digest == "299447829c117e2a72db9b38964ff0fff63bb8517fb6942e54399228a3a42b26"
+    extraction = json.dumps(dict(plan.manifest.extraction), sort_keys=True).encode()
+    assert hashlib.sha256(extraction).hexdigest() == "af7d54a5be24b34680ac1816becb22ef28e0651e4f42efa8b3d17626e866f160"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_an_arrow_row_that_is_no_text_is_one_bad_row(tmp_path: Path, suffix: str) -> None:
+    contents = [b"hi", b"caf\xe9", b"ho"]
+    buffers = pa.array(contents, pa.binary()).buffers()
+    texts = pa.Array.from_buffers(pa.string(), 3, buffers)  # unchecked, as other writers leave it
+    roles = pa.array(["assistant"] * 3)
+    messages = pa.ListArray.from_arrays([0, 1, 2, 3], pa.StructArray.from_arrays([roles, texts], ["role", "content"]))
+    table = pa.table({"messages": messages})
+    path = tmp_path / f"chats{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    chats = [parse_chat(row) for _, row in ChatSource(str(path), None).rows()]
+    assert isinstance(chats[0], Chat)
+    assert isinstance(chats[2], Chat)
+    rejected(chats[1], RejectReason.MALFORMED_ROW, "utf-8")
+
+
+@pytest.mark.parametrize("kind", ["zstd", "none", "stream", "file"])
+def test_a_file_that_is_damaged_in_its_midst_is_named(tmp_path: Path, kind: str) -> None:
+    table = pa.Table.from_pylist([{"messages": [{"role": "user", "content": f"{i:08d}" * 40}]} for i in range(3000)])
+    path = tmp_path / ("chats.parquet" if kind in ("zstd", "none") else "chats.arrow")
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, compression=kind, row_group_size=300, use_dictionary=False)
+    else:
+        make = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+        with make(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=300)
+    content = bytearray(path.read_bytes())
+    if kind == "stream":
+        del content[len(content) // 2 :]
+    elif kind == "file":
+        content[-400:-200] = bytes(200)
+    else:
+        offset = pq.ParquetFile(path).metadata.row_group(5).column(0).file_offset or len(content) // 2
+        content[offset : offset + 400] = b"\x5a" * 400
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=rf"chats\{path.suffix} is no readable"):
+        list(ChatSource(str(path), None).rows())
+
+
+def test_a_json_list_that_does_not_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text("[" + ",\n".join(GOOD))
+    with pytest.raises(DatasetError, match=r"chats\.json is no readable json file \(its list does not end\)"):
+        list(ChatSource(str(path), None).rows())
+    path.write_text("\n".join(GOOD) + "\n")  # lines under another name
+    assert len(list(ChatSource(str(path), None).rows())) == 60
+    path.write_text("[1]\n[2]\n")
+    assert [row for _, row in ChatSource(str(path), None).rows()] == [[1], [2]]
+
+
+def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "MAX_ROW_BYTES", 2000)
+    long = GOOD[1].replace('"content": "', '"content": "' + "long " * 1000, 1)
+    path = write_rows(tmp_path / "chats.jsonl", [GOOD[0], long, GOOD[2], long])
+    rows = [row for _, row in ChatSource(str(path), None).rows()]
+    assert rows[::2] == [json.loads(GOOD[0]), json.loads(GOOD[2])]
+    assert rows[1::2] == [UnreadableRow("a line of more than 2,000 bytes")] * 2
+
+
+def test_a_chat_beyond_any_context_is_rejected() -> None:
+    messages = [{"role": "user", "content": "a" * MAX_CHAT_CHARS}, {"role": "assistant", "content": "b"}]
+    rejected(tokenize_chat(build_tokenizer(LLAMA3_TEMPLATE), messages, 100), RejectReason.TOO_LONG)
+
+
+ENDLESS = [
+    "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(900000) %}xxxxxxxx{% endfor %}",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_does_not_end_is_refused_or_its_rows_are(template: str) -> None:
+    messages = [{"role": "user", "content": "long question"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(TemplateError, match="the chat template does not end: "):
+        tokenize_chat(build_tokenizer(template + LLAMA3_TEMPLATE), messages, 100)
+    some = "{% if messages[0]['content'] | length > 5 %}" + template + "{% endif %}"
+    if "macro" in template:
+        some = template.replace("{{ again() }}{% endmacro %}{{ again() }}", "{{ again() }}{% endmacro %}")
+        some += "{% if messages[0]['content'] | length > 5 %}{{ again() }}{% endif %}"
+    tokenizer = build_tokenizer(some + LLAMA3_TEMPLATE)
+    rejection = tokenize_chat(tokenizer, messages, 100)
+    rejected(rejection, RejectReason.TEMPLATE_FAILED)
+    assert isinstance(rejection, Rejection)
+    assert rejection.detail
+    short = [messages[0] | {"content": "short"}, messages[1]]
+    assert not isinstance(tokenize_chat(tokenizer, short, 100), Rejection)
+
+
+@pytest.mark.parametrize("fault", ["{{ 1 // (messages | length - 1) }}", "{{ messages[0].content.index('z') }}",
+                                   "{{ [][7].upper() }}", "{{ messages[0]['content'].no.way }}"])  # fmt: skip
+def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
+    guarded = "{% if messages | length != 1 %}" + fault + "{% endif %}" if "messages[0]" not in fault else fault
+    tokenizer = build_tokenizer(guarded.replace("- 1)", "- 2)") + LLAMA3_TEMPLATE)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rejected(tokenize_chat(tokenizer, messages, 100), RejectReason.TEMPLATE_FAILED)
+
+
+def test_a_plan_over_an_endless_template_is_refused(model: Path, chats_file: Path, tmp_path: Path) -> None:
+    (model / "chat_template.jinja").write_text(ENDLESS[0] + LLAMA3_TEMPLATE)
+    with pytest.raises(TemplateError, match=r"model: the chat template does not end: .*Mend the template"):
+        plan_of(model, chats_file, tmp_path)
+    for program, name in (("{{ lipsum() }}", "lipsum"), ("{{ [1, 2] | random }}", "random")):
+        (model / "chat_template.jinja").write_text(program + LLAMA3_TEMPLATE)
+        with pytest.raises(TemplateError, match=f"the chat template uses {name}, so that equal chats"):
+            plan_of(model, chats_file, tmp_path)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(TemplateError, match="is no Jinja template"):
+        plan_of(model, chats_file, tmp_path)
+
+
+def test_too_many_bad_rows_still_fail_the_run(target_folder: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "chats.jsonl", [*GOOD[:9], SURROGATE])
+    with pytest.raises(DatasetError, match=r"1 of 10 rows \(10.0%\) cannot be used.*half a surrogate pair.*\(row 9: "):
+        plan_of(target_folder, path, tmp_path)

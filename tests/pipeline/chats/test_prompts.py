@@ -1,0 +1,177 @@
+"""Masks cover exactly what the assistant writes, found on the one rendering that is encoded."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moa_data.pipeline.chats.messages import RejectReason
+from moa_data.pipeline.chats.prompts import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.pipeline.errors import TemplateError
+from moa_data.tests.kit.chats import marked_texts, rejected
+from moa_data.tests.kit.models import build_tokenizer
+from moa_data.tests.kit.templates import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+
+Messages = list[dict[str, str]]
+
+TEMPLATES = {
+    "llama3": (LLAMA3_TEMPLATE, "<|begin_of_text|>", "<|eot_id|>"),
+    "chatml": (CHATML_TEMPLATE, None, "<|im_end|>"),
+    "mistral": (MISTRAL_TEMPLATE, "<|begin_of_text|>", "</s>"),
+    "generation": (GENERATION_TEMPLATE, "<|begin_of_text|>", "<|eot_id|>"),
+}
+CONTENTS = [
+    "a short answer",
+    "日本語のテキスト と émojis 👩‍👩‍👧 mixed",
+    "def f(x):\n    if x:\n\n        return  x\n\treturn None",
+    "spaces   in    between\n\n\nand lines",
+    "assistant",
+    "user\n",
+    "ends with a newline\n",
+]
+
+
+def turns(*contents: str) -> Messages:
+    return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(contents)]
+
+
+def make(name: str) -> tuple[Any, str]:
+    template, bos, eos = TEMPLATES[name]
+    return build_tokenizer(template, bos, eos), eos
+
+
+def tokenized(tokenizer: Any, messages: Messages, max_length: int = 4096) -> TokenizedChat:
+    chat = tokenize_chat(tokenizer, messages, max_length)
+    assert isinstance(chat, TokenizedChat), chat
+    return chat
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_mask_covers_exactly_the_responses_of_three_turns(name: str, content: str) -> None:
+    tokenizer, eot = make(name)
+    answers = ["first", content, "last " + content]
+    chat = tokenized(tokenizer, turns("one?", answers[0], "two " + content, answers[1], "three", answers[2]))
+    found = marked_texts(tokenizer, chat)
+    trims = name in ("llama3", "generation")
+    assert [text.removesuffix(eot).lstrip(" ") for text in found] == [a.strip() if trims else a for a in answers]
+    assert all(text.endswith(eot) for text in found)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_are_those_of_the_template_and_begin_with_one_bos(name: str) -> None:
+    tokenizer, _ = make(name)
+    messages = turns("hello", "hi there", "how?", "well")
+    chat = tokenized(tokenizer, messages)
+    assert chat.tokens.dtype == np.int32
+    assert chat.response_mask.dtype == np.uint8
+    assert chat.tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    n_bos = int((chat.tokens == tokenizer.bos_token_id).sum()) if tokenizer.bos_token else 0
+    assert n_bos == (1 if tokenizer.bos_token else 0)
+    # White space at the border may be cut into other tokens, so the texts are compared.
+    assert tokenizer.decode(chat.tokens).startswith(tokenizer.decode(prompt_tokens(tokenizer, messages[:3])).rstrip())
+
+
+def test_generation_tags_give_the_mask_of_transformers() -> None:
+    tokenizer, _ = make("generation")
+    messages = [{"role": "system", "content": "be kind"}, *turns("hello", "hi there", "how?", "well, thanks")]
+    expected = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert tokenized(tokenizer, messages).response_mask.tolist() == expected["assistant_masks"]
+
+
+def test_generation_tags_and_derived_masks_agree() -> None:
+    tagged, derived = make("generation")[0], make("llama3")[0]
+    for content in CONTENTS:
+        messages = turns("q " + content, content, "again", "x" + content)
+        assert np.array_equal(tokenized(tagged, messages).response_mask, tokenized(derived, messages).response_mask)
+
+
+def test_end_of_turn_outside_the_tags_is_taken_in_and_white_space_is_left_out() -> None:
+    body = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    rest = "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    inside = body + "{%- generation -%}{{ m['content'] + '<|im_end|>\n' }}{%- endgeneration -%}" + rest
+    outside = body + "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}" + rest
+    for template in (inside, outside):
+        tokenizer = build_tokenizer(template, None, "<|im_end|>")
+        found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "a b", "q2", "c")))
+        assert found == ["a b<|im_end|>", "c<|im_end|>"]
+
+
+def test_a_chatml_template_without_generation_prompt_leaves_headers_out() -> None:
+    template = CHATML_TEMPLATE.split("{% if add_generation_prompt")[0]
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
+    for content in ("assistant", "fine", "\nlines\n"):
+        found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", content, "q", "ok")))
+        assert found == [content + "<|im_end|>", "ok<|im_end|>"]
+
+
+def test_a_thinking_block_that_history_loses_does_not_shift_the_mask() -> None:
+    """As Qwen3: the last answer gets an empty thinking block, earlier ones do not."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
+    found = marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one", "q", "two")))
+    assert found == ["one<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"]
+
+
+def test_a_generation_prompt_that_is_no_prefix_falls_back_to_the_text() -> None:
+    template = CHATML_TEMPLATE.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif").replace(
+        "assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"
+    )
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
+    assert marked_texts(tokenizer, tokenized(tokenizer, turns("q", "one"))) == ["one<|im_end|>"]
+
+
+def test_a_template_that_rewrites_the_response_is_rejected() -> None:
+    tokenizer = build_tokenizer(CHATML_TEMPLATE.replace("m['content']", "m['content'].upper()"), None, "<|im_end|>")
+    rejected(tokenize_chat(tokenizer, turns("q", "one"), 100), RejectReason.TEMPLATE_REWRITES_RESPONSE)
+
+
+def test_a_template_that_refuses_the_chat_is_a_rejection() -> None:
+    tokenizer, _ = make("mistral")
+    rejected(tokenize_chat(tokenizer, turns("q", "a")[::-1], 100), RejectReason.TEMPLATE_FAILED, "alternate")
+
+
+def test_truncation_cuts_tokens_and_mask_together() -> None:
+    tokenizer, _ = make("llama3")
+    messages = turns("question", "a long answer " * 20)
+    whole = tokenized(tokenizer, messages)
+    cut = tokenized(tokenizer, messages, 40)
+    assert cut.truncated
+    assert not whole.truncated
+    assert cut.tokens.tolist() == whole.tokens[:40].tolist()
+    assert cut.response_mask.tolist() == whole.response_mask[:40].tolist()
+    rejected(tokenize_chat(tokenizer, messages, 4), RejectReason.TRUNCATED_AWAY)
+
+
+@pytest.mark.parametrize("prefix", ["", "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"])
+def test_exactly_one_bos_whatever_the_template_renders(prefix: str) -> None:
+    template = prefix + LLAMA3_TEMPLATE.removeprefix("{{ bos_token }}")
+    tokenizer = build_tokenizer(template)
+    chat = tokenized(tokenizer, turns("q", "one", "q", "two"))
+    assert (chat.tokens == tokenizer.bos_token_id).sum() == 1
+    assert chat.tokens[0] == tokenizer.bos_token_id
+    assert marked_texts(tokenizer, chat) == ["one<|eot_id|>", "two<|eot_id|>"]
+    assert prompt_tokens(tokenizer, turns("q")).count(tokenizer.bos_token_id) == 1
+
+
+def test_no_system_prompt_is_added() -> None:
+    tokenizer, _ = make("llama3")
+    assert "system" not in tokenizer.decode(tokenized(tokenizer, turns("q", "a")).tokens)
+
+
+def test_a_date_in_the_template_is_always_the_same() -> None:
+    template = "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
+    tokenizer = build_tokenizer(template + "{{ date_string }}" + LLAMA3_TEMPLATE)
+    assert "26 Jul 2024" in tokenizer.decode(tokenized(tokenizer, turns("q", "a")).tokens)
+
+
+def test_no_chat_template_is_refused() -> None:
+    with pytest.raises(TemplateError, match=r"has no chat template.*chat_template\.jinja"):
+        tokenize_chat(build_tokenizer(None), turns("q", "a"), 100)
+    with pytest.raises(TemplateError, match=r"refuses the prompt: .*alternate"):
+        prompt_tokens(make("mistral")[0], turns("q", "a")[::-1])

@@ -1,0 +1,135 @@
+"""A batch gives each sequence what a plain forward of it alone gives, for every supported architecture."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moa_data.errors import OptionInvalid
+from moa_data.pipeline.config import ActivationSpec, parse_activations
+from moa_data.pipeline.errors import NonFiniteActivation
+from moa_data.pipeline.forwards.capture import Capture, capture
+from moa_data.tests.kit.models import build_text_model
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+}
+SPEC = ActivationSpec(kv=True, last=True, layers=(0, 2))
+LENGTHS = (31, 17, 3)
+
+
+def draw_sequences() -> list[np.ndarray]:
+    draw = np.random.default_rng(1)
+    return [draw.integers(0, 400, n).astype(np.int32) for n in LENGTHS]
+
+
+def rows(host: Capture, name: str, index: int) -> np.ndarray:
+    found = host.rows(name, index)
+    assert isinstance(found, np.ndarray)
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_batch_equals_single_forwards(architecture: str) -> None:
+    model = build_text_model(architecture, **ARCHITECTURES[architecture])
+    sequences = draw_sequences()
+    captured = capture(model, sequences, SPEC, torch.float32)
+    host = captured.to_host()
+    for index, tokens in enumerate(sequences):
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        with torch.inference_mode():
+            expected = model(ids, output_hidden_states=True, use_cache=False)
+        np.testing.assert_allclose(rows(host, "hidden/last", index), expected.hidden_states[-1][0], atol=2e-5)
+        # hidden_states[i + 1] is the output of layer i, except the last one, which is after the final norm.
+        np.testing.assert_allclose(rows(host, "hidden/layer_0", index), expected.hidden_states[1][0], atol=2e-5)
+        last_layer = torch.from_numpy(rows(host, "hidden/layer_2", index).copy())
+        np.testing.assert_allclose(model.model.norm(last_layer).detach(), expected.hidden_states[-1][0], atol=2e-5)
+        logits = model.lm_head(torch.from_numpy(rows(host, "hidden/last", index).copy())).detach()
+        np.testing.assert_allclose(logits, expected.logits[0], atol=2e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_kv_is_bit_equal_to_the_cache_of_a_single_forward(architecture: str) -> None:
+    model = build_text_model(architecture)
+    tokens = draw_sequences()[0]
+    with torch.inference_mode():
+        cache = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=True).past_key_values
+    kv = capture(model, [tokens], SPEC, torch.float32).fields["kv"][0]  # [T, L, H_kv, 2, d]
+    assert tuple(kv.shape) == (31, 3, 2, 2, 8)
+    for layer in range(3):
+        assert torch.equal(kv[:, layer, :, 0], cache.layers[layer].keys[0].transpose(0, 1))
+        assert torch.equal(kv[:, layer, :, 1], cache.layers[layer].values[0].transpose(0, 1))
+
+
+def test_keys_beyond_a_sliding_window_are_kept() -> None:
+    """The first layer's keys depend on the token and its position only, so a wide window must give the same ones."""
+    tokens = draw_sequences()[0]
+    narrow = capture(build_text_model("mistral", sliding_window=5), [tokens], SPEC, torch.float32)
+    wide = capture(build_text_model("mistral", sliding_window=None), [tokens], SPEC, torch.float32)
+    assert narrow.fields["kv"].shape[1] == len(tokens)
+    assert torch.equal(narrow.fields["kv"][:, :, 0], wide.fields["kv"][:, :, 0])
+    assert not torch.allclose(narrow.fields["hidden/last"][:, 6:], wide.fields["hidden/last"][:, 6:])
+
+
+def test_sequences_of_one_batch_do_not_see_each_other_or_a_shared_prefix() -> None:
+    model = build_text_model("llama")
+    draw = np.random.default_rng(2)
+    shared = draw.integers(0, 400, 64).astype(np.int32)
+    sequences = [np.concatenate([shared, draw.integers(0, 400, n).astype(np.int32)]) for n in (9, 2)]
+    host = capture(model, sequences, SPEC, torch.float32).to_host()
+    for index, tokens in enumerate(sequences):
+        alone = capture(model, [tokens], SPEC, torch.float32).to_host()
+        assert rows(host, "kv", index).shape[0] == len(tokens)
+        np.testing.assert_allclose(rows(host, "kv", index), rows(alone, "kv", 0), atol=2e-5)
+
+
+def test_bfloat16_comes_as_its_bits() -> None:
+    captured = capture(build_text_model("llama"), draw_sequences(), SPEC, torch.bfloat16)
+    bits = rows(captured.to_host(), "hidden/last", 1)
+    assert bits.dtype == np.uint16
+    assert torch.equal(torch.from_numpy(bits.copy()).view(torch.bfloat16), captured.fields["hidden/last"][1, :17])
+
+
+def test_only_what_was_asked_for_is_captured() -> None:
+    captured = capture(build_text_model("llama"), draw_sequences(), ActivationSpec(False, False, (1,)), torch.float32)
+    assert list(captured.fields) == ["hidden/layer_1"]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e6, torch.float16)])
+def test_values_that_are_not_finite_are_named_by_sequence_and_layer(value: float, dtype: torch.dtype) -> None:
+    model = build_text_model("llama")
+    tokens = [np.array([1, 2, 3, 4], np.int32), np.array([5, 6], np.int32)]
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0] = value
+    host = capture(model, tokens, ActivationSpec(True, False, ()), dtype).to_host()
+    with pytest.raises(NonFiniteActivation, match=r"Sequence first: kv of layer 1 holds NaN or infinity.*--dtype"):
+        host.check_finite(["first", "second"])
+
+
+def test_a_bad_sequence_is_named_and_its_neighbours_and_padding_are_not() -> None:
+    model = build_text_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("inf")
+    tokens = [np.array([1, 2, 3, 4], np.int32), np.array([5, 7], np.int32)]
+    host = capture(model, tokens, SPEC, torch.float32).to_host()
+    with pytest.raises(NonFiniteActivation, match="Sequence second: kv of layer 0"):
+        host.check_finite(["first", "second"])
+
+
+def test_names_of_activations() -> None:
+    spec = parse_activations(("kv", "hidden:last", "hidden:layer:-1", "hidden:layer:0"), 2, 8)
+    assert spec == ActivationSpec(True, True, (0, 5, 7))
+    assert spec.hidden_fields == ("hidden/last", "hidden/layer_0", "hidden/layer_5", "hidden/layer_7")
+    assert parse_activations(("kv",), 8, 8).layers == ()
+    with pytest.raises(OptionInvalid, match="Unknown activation 'hidden': expected kv, hidden:last or hidden:layer:K"):
+        parse_activations(("hidden",), 0, 8)
+    with pytest.raises(OptionInvalid, match="the target has 8 decoder layers, 0 to 7"):
+        parse_activations(("hidden:layer:8",), 0, 8)
+    with pytest.raises(OptionInvalid, match="'x' is no layer number"):
+        parse_activations(("hidden:layer:x",), 0, 8)
+    with pytest.raises(OptionInvalid, match="target_layers is 9, but the target has 8"):
+        parse_activations(("kv",), 9, 8)

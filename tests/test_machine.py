@@ -1,0 +1,61 @@
+"""Free memory is what the machine and the limits of every control group around the process leave."""
+
+from pathlib import Path
+
+import pytest
+
+from moa_data import machine
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-in for /proc and /sys/fs/cgroup: 20 GiB are available."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {20 * GIB // 1024} kB\n")
+    (tmp_path / "cgroup").write_text("")
+    places = {"/proc/meminfo": "meminfo", "/proc/self/cgroup": "cgroup"}
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / places[path])
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "sys")
+    return tmp_path
+
+
+def write_group(folder: Path, version: int, limit: object, used: int, cached: int) -> None:
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    folder.mkdir(parents=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{'file' if version == 2 else 'total_cache'} {cached}\n")
+
+
+def test_without_limits_it_is_what_the_kernel_calls_available(proc: Path) -> None:
+    assert machine.free_memory() == 20 * GIB
+    (proc / "meminfo").unlink()
+    assert machine.free_memory() is None
+
+
+@pytest.mark.parametrize(("version", "line"), [(2, "0::/job/step"), (1, "7:cpu,memory:/job/step")])
+def test_the_tightest_limit_counts_and_cached_files_are_free(proc: Path, version: int, line: str) -> None:
+    (proc / "cgroup").write_text(f"3:cpuset:/elsewhere\n{line}\n")
+    root = proc / "sys" / ("memory" if version == 1 else "")
+    write_group(root / "job" / "step", version, "max" if version == 2 else 1 << 62, 3 * GIB, 0)
+    assert machine.free_memory() == 20 * GIB
+    (root / "job" / "step" / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(str(8 * GIB))
+    assert machine.free_memory() == 5 * GIB
+    for name in ("memory.max", "memory.current", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"):
+        (root / "job" / name).unlink(missing_ok=True)
+    (root / "job").joinpath("memory.stat").write_text("file 1\n")
+    assert machine.free_memory() == 5 * GIB  # a group without files of its own limits nothing
+
+
+def test_a_limit_of_a_group_around_it_counts(proc: Path) -> None:
+    (proc / "cgroup").write_text("0::/job/step\n")
+    write_group(proc / "sys" / "job" / "step", 2, 8 * GIB, GIB, 0)
+    for name, text in {"max": f"{4 * GIB}", "current": f"{3 * GIB}", "stat": f"file {GIB}\n"}.items():
+        (proc / "sys" / "job" / f"memory.{name}").write_text(text)
+    assert machine.free_memory() == 2 * GIB
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    assert machine.usable_cores() >= 1
+    assert (machine.free_memory() or 1) > 0

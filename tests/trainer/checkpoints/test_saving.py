@@ -1,0 +1,315 @@
+"""Checkpoint files: old or new after a kill at any moment, and nothing but this run's own is ever used."""
+
+import errno
+import io
+import os
+import pickle
+import shutil
+import tempfile
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.files import tensor_file
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.storage.errors import DiskFull
+from moa_data.trainer.checkpoints import saving as checkpoints
+from moa_data.trainer.checkpoints.saving import CheckpointFiles, read_checkpoint, remove_leftovers
+from moa_data.trainer.errors import CheckpointInvalid, TrainingError
+
+from ..fit.test_run import run
+
+SETTINGS: dict[str, Any] = {"max_steps": 4, "optimizer": "muon", "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped half way."""
+    out = tmp_path_factory.mktemp("checkpoints") / "run"
+    run(store_path, out, **SETTINGS, stop_after_steps=2)
+    return out
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Any:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def last_of(out: Any) -> Any:
+    return out / "checkpoints" / "last.ckpt"
+
+
+def test_nothing_goes_through_the_temporary_folder(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    run(store_path, tmp_path / "run", max_steps=2, checkpoint_every=1, validate_every=1)
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.ckpt", "last.ckpt"]
+
+
+def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
+    state: dict[Any, Any] = {
+        "numbers": [1, -2.5, float("inf"), True, None, 10**30, 1e-45],
+        "pair": (0.9, "ä"),
+        3: {"empty": {}, "text": ""},
+        "weights": [torch.arange(6).reshape(2, 3), torch.randn(3, 2).T, torch.tensor(2.0), torch.zeros(0, 4)],
+        "others": {t: torch.ones(3).to(getattr(torch, t)) for t in ("bfloat16", "float16", "float64", "int8", "bool")},
+    }
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    CheckpointFiles().save_checkpoint(state, file)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    found: dict[Any, Any] = CheckpointFiles().load_checkpoint(file)
+    assert (found["numbers"], found["pair"], found[3]) == (state["numbers"], state["pair"], state[3])
+    for one, other in zip(state["weights"], found["weights"], strict=True):
+        assert torch.equal(one, other)
+    for name, value in state["others"].items():
+        assert value.dtype == found["others"][name].dtype
+        assert torch.equal(value, found["others"][name])
+
+
+def _umask() -> Any:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+def test_before_each_change_of_a_save_all_is_old_or_new(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
+) -> None:
+    """What a reader finds at these moments, and in the middle of each write, is what a kill would leave."""
+    out, drafter = tmp_path / "out", load_drafter(trained)
+    seen: list[Any] = []
+    is_looking: list[bool] = []
+    out.mkdir()
+
+    def save(value: Any) -> None:
+        for weight in drafter.parameters():
+            weight.data.fill_(value)
+        CheckpointFiles().save_checkpoint({"weights": torch.full((4, 5), value)}, last_of(out))
+        checkpoints.export_drafter(drafter, out / "drafter")
+
+    def look() -> None:
+        seen.append(_after_a_kill(shutil.copytree(out, tmp_path / str(len(seen)))))
+
+    def looking(real: Any, *arguments: Any, **options: Any) -> Any:
+        if not is_looking:
+            is_looking.append(True)  # what looks copies and cleans up by the same calls
+            look()
+            is_looking.clear()
+        return real(*arguments, **options)
+
+    class Torn(io.FileIO):
+        def write(self, data: Any) -> int:
+            half = len(data) // 2
+            return super().write(data[:half]) + int(looking(super().write, data[half:]))
+
+    if was_there:
+        save(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "open", lambda path, mode: Torn(path, mode), raising=False)
+        for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink"):
+            real = getattr(os, name)
+            patch.setattr(os, name, partial(looking, real))
+        save(2.0)
+    look()
+    old = 1.0 if was_there else None
+    assert list(dict.fromkeys(seen)) == [(old, old), (2.0, old), (2.0, 2.0)]
+    assert len(seen) > 20
+
+
+def _after_a_kill(out: Any) -> Any:
+    """The values in a checkpoint and in a drafter, each of which holds one value alone; None for none."""
+    remove_leftovers(out)
+    assert {path.name for path in out.rglob("*")} <= {
+        "checkpoints", "last.ckpt", "drafter", "drafter.json", "drafter.safetensors"
+    }  # fmt: skip
+    found = []
+    if last_of(out).exists():
+        found.append(read_checkpoint(last_of(out))["weights"].unique().tolist())
+    else:
+        found.append([None])
+    if (out / "drafter").exists():
+        found.append(torch.cat([weight.flatten() for weight in load_drafter(out).parameters()]).unique().tolist())
+    else:
+        found.append([None])
+    assert all(len(values) == 1 for values in found)
+    return tuple(values[0] for values in found)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(
+    copied: Any, store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = last_of(copied).read_bytes()
+
+    def full(path: Path, *rest: Any) -> None:
+        Path(path).write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
+    line = (
+        r"No space left while writing .*last\.ckpt \(No space.*\)\. A checkpoint .* before is whole\. Free .* --resume"
+    )
+    with pytest.raises(DiskFull, match=line):
+        run(store_path, copied, **SETTINGS, resume=True)
+    assert last_of(copied).read_bytes() == before
+    assert not list(copied.rglob("*.partial"))
+
+
+def test_leftovers_of_a_kill_are_removed(copied: Any, store_path: Path) -> None:
+    (copied / "checkpoints" / "last.ckpt.partial").write_bytes(b"torn")
+    (copied / "drafter.partial").mkdir()
+    (copied / "drafter.partial" / "drafter.json").write_text("{")
+    (copied / "report.json.partial").write_text("{")
+    run(store_path, copied, **SETTINGS, resume=True)
+    assert not list(copied.rglob("*.partial"))
+
+
+class Payload:
+    """Runs a shell command where a pickle of it is loaded."""
+
+    def __init__(self, marker: Any) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+def pickled(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+def bomb() -> Any:
+    """A gigabyte of zeros in a megabyte."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a/data.pkl", "w") as entry:
+        for _ in range(64):
+            entry.write(bytes(1 << 24))
+    return file.getvalue()
+
+
+def header(text: Any, length: Any = None) -> Any:
+    return (len(text) if length is None else length).to_bytes(8, "little") + text
+
+
+HOSTILE: dict[str, Any] = {
+    "nothing": b"",
+    "noise": bytes(range(256)) * 50,
+    "pickle": pickle.dumps(Payload("/dev/null")),
+    "bomb": bomb(),
+    "endless header": header(b"{}", 2**63 - 1),
+    "no state": header(b'{"__metadata__":{"format":"pt"}}'),
+    "deep": header(b'{"__metadata__":{"state":"' + b"[" * 200_000 + b'"}}'),
+    "a number": header(b'{"__metadata__":{"state":"3"}}'),
+    "unnamed tensors": header(
+        b'{"__metadata__":{"state":"{\\"dict\\":[]}"},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    ),
+    "absent tensors": header(b'{"__metadata__":{"state":"{\\"dict\\":[[1,{\\"tensor\\":\\"b\\"}]]}"}}'),
+    "out of the file": header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_checkpoint_is_refused(copied: Any, store_path: Path, content: Any) -> None:
+    last_of(copied).write_bytes(content)
+    with pytest.raises(CheckpointInvalid, match=r"last\.ckpt is damaged or not .* Nothing of it was used; copy best"):
+        run(store_path, copied, **SETTINGS, resume=True)
+
+
+def test_what_is_no_file_is_refused(copied: Any, store_path: Path) -> None:
+    last = last_of(copied)
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        last.unlink()
+        make(last)
+        with pytest.raises(TrainingError, match="not a regular file"):
+            run(store_path, copied, **SETTINGS, resume=True)
+        last.rmdir() if last.is_dir() else last.unlink()
+        last.touch()
+
+
+def test_no_code_in_a_checkpoint_runs(copied: Any, store_path: Path, tmp_path: Path) -> None:
+    """A shell command that was pickled has not run."""
+    marker = tmp_path / "marker"
+    for content in (pickled({"state_dict": {}, "callbacks": Payload(marker)}), pickle.dumps(Payload(marker))):
+        last_of(copied).write_bytes(content)
+        with pytest.raises(TrainingError, match=r"last\.ckpt is damaged"):
+            run(store_path, copied, **SETTINGS, resume=True)
+        assert not marker.exists()
+
+
+def set_at(*path: Any, to: Any) -> Any:
+    def change(state: Any) -> None:
+        *above, name = path
+        for key in above:
+            state = state[key]
+        state[name] = to(state[name]) if callable(to) else to
+
+    return change
+
+
+def remove(*path: Any) -> Any:
+    def change(state: Any) -> None:
+        *above, name = path
+        for key in above:
+            state = state[key]
+        del state[name]
+
+    return change
+
+
+WEIGHT = "drafter.self_attention.self_attn.q_proj.weight"
+STRANGE = {
+    "state_dict lacks": remove("state_dict", WEIGHT),
+    "holds 'more'": set_at("state_dict", "more", to=torch.zeros(2)),
+    r"is \[2, 2\] torch.float32, expected \[32, 32\]": set_at("state_dict", WEIGHT, to=torch.zeros(2, 2)),
+    "float64, expected": set_at("state_dict", WEIGHT, to=lambda weight: weight.double()),
+    "state_dict/.* is int, expected": set_at("state_dict", WEIGHT, to=3),
+    "it lacks optimizer_states": remove("optimizer_states"),
+    "holds 'hyper_parameters'": set_at("hyper_parameters", to={}),
+    "optimizer has other weights": set_at("optimizer_states", 0, "state", 999, to={}),
+    "optimizer/0 lacks momentum": set_at("optimizer_states", 0, "state", 0, to=lambda s: {"exp_avg": s["momentum"]}),
+    "optimizer/0/momentum is": set_at("optimizer_states", 0, "state", 0, "momentum", to=torch.zeros(1)),
+    "optimizer/lr is nan": set_at("optimizer_states", 0, "param_groups", 0, "lr", to=float("nan")),
+    "optimizer is another one": set_at("optimizer_states", 0, "param_groups", to=[]),
+    "lr_schedulers is no list of 1": set_at("lr_schedulers", to=[]),
+    "last_epoch is a str": set_at("lr_schedulers", 0, "last_epoch", to="two"),
+    "it says step 3 and 2 steps taken": set_at("global_step", to=3),
+    "global_step is a str": set_at("global_step", to="2"),
+    "callbacks/ExportBest/best is 'x'": set_at("callbacks", "ExportBest", "best", to="x"),
+    "callbacks lacks Throughput": remove("callbacks", "Throughput"),
+    "loops/fit_loop is a list": set_at("loops", "fit_loop", to=[]),
+    r"Lightning 1\.0": lambda state: [set_at("pytorch-lightning_version", to="1.0")(state), remove("loops")(state)],
+}
+
+
+def test_another_runs_checkpoint_is_refused(copied: Any, store_path: Path) -> None:
+    """Each is well-formed; what differs is named."""
+    for message, change in STRANGE.items():
+        state = CheckpointFiles().load_checkpoint(copied / "checkpoints" / "last.ckpt")
+        change(state)
+        other = shutil.copytree(copied, copied.parent / "other")
+        CheckpointFiles().save_checkpoint(state, last_of(other))
+        with pytest.raises(CheckpointInvalid, match=message):
+            run(store_path, other, **SETTINGS, resume=True)
+        shutil.rmtree(other)
+
+
+def test_best_can_take_the_place_of_last(copied: Any, store_path: Path) -> None:
+    run(store_path, copied, **SETTINGS, resume=True)
+    shutil.copy(copied / "checkpoints" / "best.ckpt", last_of(copied))
+    assert run(store_path, copied, **SETTINGS, resume=True).n_steps == 4
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.randn(2, 2), "c": torch.tensor(1.5)}
+    tensor_file.write_tensors(tmp_path / "file", tensors, {"of": "test"})
+    for name, value in load_file(tmp_path / "file").items():
+        assert torch.equal(value, tensors[name])

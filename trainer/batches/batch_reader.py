@@ -1,0 +1,196 @@
+"""Reading the sequences of a batch into padded tensors, on reused memory."""
+
+import math
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...moa.drafters.base import Drafter
+from ...moa.drafters.registry import DRAFTERS, drafter_class
+from ...moa.drafters.training import TrainingInputs
+from ...moa.errors import DrafterError
+from ...storage.chunks.field import StoredArray
+from ...storage.read.selection import layer_indices, own_arrays, row_shape, token_shape
+from ...storage.read.store import ActivationStore
+from ...text import add_command
+from ..config import TrainConfig
+from ..errors import MissingField, TrainingError
+from .batch import LAYER_OUTPUTS, Batch, EncodedField
+from .buffers import BufferPool
+from .copies import SideCopies
+
+_KEPT_BATCH_BYTES = 1 << 30
+"""Bytes of a batch up to which its buffers are kept for the next one."""
+_COUNTED_SEQUENCES = 256  # read at once to count their tokens
+_HELD_BATCHES = 2  # that Lightning holds: the one in use, and the next
+_MOST_THREADS = 16  # decode more than the bus to a GPU takes
+_TEXT_FIELDS = ("tokens", "response_mask")
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
+    """Fields that the drafter is trained on, by the attribute of ``TrainingInputs`` that they become.
+
+    Layer outputs are numbered: ``layer_outputs.0`` and so on.
+
+    Raises:
+        MissingField: the store lacks one; the message names the command that adds it.
+        TrainingError: N is not below the target's number of layers.
+    """
+    n_layers = int(store.manifest.target["n_layers"])
+    n_last = config.target_layer_inference
+    if n_last >= n_layers:
+        raise TrainingError(
+            f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
+        )
+    drafter = drafter_class(config.drafter.kind)
+    needed = drafter.needs(n_layers, n_last)
+    layers = drafter.needed_layers(n_layers, getattr(config.drafter, "fused_layers", None))
+    needed |= {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(layers)}
+    missing = [name for name in needed.values() if name not in store.fields]
+    if missing:
+        how = f"add with {add_command(store.path, missing, n_last)}"
+        if origin := store.manifest.extraction.get("imported_from"):
+            how = f"nothing can be added to a store that was imported from {origin}, so extract one with all fields"
+        trainable = [kind for kind, other in DRAFTERS.items() if _has_all(store, other, n_layers)]
+        others = f", or train another drafter on what there is: --drafter {' or '.join(trainable)}" if trainable else ""
+        raise MissingField(f"{store.path} lacks {', '.join(missing)}; {how}{others}.")
+    return needed
+
+
+def _has_all(store: ActivationStore, drafter: type[Drafter], n_layers: int) -> bool:
+    """Whether a drafter with default settings can be trained from a store."""
+    try:
+        layers = drafter.needed_layers(n_layers, None)
+    except DrafterError:  # the target is too small for the default
+        return False
+    return {*drafter.needs(n_layers, 0).values(), *(f"hidden/layer_{layer}" for layer in layers)} <= set(store.fields)
+
+
+def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
+    """Layers of a field that the drafter is trained on; None for all, or where the field has none."""
+    spec = store.fields[name]
+    return layer_indices(spec, _layers_read(config) if spec.layer_axis == 1 else None)
+
+
+def _layers_read(config: TrainConfig) -> tuple[int, ...] | None:
+    drafter = drafter_class(config.drafter.kind)
+    return drafter.layers_read(config.target_layer_inference, getattr(config.drafter, "layer_attention", True))
+
+
+class BatchReader:
+    """Reads given sequences of a store into right-padded batches, on reused memory.
+
+    Args:
+        device: the device that trains. On the CPU the thread that reads also decodes; another device decodes for
+            itself, so that only codes travel to it.
+        n_ranks: processes that read on this machine and share its cores.
+    """
+
+    def __init__(self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1) -> None:
+        self.store, self.config = store, config
+        self.n_threads = config.data.reader_threads or default_reader_threads(n_ranks)
+        self._decodes = device.type == "cpu"
+        self._copies = SideCopies(device) if device.type == "cuda" else None
+        self._fields = needed_fields(store, config)
+        self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
+        largest = max(sequence_bytes(store, config, store.lengths.max(initial=0)), _KEPT_BATCH_BYTES)
+        self._buffers = BufferPool(
+            (config.data.prefetch_mb << 20) + _HELD_BATCHES * largest, pin_memory=device.type == "cuda"
+        )
+
+    def read(
+        self, sequences: np.ndarray, lengths: np.ndarray, response: Tensor | None = None
+    ) -> tuple[TrainingInputs, dict[str, EncodedField]]:
+        """Read sequences with the given token counts; padding is zero.
+
+        Args:
+            response: bool [B, at least T], their response masks where they were read before.
+
+        Returns:
+            The inputs, and what is still encoded, by attribute of the inputs (see ``Batch.encoded``).
+        """
+        n_rows, n_tokens = len(sequences), int(lengths.max())
+        buffers = {
+            array.name: self._buffer(array, row_shape(array, layers), codec.is_identity, n_rows, n_tokens)
+            for codec, layers in ((self.store.codec.fields[name], self._layers[name]) for name in self._layers)
+            for array in own_arrays(codec, layers)
+        }
+        out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
+        names = _TEXT_FIELDS if response is None else ("tokens",)
+        text = {name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype) for name in names}
+        self.store.read_batch(
+            sequences,
+            [*names, *self._fields.values()],
+            out=out | text,
+            layers=_layers_read(self.config),
+            n_threads=self.n_threads,
+            decoded=False,
+        )
+        encoded = {}
+        for attribute, name in self._fields.items():
+            codec, layers = self.store.codec.fields[name], self._layers[name]
+            if not codec.is_identity:
+                rows = {array.name: buffers.pop(array.name) for array in own_arrays(codec, layers)}
+                dtype = _TORCH_DTYPES[codec.spec.dtype]
+                encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
+                buffers[name] = torch.empty(0)
+        if response is None:
+            response = torch.from_numpy(text["response_mask"]).bool()
+        read = {attribute: buffers[name] for attribute, name in self._fields.items()}
+        inputs = TrainingInputs(
+            tokens=torch.from_numpy(text["tokens"]).long(),
+            response_mask=response[:, :n_tokens].contiguous(),
+            kv=read["kv"].flatten(3) if "kv" in read and "kv" not in encoded else read.get("kv"),
+            hidden=read["hidden"],
+            entering_hidden=read.get("entering_hidden"),
+            layer_outputs=tuple(states for name, states in read.items() if name.startswith(LAYER_OUTPUTS)),
+        )
+        return inputs, encoded
+
+    def deliver(self, batch: Batch) -> Batch:
+        """Decode a batch on the CPU, or start its way to a CUDA device."""
+        if self._decodes:
+            return batch.decode()
+        return batch if self._copies is None else self._copies.start(batch)
+
+    def response_masks(self, sequences: np.ndarray) -> Tensor:
+        """Read the response masks of sequences, padded with False: bool [B, T]."""
+        return torch.from_numpy(self.store.read_batch(sequences, "response_mask")["response_mask"]).bool()
+
+    def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
+        """Count how often each token of the vocabulary occurs in the responses of sequences: int64 [V]."""
+        counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
+        for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
+            read = self.store.read_batch(part, list(_TEXT_FIELDS))
+            counts += np.bincount(read["tokens"][read["response_mask"] != 0], minlength=len(counts))
+        return torch.from_numpy(counts)
+
+    def n_bytes(self, lengths: np.ndarray) -> int:
+        """Bytes of activations in a batch of sequences with these token counts."""
+        return len(lengths) * sequence_bytes(self.store, self.config, int(lengths.max()))
+
+    def _buffer(
+        self, array: StoredArray, row_shape: tuple[int, ...], is_field: bool, n_sequences: int, n_tokens: int
+    ) -> Tensor:
+        dtype = _TORCH_DTYPES[array.logical_dtype] if is_field else getattr(torch, array.dtype)
+        return self._buffers.take((n_sequences, array.n_rows(n_tokens), *row_shape), dtype)
+
+
+def default_reader_threads(n_ranks: int) -> int:
+    """This process's share of the cores that it may run on, among the processes that train here."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // n_ranks))
+
+
+def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
+    """Bytes of one sequence's activations, padded to ``n_tokens``."""
+    specs = [(store.fields[name], needed_layers(store, config, name)) for name in needed_fields(store, config).values()]
+    values = [(math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize) for spec, layers in specs]
+    return int(n_tokens) * sum(n_values * n_bytes for n_values, n_bytes in values)
+
+
+def _as_stored(buffer: Tensor) -> np.ndarray:
+    """A numpy view in the stored dtype; numpy has no bfloat16, the store keeps its bits as uint16."""
+    return buffer.view(torch.uint16).numpy() if buffer.dtype == torch.bfloat16 else buffer.numpy()

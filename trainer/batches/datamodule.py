@@ -1,0 +1,359 @@
+"""Makes batches of an activation store: split, order, draws, and reading with threads.
+
+Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees what an uninterrupted one
+would.
+
+Host memory of the input is bounded: micro-batches that are read ahead take at most ``prefetch_mb`` together (one is
+read ahead however large it is), the trainer holds two more (the one in use and the next), and buffers that are free
+again are kept within the same bounds. How many sequences a micro-batch has follows from memory (``step/memory.py``).
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...moa.drafters.registry import drafter_class
+from ...moa.drafters.rounds import Draws
+from ...moa.drafters.training import TrainingInputs
+from ...moa.nn import masks
+from ...storage.read.store import ActivationStore
+from ..config import EagleSettings, RoundSettings, TrainConfig
+from ..errors import TrainingError
+from .batch import Batch
+from .batch_reader import BatchReader, needed_fields
+from .copies import await_copy
+
+_GROUPED_BATCHES = 32
+
+
+def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split by content hash, so that the split survives re-ordering and growth of the dataset.
+
+    Returns:
+        Indices of the training and of the validation sequences, ascending.
+    """
+    points = np.array([int(sequence_id[:8], 16) / 2**32 for sequence_id in sequence_ids])
+    held_out = points < validation_fraction
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Length-grouped random batches of one epoch; a random rest that fills no batch is left out.
+
+    Returns:
+        [n_batches, batch_size] positions into ``n_tokens``.
+    """
+    random = np.random.default_rng([seed, epoch])
+    n_batches = len(n_tokens) // batch_size
+    # Cut before sorting: the rest that is left out is random, not the longest of a group.
+    order = random.permutation(len(n_tokens))[: n_batches * batch_size]
+    group = batch_size * _GROUPED_BATCHES
+    parts = [order[start : start + group] for start in range(0, len(order), group)]
+    order = np.concatenate([part[np.argsort(n_tokens[part], kind="stable")] for part in parts])
+    order = order.reshape(n_batches, batch_size)
+    return order[random.permutation(n_batches)]
+
+
+@dataclass
+class _Step:
+    """The sequences and draws of one optimizer step on one device.
+
+    Attributes:
+        rows: positions of all its sequences, those of other devices included.
+        draws: one row for each of them.
+        parts: for each micro-batch of this device, indices into ``rows``.
+        response: bool [B, T], response masks of all rows; None until the first micro-batch is read.
+        denominator: divisor of each micro-batch's sums, from those masks.
+    """
+
+    rows: np.ndarray
+    draws: "DrawnRows"
+    parts: list[np.ndarray]
+    response: Tensor | None = None
+    denominator: float = 1.0
+
+
+class TrainingStream:
+    """Endless micro-batches from a given step on, read ahead of the trainer.
+
+    Args:
+        sequences: indices of the training sequences.
+        lengths: tokens of each of them.
+        max_steps: steps of the run, for the curriculum.
+        micro_batch: sequences of each; None for those that the settings give, or all of a device.
+
+    Attributes:
+        steps_per_epoch: optimizer steps in which all sequences were seen, but for a rest.
+        start_step: the step whose first micro-batch comes first.
+        wait_s: seconds that whoever takes the micro-batches waited for them.
+        asked_s: time of the clock when one was last asked for.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        sequences: np.ndarray,
+        lengths: np.ndarray,
+        max_steps: int,
+        rank: int,
+        n_ranks: int,
+        micro_batch: int | None = None,
+    ) -> None:
+        config = reader.config
+        self._reader, self._sequences, self._lengths = reader, sequences, lengths
+        self._max_steps, self._rank, self._n_ranks = max_steps, rank, n_ranks
+        share = device_share(config, n_ranks)
+        self._micro = micro_batch or config.data.micro_batch_size or share
+        self._epoch_order: tuple[int, np.ndarray] | None = None
+        self.steps_per_epoch = len(sequences) // config.data.batch_size
+        self.start_step = 0
+        self.wait_s = self.asked_s = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        config = self._reader.config
+        batches = _read_ahead(self._reads(), config.data.prefetch_batches, config.data.prefetch_mb << 20)
+        while True:
+            self.asked_s = time.perf_counter()
+            batch = next(batches)
+            self.wait_s += time.perf_counter() - self.asked_s
+            yield batch
+
+    def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
+        """Yield for each micro-batch its bytes and what reads it."""
+        step = self.start_step
+        while True:
+            plan = self._plan(step)
+            for index, part in enumerate(plan.parts):
+                yield self._reader.n_bytes(self._lengths[plan.rows[part]]), partial(self._read, plan, index)
+            step += 1
+
+    def _plan(self, step: int) -> _Step:
+        config = self._reader.config
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if self._epoch_order is None or self._epoch_order[0] != epoch:
+            self._epoch_order = epoch, epoch_order(self._lengths, config.data.batch_size, config.seed, epoch)
+        mine = np.arange(self._rank, config.data.batch_size, self._n_ranks)
+        parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
+        return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
+
+    def _read(self, plan: _Step, index: int) -> Batch:
+        """Read one micro-batch; the one thread that reads ahead calls this."""
+        part, n_bytes_before = plan.parts[index], self._reader.store.n_bytes_read
+        if plan.response is None:
+            plan.response = self._reader.response_masks(self._sequences[plan.rows])
+            total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
+            # Lightning averages over micro-batches, and over devices.
+            plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
+        rows = plan.rows[part]
+        inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows], plan.response[part])
+        own = rows_of(plan.draws, torch.from_numpy(part))
+        n_tokens = int(self._lengths[rows].sum())
+        batch = Batch(inputs, own, plan.denominator, n_tokens, encoded=encoded, index=index, n_parts=len(plan.parts))
+        batch = replace(batch, n_bytes_read=self._reader.store.n_bytes_read - n_bytes_before)
+        return self._reader.deliver(batch)
+
+
+def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: int, max_bytes: int) -> Iterator[Batch]:
+    """Yield batches in order while a thread reads the next ones.
+
+    Args:
+        reads: for each batch its bytes and what reads it.
+        max_batches: most batches that are under way or wait.
+        max_bytes: most bytes of them together; one batch is read ahead however large it is.
+    """
+    # With more threads than cores OpenMP lets those of the forward sleep at each barrier, which costs up to 5 % of a
+    # step: the thread that reads must not have a team of its own.
+    with ThreadPoolExecutor(1, "read-ahead", torch.set_num_threads, (1,)) as pool:
+        pending: deque[tuple[int, Future[Batch]]] = deque()
+        ahead_bytes = 0
+        waiting = next(reads, None)
+        while waiting or pending:
+            while waiting and (not pending or (len(pending) < max_batches and ahead_bytes + waiting[0] <= max_bytes)):
+                pending.append((waiting[0], pool.submit(waiting[1])))
+                ahead_bytes += waiting[0]
+                waiting = next(reads, None)
+            n_bytes, batch = pending.popleft()
+            ahead_bytes -= n_bytes
+            yield batch.result()
+
+
+def device_share(config: TrainConfig, n_ranks: int) -> int:
+    """Count the sequences of a step on each device, which the micro-batch divides.
+
+    Raises:
+        TrainingError: the batch does not divide over the devices, or the share not over the micro-batches.
+    """
+    share, rest = divmod(config.data.batch_size, n_ranks)
+    if rest:
+        raise TrainingError(f"--batch-size {config.data.batch_size} does not divide over {n_ranks} devices.")
+    if share % (config.data.micro_batch_size or share):
+        raise TrainingError(
+            f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} sequences of a device."
+        )
+    return share
+
+
+def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
+    """Sum the weights of all positions of response masks [B, T] that carry loss; 1 each by default."""
+    return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
+
+
+class DrawnRows(Draws):
+    """Draws of a whole step."""
+
+    offset: Tensor
+
+
+def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
+    """The random draws of one optimizer step, a pure function of seed and step."""
+    generator = torch.Generator().manual_seed((config.seed << 32) + step)
+    rows = config.data.batch_size
+    # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise seeds.
+    rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
+    step_bound = torch.randint(rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator)
+    phase = torch.rand(rows, generator=generator)
+    dropped = torch.rand(rows, generator=generator) < masks.staircase_drop_probability(step / max_steps)
+    has_staircase = rounds.staircase and rounds.on_policy
+    staircase = ~dropped if has_staircase else torch.zeros(rows, dtype=torch.bool)
+    offset = (phase * step_bound).long()
+    seeds = tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist())
+    bound = step_bound if rounds.step_bound else None
+    forced = rounds.teacher_forced_weight if rounds.on_policy else 1.0
+    noise = config.drafter.feature_noise if isinstance(config.drafter, EagleSettings) else 0.0
+    return DrawnRows(bound, staircase, offset, seeds, noise, float(rounds.on_policy), forced)
+
+
+def rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
+    """Pick the draws of some rows of a step."""
+    seeds = tuple(draws.noise_seeds[row] for row in rows.tolist())
+    bound = None if draws.step_bound is None else draws.step_bound[rows]
+    staircase, offset = draws.staircase_rows[rows], draws.offset[rows]
+    of_all = draws.noise_width, draws.on_policy_weight, draws.teacher_forced_weight
+    return Draws(bound, staircase, offset, seeds, *of_all)
+
+
+class ValidationBatches:
+    """One device's share of the validation batches, read ahead on each pass.
+
+    The batches are those of a single device, dealt in turn, so that the figures do not depend on how many devices there
+    are. Each device gets equally many, because all of them meet between two batches: where the number does not divide,
+    the last batch is given to several, under its one ``index``. Rounds have draft_length steps with a fixed phase per
+    sequence.
+
+    Args:
+        sequences: indices of all validation sequences, ascending by length.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        sequences: np.ndarray,
+        lengths: np.ndarray,
+        batch_size: int,
+        rank: int = 0,
+        n_ranks: int = 1,
+    ) -> None:
+        self._reader, self._sequences, self._lengths, self._batch_size = reader, sequences, lengths, batch_size
+        n_batches = -(-len(sequences) // batch_size)
+        self._numbers = [min(turn + rank, n_batches - 1) for turn in range(0, n_batches, n_ranks)]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Batch]:
+        config, size = self._reader.config, self._batch_size
+        reads = (
+            (self._reader.n_bytes(self._lengths[number * size : (number + 1) * size]), partial(self._read, number))
+            for number in self._numbers
+        )
+        return _read_ahead(reads, config.data.prefetch_batches, config.data.prefetch_mb << 20)
+
+    def _read(self, number: int) -> Batch:
+        start, n_steps = number * self._batch_size, self._reader.config.validation.draft_length + 1
+        part = self._sequences[start : start + self._batch_size]
+        lengths = self._lengths[start : start + self._batch_size]
+        phase = torch.arange(start, start + len(part)) % n_steps
+        draws = Draws(torch.full((len(part),), n_steps), torch.zeros(len(part), dtype=torch.bool), phase)
+        inputs, encoded = self._reader.read(part, lengths)
+        batch = Batch(inputs, draws, 1.0, int(lengths.sum()), encoded=encoded, index=number)
+        return self._reader.deliver(batch)
+
+
+class StoreDataModule(L.LightningDataModule):
+    """Training and validation batches of a store.
+
+    Attributes:
+        micro_batch: sequences per forward on one device; those of the whole share until memory was looked at.
+    """
+
+    def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
+        super().__init__()
+        self.store, self.config = store, config
+        table = store.sequences
+        self.micro_batch = config.data.micro_batch_size or config.data.batch_size
+        self._lengths = table["n_tokens"].to_numpy().astype(np.int64)
+        train, held_out = split_sequences(table["sequence_id"].to_pylist(), config.validation.validation_fraction)
+        responses = table["n_response_tokens"].to_numpy()
+        self.train_sequences = train
+        usable = held_out[responses[held_out] > config.validation.draft_length]
+        self.validation_sequences = usable[: config.validation.validation_sequences]
+        if len(train) < config.data.batch_size:
+            raise TrainingError(
+                f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "
+                f"{config.data.batch_size}; extract more or lower --batch-size."
+            )
+        needed_fields(store, config)
+        self.steps_per_epoch = max(1, len(train) // config.data.batch_size)
+        self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
+
+    def train_dataloader(self) -> TrainingStream:
+        """Stream that starts at the trainer's current step."""
+        trainer = self.trainer
+        assert trainer is not None
+        reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.world_size)
+        stream = TrainingStream(
+            reader,
+            self.train_sequences,
+            self._lengths[self.train_sequences],
+            self.max_steps,
+            trainer.global_rank,
+            trainer.world_size,
+            self.micro_batch,
+        )
+        stream.start_step = trainer.global_step
+        return stream
+
+    def val_dataloader(self) -> ValidationBatches:
+        """The validation batches of the trainer's device."""
+        trainer = self.trainer
+        assert trainer is not None
+        reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.world_size)
+        chosen = self.validation_sequences
+        chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
+        size, ranks = self.micro_batch, (trainer.global_rank, trainer.world_size)
+        return ValidationBatches(reader, chosen, self._lengths[chosen], size, *ranks)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Take a batch whose copy has been started, and decode what is still encoded, on the training device."""
+        return await_copy(batch).decode()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest training sequence."""
+        return int(self._lengths[self.train_sequences].max(initial=0))
+
+    def longest_sequence(self) -> TrainingInputs:
+        """Read the longest training sequence, [1, T, ...], on the CPU."""
+        index = self.train_sequences[np.argmax(self._lengths[self.train_sequences])][None]
+        reader = BatchReader(self.store, self.config, torch.device("cpu"))
+        inputs, encoded = reader.read(index, self._lengths[index])
+        draws = Draws(None, torch.zeros(1, dtype=torch.bool))
+        return reader.deliver(Batch(inputs, draws, 1.0, 0, encoded=encoded)).inputs

@@ -1,0 +1,4 @@
+"""Files of a run: checkpoints that resume it, drafters that leave it.
+
+Reading one executes nothing. When a checkpoint is written is decided in ``trainer/fit``.
+"""

@@ -1,0 +1,174 @@
+"""Writes a drafter for another program: `moa-data export-drafter`. The formats stand in ``moa/formats/table.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor
+
+from ...errors import FolderOccupied
+from ...moa.drafters.base import Drafter
+from ...moa.errors import CheckpointError
+from ...moa.files.foreign import read_header
+from ...moa.formats.checkpoint import check_identity_fits, check_sizes_fit, load_drafter
+from ...moa.formats.table import LAYOUTS, write_layout
+from ...moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
+from ...moa.targets.live import resolve_model_folder
+from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard
+from ...storage.read.store import read_manifest
+from ..config import DrafterExportConfig
+from ..errors import TargetUnknown
+from ..files import RUN_FILE
+
+_EMBEDDINGS = "model.embed_tokens.weight"
+_BUNDLE_EMBEDDINGS = "embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class DrafterExportReport:
+    """The outcome of an export.
+
+    Attributes:
+        reader: who loads it.
+        notes: what to know before it is used.
+    """
+
+    folder: Path
+    format: str
+    reader: str
+    kind: str
+    n_tensors: int
+    written_bytes: int
+    notes: tuple[str, ...]
+
+    def describe(self) -> str:
+        """The report as text for people."""
+        line = (
+            f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), {self.n_tensors} tensors, "
+            f"{self.written_bytes / 1e6:,.1f} MB; loaded again and equal"
+        )
+        return "\n".join((line, *(f"note: {note}" for note in self.notes)))
+
+
+@dataclass(frozen=True)
+class TargetPieces:
+    """The parts of a target that a layout may ask for."""
+
+    config: Any
+    """Its transformers config."""
+    identity: dict[str, str]
+    """weights_sha256 and config_sha256."""
+    embeddings: Tensor | None
+    """[V, E], where they were asked for."""
+
+
+def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
+    """Write a drafter in another layout; the folder gets its name when it has been loaded again and is equal.
+
+    Raises:
+        FolderOccupied: the folder holds something.
+        TargetUnknown: the layout needs the target, and it is not to be found.
+        DrafterError: the drafter cannot be loaded, is of another kind, would be run differently by the other program,
+            or belongs to another target.
+        CheckpointError: what was written does not load as the same drafter.
+    """
+    layout = LAYOUTS[config.format]
+    source, folder = Path(config.drafter).expanduser(), Path(config.out).expanduser()
+    drafter = load_drafter(source)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FolderOccupied(f"{folder} is not an empty folder. Choose another --out.")
+    pieces = None
+    if config.model or (layout.kind == drafter.kind and (layout.needs_target_config or layout.needs_embeddings)):
+        pieces = find_target(config.model, source, layout.needs_embeddings)
+        check_sizes_fit(drafter.config, target_sizes(pieces.config))
+        check_identity_fits(drafter.config, pieces.identity)
+    dtype = getattr(torch, config.dtype)
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk_full_guard(folder):
+            write_layout(
+                drafter, layout, partial, dtype,
+                target_config=pieces.config if pieces else None, embeddings=pieces.embeddings if pieces else None,
+            )  # fmt: skip
+        _compare(drafter, partial, dtype)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    file = folder / "model.safetensors"
+    n_tensors = len(layout.tensors(drafter.config))
+    notes = tuple(layout.notes(drafter.config))
+    return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, file.stat().st_size, notes)
+
+
+def find_target(model: str | None, drafter: Path, with_embeddings: bool) -> TargetPieces:
+    """The target's config, identity and embeddings, from a store, a model folder or the Hub.
+
+    Args:
+        model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
+
+    Raises:
+        TargetUnknown: the run names no store that is there.
+        TargetError: the target cannot be read.
+    """
+    place = model or _store_of(drafter)
+    bundle = Path(place).expanduser() / "target"
+    if (bundle / FROZEN_FILE).is_file():
+        prefix = "target."
+        identities = read_manifest(bundle.parent).identities
+        identity = {name.removeprefix(prefix): str(v) for name, v in identities.items() if name.startswith(prefix)}
+        folder, files, name = bundle, [bundle / FROZEN_FILE], _BUNDLE_EMBEDDINGS
+    else:
+        folder = resolve_model_folder(place)
+        load_target_config(folder)
+        identity, files, name = hash_target(folder), weight_files(folder), _EMBEDDINGS
+    embeddings = _read_tensor(files, name, folder) if with_embeddings else None
+    return TargetPieces(load_target_config(folder), identity, embeddings)
+
+
+def _store_of(drafter: Path) -> str:
+    """The store of a run; ``drafter`` may be its subfolder."""
+    for folder in (drafter, drafter.parent):
+        if (folder / RUN_FILE).is_file():
+            settings = yaml.safe_load((folder / RUN_FILE).read_text(encoding="utf-8"))
+            store = str(settings.get("store", "")) if isinstance(settings, dict) else ""
+            if (Path(store).expanduser() / "target" / FROZEN_FILE).is_file():
+                return store
+            raise TargetUnknown(
+                f"the format holds pieces of the target, and the store {store!r} of {folder} is not there. Give the "
+                "target with --model."
+            )
+    raise TargetUnknown(
+        f"the format holds pieces of the target, and {drafter} is no run. Give the target with --model."
+    )
+
+
+def _read_tensor(files: list[Path], name: str, folder: Path) -> Tensor:
+    for file in files:
+        if name in read_header(file, TargetUnknown):
+            with safe_open(file, framework="pt") as tensors:
+                tensor: Tensor = tensors.get_tensor(name)
+                return tensor
+    raise TargetUnknown(f"{folder} has no tensor {name}. Give another target with --model.")
+
+
+def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
+    """Load what was written and compare it with what was meant."""
+    again = load_drafter(folder)
+    if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(drafter.config.to_dict(), sort_keys=True):
+        raise CheckpointError(f"{folder} does not load with the same sizes. Report this drafter.json.")
+    weights = again.state_dict()
+    for name, value in drafter.state_dict().items():
+        meant = value.to(dtype).to(weights[name].dtype) if value.is_floating_point() else value
+        if not torch.equal(weights[name], meant):
+            raise CheckpointError(f"{folder}: {name} does not load as it was written. Check the disk and try again.")

@@ -1,0 +1,289 @@
+"""Callbacks around the steps: throughput, micro-batches, checkpoints, exports of the best drafter, where to go on."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from ...machine import free_memory
+from ...storage.disk.durable import write_atomic
+from ...text import Progress
+from ..batches.batch import Batch
+from ..batches.datamodule import StoreDataModule, TrainingStream, device_share
+from ..checkpoints.saving import export_drafter
+from ..step.memory import StepMemory
+from ..step.module import DrafterModule
+
+
+class Throughput(L.Callback):
+    """Logs tokens/s and the share of time that training waits for data, over each logging interval.
+
+    Attributes:
+        n_tokens: real tokens trained on in this invocation.
+        n_tokens_total: the same of all invocations of the run.
+        n_bytes_read: bytes of the store that were read for the latter.
+        step_s: seconds in steps and waiting, validation and the writing of checkpoints left out.
+        wait_s: seconds waiting for the next batch.
+    """
+
+    def __init__(self) -> None:
+        self.n_tokens, self.step_s, self.wait_s = 0, 0.0, 0.0
+        self.n_tokens_total, self.n_bytes_read = 0, 0
+        self._at_step = (0, 0)  # both, at the end of the last whole step
+        self._interval = (0, 0.0, 0.0)
+        self._wait_before_s = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave out what was read ahead while all was set up."""
+        self._wait_before_s = _stream_of(trainer).wait_s
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Count the batch; log at the logging interval."""
+        stream = _stream_of(trainer)
+        # Whatever is done between two batches ends before the trainer asks for the next one.
+        self.step_s += time.perf_counter() - stream.asked_s
+        self.wait_s = stream.wait_s - self._wait_before_s
+        self.n_tokens += batch.n_tokens * trainer.world_size
+        self.n_tokens_total += batch.n_tokens * trainer.world_size
+        self.n_bytes_read += batch.n_bytes_read * trainer.world_size
+        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if ends_step:
+            self._at_step = (self.n_tokens_total, self.n_bytes_read)
+        # Lightning sets this attribute in one of its connectors, where mypy doesn't see it.
+        if ends_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            tokens, step_s, wait_s = self._interval
+            spent = max(1e-9, self.step_s - step_s)
+            speed = (self.n_tokens - tokens) / spent
+            pl_module.log("tok/s", speed, prog_bar=True, logger=False, batch_size=1)
+            pl_module.log("train/tokens_per_s", speed, batch_size=1)
+            pl_module.log("train/data_wait_share", (self.wait_s - wait_s) / spent, batch_size=1)
+            self._interval = (self.n_tokens, self.step_s, self.wait_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals, for resuming: without micro-batches of a step that was broken off, which come again."""
+        n_tokens_total, n_bytes_read = self._at_step
+        return {"n_tokens_total": n_tokens_total, "n_bytes_read": n_bytes_read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._at_step = (state_dict["n_tokens_total"], state_dict["n_bytes_read"])
+        self.n_tokens_total, self.n_bytes_read = self._at_step
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Real tokens per second of this invocation; ``step_s`` says of which time."""
+        return self.n_tokens / self.step_s if self.step_s else None
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of step time spent waiting for data."""
+        return self.wait_s / self.step_s if self.step_s else None
+
+
+def _stream_of(trainer: L.Trainer) -> TrainingStream:
+    stream = trainer.train_dataloader
+    assert isinstance(stream, TrainingStream)
+    return stream
+
+
+class ExportBest(L.Callback):
+    """Writes ``drafter/`` and ``best.ckpt`` whenever the expected acceptance length reaches a new best."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        self.folder, self.file = folder, file
+        self.best = float("-inf")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Export when better."""
+        assert isinstance(pl_module, DrafterModule)
+        value = trainer.callback_metrics.get("val/expected_acceptance_length")
+        if trainer.sanity_checking or value is None or not float(value) > self.best:
+            return
+        self.best = float(value)
+        if trainer.is_global_zero:
+            export_drafter(pl_module.drafter, self.folder)
+        trainer.save_checkpoint(self.file)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, for resuming."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best value."""
+        self.best = state_dict["best"]
+
+
+class ShowSteps(L.Callback):
+    """Reports optimizer steps to a progress callback, and what the run is doing between two of them."""
+
+    def __init__(self, progress: Progress, max_steps: int) -> None:
+        self.progress, self.max_steps = progress, max_steps
+        self._figures = "train"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Report the step that the run begins with."""
+        self._report(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Report a step, or which micro-batch of it is done: on a CPU a step can take minutes."""
+        n_done = batch_idx % trainer.accumulate_grad_batches + 1
+        if n_done < trainer.accumulate_grad_batches:
+            self._report(trainer, f", micro-batch {n_done} of {trainer.accumulate_grad_batches}")
+            return
+        self._read_figures(trainer)  # once a step, as it waits for the device
+        self._report(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *args: Any
+    ) -> None:
+        """Report how far a validation is."""
+        [n_batches] = trainer.num_val_batches
+        self._report(trainer, f", validation {batch_idx + 1} of {n_batches}")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Report what the validation gave."""
+        self._read_figures(trainer)
+        self._report(trainer)
+
+    def _read_figures(self, trainer: L.Trainer) -> None:
+        found = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        self._figures = ", ".join(["train", *(f"{name} {value:,.4g}" for name, value in found.items())])
+
+    def _report(self, trainer: L.Trainer, doing: str = "") -> None:
+        if trainer.is_global_zero:
+            self.progress(trainer.global_step, self.max_steps, self._figures + doing)
+
+
+class KeepLast(L.Callback):
+    """Saves the state every so many steps."""
+
+    def __init__(self, every_n_steps: int, file: Path) -> None:
+        self.every_n_steps, self.file = every_n_steps, file
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave out the step that a resumed run begins with."""
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Save once at each of these steps, which has as many ends as micro-batches."""
+        step = trainer.global_step
+        if step % self.every_n_steps == 0 and step != self._saved_step:
+            trainer.save_checkpoint(self.file)
+            self._saved_step = step
+
+
+class WholeSteps(L.Callback):
+    """Lets a resumed run begin at a whole step, counted in its own micro-batches.
+
+    Lightning counts micro-batches and steps where their number divides. The stream begins at the first one of a step,
+    so with the count of a checkpoint from the middle of a step, or of an invocation with other devices or another size
+    of micro-batches, steps would go across two batches from then on.
+    """
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Set Lightning's counts to those at the end of the checkpoint's step."""
+        step, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+        n_batches = step * trainer.accumulate_grad_batches
+        progress = loops["epoch_loop.batch_progress"]
+        for part in ("total", "current"):
+            progress[part] = dict.fromkeys(progress[part], n_batches)
+        # Where a validation is due, Lightning comes by its end once more, done or not, and only there counts the step.
+        is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
+
+
+class MicroBatches(L.Callback):
+    """Chooses the sequences per forward by the memory of each device, where the settings don't say.
+
+    Args:
+        memory: what a step takes; None where the settings give the micro-batch.
+        file: where the choice is noted; a resumed run takes it again where it fits, and then adds up in the same order.
+    """
+
+    def __init__(self, data: StoreDataModule, memory: StepMemory | None, file: Path) -> None:
+        self.data, self.memory, self.file = data, memory, file
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Set the micro-batch, and what Lightning counts in micro-batches; all devices have met by now."""
+        share = device_share(self.data.config, trainer.world_size)
+        if self.memory is not None:
+            self.data.micro_batch = self._chosen(trainer, self.memory, share)
+        trainer.accumulate_grad_batches = share // self.data.micro_batch
+        if trainer.enable_validation:
+            every = self.data.config.validation.validate_every
+            trainer.val_check_interval = every * trainer.accumulate_grad_batches
+
+    def _chosen(self, trainer: L.Trainer, memory: StepMemory, share: int) -> int:
+        device = trainer.strategy.root_device
+        free, held = free_bytes(device, trainer.world_size), memory.weight_bytes + memory.frozen_bytes
+        held = held if device.type == "cpu" else 0
+        size = memory.micro_batch_size(share, self.data.longest, free, held)
+        # Devices of unlike memory take steps together.
+        size = int(trainer.strategy.reduce(torch.tensor(size, device=device), reduce_op="min"))
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet
+            noted = json.loads(self.file.read_text())["micro_batch_size"]
+            if type(noted) is int and 0 < noted <= size and share % noted == 0:
+                size = noted
+        if trainer.is_global_zero:
+            facts = dataclasses.asdict(memory) | {"free_bytes": free, "micro_batch_size": size}
+            write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
+        return size
+
+
+def free_bytes(device: torch.device, n_ranks: int) -> int | None:
+    """Count the free bytes of a device, on a CPU this process's share of them; None where that can't be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = free_memory() if device.type == "cpu" else None
+    return None if free is None else free // n_ranks
+
+
+class Validations(L.Callback):
+    """Has the last step of a run validated, whatever the interval, and a resumed run make up for one that did not end.
+
+    Args:
+        max_steps: steps of the run; an invocation that is to end earlier does not validate where it ends.
+
+    Attributes:
+        validated_step: None before the first validation.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self.validated_step: int | None = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Lightning validates once more when it is told to stop."""
+        if trainer.global_step >= self.max_steps:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note the step."""
+        self.validated_step = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, for resuming."""
+        return {"validated_step": self.validated_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the step."""
+        self.validated_step = state_dict["validated_step"]
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Have a validation that is due at the checkpoint's step done from its first batch on, unless it ended."""
+        step = checkpoint["global_step"]
+        is_open = step > 0 and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
+        # Lightning runs one that has started a batch and not processed it.
+        count = {"ready": int(is_open), "started": int(is_open), "processed": 0, "completed": 0}
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+        progress |= {"total": dict(count), "current": dict(count), "is_last_batch": False}
