@@ -143,7 +143,8 @@ def run_parts(
         tell()
         for part in store.pending_parts():
             out = store.part(part, pool)
-            open_parts = [*open_parts[-1:], out]  # the part before may still be on its way to the disk
+            # Parts before may still be on their way to the disk: several, where a part is a batch or less.
+            open_parts = [*(before for before in open_parts if before.is_open), out]
             for batch in batches(out.sequences, forwards.batch_tokens):
                 done = _run_batch(forwards, batch, clock, slots)
                 waiting = time.perf_counter()

@@ -223,6 +223,11 @@ class PartWriter:
                 raise
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is neither committed nor discarded yet."""
+        return self._is_open
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """Names of the fields that are to be written."""
         return tuple(self._codec.fields)
