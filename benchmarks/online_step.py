@@ -20,13 +20,13 @@ import torch
 from drafter_options import add_size_options, add_training_options, chosen, small_config
 from records import add_out_option, write_record
 
+from moa_data.machine import keep_freed_memory
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batches.batch import Batch
 from moa_data.trainer.batches.batch_reader import BatchReader
 from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
-from moa_data.trainer.fit.allocator import keep_freed_memory
 from moa_data.trainer.fit.run import build_module
 from moa_data.trainer.step.module import DrafterModule
 

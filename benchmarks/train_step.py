@@ -29,6 +29,7 @@ from records import add_out_option, settings_of, write_record
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from moa_data.machine import keep_freed_memory
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes
 from moa_data.storage.codecs.registry import StoreCodec
@@ -41,7 +42,6 @@ from moa_data.storage.write.store import StoreWriter
 from moa_data.trainer.batches.batch_reader import BatchReader
 from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit.allocator import keep_freed_memory
 from moa_data.trainer.fit.callbacks import free_bytes
 from moa_data.trainer.fit.run import build_module, measure_run
 from moa_data.trainer.step.module import DrafterModule

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from ...machine import keep_freed_memory
 from ...moa.targets.bundle import load_target_config, save_target_bundle
 from ...moa.targets.clock import DeviceClock, Mark
 from ...moa.targets.live import Target, load_target_model
@@ -126,6 +127,7 @@ def run_parts(
         timings: counts up; ``n_before_tokens`` is set.
         verb: for the progress message, e.g. ``"extract"``.
     """
+    keep_freed_memory()
     start = time.perf_counter()
     clock = DeviceClock(forwards.target.device)
     pool = EncodePool(forwards.n_encode_threads)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...machine import keep_freed_memory
 from ...moa.targets.bundle import target_sizes
 from ...moa.targets.clock import DeviceClock, Mark
 from ...storage.codecs.registry import StoreCodec
@@ -92,6 +93,7 @@ class SpeedProbe:
 
     def run(self) -> Speeds:
         """Measure; takes some seconds."""
+        keep_freed_memory()  # as extraction does
         model, n_layers = self._stand_in()
         codec = self._stand_in_codec(n_layers)
         is_whole = not codec.learned

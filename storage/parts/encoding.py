@@ -19,8 +19,8 @@ from ..chunks.chunk import encode_chunk
 
 _Result = TypeVar("_Result")
 
-_AHEAD_PER_THREAD = 2
-"""Tasks that wait for each thread: one is too few where tasks take unequal time, more only holds more memory."""
+_AHEAD_PER_THREAD = 4
+"""Tasks that wait for each thread: with fewer, threads wait where tasks take unequal time; more only hold memory."""
 
 
 class EncodePool:

@@ -35,7 +35,7 @@ from .encoding import EncodePool
 from .grid import ArrayGrid
 
 _ABSENT = np.uint64(2**64 - 1)
-_TASK_BYTES = 1 << 20
+TASK_BYTES = 1 << 20
 """Raw bytes that a thread encodes at a time: about 1.5 ms of work, beside which handing it over costs little."""
 
 
@@ -82,7 +82,7 @@ class ShardWriter:
         step = self._grid.chunk_layers
         columns = range(self._grid.chunks_per_row)
         chunks = [values[:, column * step : (column + 1) * step] if values.ndim > 1 else values for column in columns]
-        n_per_task = max(1, _TASK_BYTES // chunks[0].nbytes)
+        n_per_task = max(1, TASK_BYTES // chunks[0].nbytes)
         for first in range(0, len(chunks), n_per_task):
             self._encoding.append(self._pool.encode(chunks[first : first + n_per_task]))
         self._row += 1

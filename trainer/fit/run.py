@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ...errors import Interrupted
+from ...machine import keep_freed_memory
 from ...moa.drafters.registry import drafter_class
 from ...moa.targets.bundle import FrozenTarget, target_sizes
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
@@ -51,7 +52,6 @@ from ..files import (
 from ..step.memory import MemoryPlan, StepMemory, measure_step
 from ..step.module import DrafterModule
 from . import callbacks
-from .allocator import keep_freed_memory
 from .curves import keep_earlier_metrics, plot_curves
 from .interruption import SignalsLeftAlone, StopGuard, StoppedAtOnce, stopped_at
 
