@@ -6,7 +6,7 @@ A folder with Llama-3-8B's config.json and random bfloat16 weights (16 GB at 32 
 extract, verify, audit, two training steps of every drafter at the sizes of the paper, and four tokens generated with
 each. Every stage is a process of its own, whose peak memory the kernel counts. Random weights show what a small target
 cannot: memory, bytes, files, widths and load times. They show no rate of compression and no acceptance. A machine of
-24 GB is enough; a target that is there already, and stages that have a record in OUT, are not made again.
+24 GB is enough; stages that have a record in OUT are not run again, and checkpoints are deleted after each training.
 """
 
 import argparse
@@ -199,7 +199,10 @@ def main() -> None:
     for name, command, measured in stages(out, options):
         record = out / f"{name.replace(' ', '-')}.json"
         if not record.exists():
-            record.write_text(json.dumps(asdict(run_stage(name, command, record.with_suffix(".log"), measured))))
+            stage = run_stage(name, command, record.with_suffix(".log"), measured)
+            for checkpoints in out.glob("runs/*/checkpoints"):
+                shutil.rmtree(checkpoints)
+            record.write_text(json.dumps(asdict(stage)))
         done.append(Stage(**json.loads(record.read_text())))
     print(f"\n{'stage':20} {'seconds':>8} {'peak GB':>8} {'MB':>10} {'files':>6}")
     for stage in done:
