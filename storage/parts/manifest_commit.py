@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from ..disk.checking import MISSING
 from ..disk.durable import file_crc32, write_atomic
-from ..documents import read_bounded
+from ..documents import MAX_DOCUMENT_BYTES, read_bounded
 from ..errors import ManifestInvalid, ShardCorrupt, StoreError
 from ..names import (
     COMMITS_NAME,
@@ -114,10 +114,10 @@ def _holds(path: Path, record: FileRecord) -> bool:
         return False
 
 
-def _content(path: Path) -> bytes | None:
-    """Return a commit's bytes, or None where there is no such file; of what cannot be one, none."""
+def _content(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+    """Return a file's bytes, or None where there is no such file; no bytes of one that is longer or not regular."""
     try:
-        return read_bounded(path)
+        return read_bounded(path, max_bytes)
     except MISSING:
         return None
     except ValueError:
@@ -138,6 +138,8 @@ def check_manifest(store: Path) -> None:
 def restore_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
     """Write recorded files anew where they are damaged and their commit confirms the given bytes.
 
+    A file that holds the given bytes is left alone: then its record is what is damaged.
+
     Args:
         contents: name inside the store -> bytes that the same inputs give; other recorded files are left alone.
 
@@ -148,7 +150,7 @@ def restore_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
     restored = []
     for path, error in find_manifest_damage(store):
         name = path.relative_to(store).as_posix()
-        if name not in contents:
+        if name not in contents or _content(path, MAX_PLAN_BYTES) == contents[name]:
             continue
         if not matches_record(contents[name], (records or {})[name]):
             raise error

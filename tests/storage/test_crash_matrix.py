@@ -1,6 +1,7 @@
 """Kills, flips, truncations: afterwards a store is as if nothing had happened, or the damage is named."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -142,6 +143,20 @@ def test_every_file_damaged_in_every_way(tmp_path: Path, positions: int, parts: 
                     assert verify_store(store).ok
             write_all(recipe, store)
             assert read_tree(store) == whole, name
+
+
+def test_a_changed_record_of_a_whole_file_is_mended(tmp_path: Path, recipe: Recipe) -> None:
+    store = write_all(recipe, tmp_path / "store")
+    path = store / "commits/store.json"
+    whole = path.read_text()
+    for name in json.loads(whole)["files"]:
+        records = json.loads(whole)
+        records["files"][name]["crc32"] ^= 1
+        path.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+        assert not verify_store(store).ok
+        write_all(recipe, store)
+        assert verify_store(store).ok, name
+        assert path.read_text() == whole
 
 
 # A repair that drops one part, and mends by the way what an opening mends, is killed before each call that changes
