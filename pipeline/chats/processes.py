@@ -28,7 +28,7 @@ from .prompts import TokenizedChat
 
 MIN_ROWS = 2000
 """Fewer rows than this are tokenised sooner by one process than others are started."""
-ROWS_PER_PROCESS = 4096
+ROWS_PER_PROCESS = 16_384
 """Rows of a block for each process: some seconds of work, beside which starting the processes does not count."""
 
 _BLOCK_BYTES = 1 << 28
