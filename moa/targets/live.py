@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ...machine import free_memory
+from ...text import format_bytes
 from ..errors import TargetError
 from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..nn import masks
@@ -70,9 +72,13 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load the causal LM in evaluation mode."""
+    """Load the causal LM in evaluation mode.
+
+    Raises:
+        TargetError: it cannot be loaded, or its weights do not fit in the memory that is free.
+    """
     config = load_target_config(folder)
-    _check_weights(folder, config)
+    _check_memory(folder, _check_weights(folder, config), dtype, device)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -90,8 +96,12 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
     return frozen
 
 
-def _check_weights(folder: Path, config: Any) -> None:
-    """Refuse safetensors files that are damaged, outside the folder, or smaller than the config requires."""
+def _check_weights(folder: Path, config: Any) -> int:
+    """Refuse safetensors files that are damaged, outside the folder, or smaller than the config requires.
+
+    Returns:
+        The number of values that they hold.
+    """
     weights = weight_files(folder)
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
@@ -115,6 +125,25 @@ def _check_weights(folder: Path, config: Any) -> None:
             f"{folder}: the weights hold {held:,} values, config.json calls for more than {called_for:,}. Download the "
             "folder again."
         )
+    return held
+
+
+def _check_memory(folder: Path, n_values: int, dtype: torch.dtype, device: str) -> None:
+    """Refuse weights for which there is no memory: the kernel would end the process without a word."""
+    n_bytes = n_values * dtype.itemsize
+    rooms = {"host memory": free_memory()}  # the weights are read into it, whatever the device
+    if torch.device(device).type == "cuda":
+        rooms[device] = torch.cuda.mem_get_info(torch.device(device))[0]
+    for place, n_free in rooms.items():
+        if n_free is not None and n_bytes > n_free:
+            narrow = n_values * torch.bfloat16.itemsize
+            way = (
+                f"In bfloat16 they take {format_bytes(narrow)}." if narrow <= n_free < n_bytes else "Free some memory."
+            )
+            raise TargetError(
+                f"the weights of {folder} take {format_bytes(n_bytes)} in {str(dtype).removeprefix('torch.')}, and "
+                f"{format_bytes(n_free)} are free in {place}. {way}"
+            )
 
 
 def pick_device(device: str) -> str:

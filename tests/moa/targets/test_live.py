@@ -1,5 +1,6 @@
 """A causal run in pieces, or without a mask, equals one call with the mask of all tokens; and it holds less."""
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 import huggingface_hub
@@ -7,10 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from moa_data.moa.errors import TargetError
 from moa_data.moa.targets import live as target_module
-from moa_data.moa.targets.live import Target, resolve_model_folder
+from moa_data.moa.targets.live import Target, load_target_model, resolve_model_folder
 from moa_data.tests.kit.models import FAMILIES, build_model
 
 
@@ -88,3 +90,15 @@ def test_a_mistyped_folder_is_not_only_a_failed_download(monkeypatch: pytest.Mon
     wanted = r"no folder models/nope here, and the Hub gave no model of that name: .*host\. Check the path or the name"
     with pytest.raises(TargetError, match=wanted):
         resolve_model_folder("models/nope")
+
+
+@pytest.mark.parametrize(("n_free", "way"), [(30_000, "In bfloat16 they take"), (10_000, "Free some memory")])
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_free: int, way: str
+) -> None:
+    build_model("llama").save_pretrained(tmp_path)
+    n_bytes = sum(weight.numel() for weight in build_model("llama").parameters()) * 4
+    monkeypatch.setattr(target_module, "free_memory", lambda: n_bytes * n_free // 40_000)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(TargetError, match=rf"take .* in float32, and .* are free in host memory\. {way}"):
+        load_target_model(tmp_path, torch.float32, "cpu")
