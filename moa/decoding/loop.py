@@ -45,7 +45,7 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 
 @dataclass
 class DecodeStats:
-    """What a generation cost. Counted alike by plain and speculative decoding."""
+    """The cost of a generation, counted alike in plain and speculative decoding."""
 
     committed_per_call: list[int] = field(default_factory=list)
     """Tokens committed by each target call after the prefill."""
@@ -111,7 +111,7 @@ def generate(
         frozen: target weights for the drafter; None takes them from the live target.
 
     Raises:
-        DrafterError: as there, or drafter and frozen target weights differ in dtype.
+        DrafterError: as :func:`generate_batch`, or drafter and frozen target weights differ in dtype.
     """
     proposer = DrafterProposer(target, drafter, frozen, sampling)
     return generate_batch(
@@ -132,18 +132,18 @@ def generate_batch(
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
 ) -> list[Generation]:
-    """Decode several prompts of any lengths at once; each gives what it gives alone.
+    """Decode several prompts of any lengths at once; each gets the answer that it gets alone.
 
     Greedy tokens are those of plain decoding, sampled ones have its distribution, whatever is proposed. Rows whose
-    answer has ended leave the batch. Times in the statistics are those of the whole batch, shared equally by the rows
-    that took part.
+    answer has ended leave the batch. Times in the statistics are those of the batch, divided by the rows that took
+    part.
 
     Args:
         prompts: token ids, each at least one.
         max_new_tokens: bound on generated tokens of each; also bounded by the target's positions.
         proposer: proposes the drafts; None for plain decoding.
         tree: shape of the drafts, or a policy that chooses it; needed with a proposer.
-        seed: random seed; row r uses ``seed + r``, or its own of a sequence.
+        seed: random seed; row r uses ``seed + r``, or ``seed[r]`` of a sequence.
         on_tokens: called at each commit; for a single prompt only.
 
     Raises:
@@ -218,10 +218,10 @@ def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer | 
 
 
 def _useful(target: Target, shape: Shape | None, rows: list["_Row"], sampling: SamplingConfig) -> Shape | None:
-    """The shape, in greedy decoding no deeper than there are positions for and than any row has use for.
+    """Cut greedy drafts to the positions that are left and the tokens that any row still needs; None if none are.
 
-    Sampling uses up random numbers at each level, and an answer must not depend on the rest of its batch: what lies
-    beyond the last position is cut when it is committed.
+    Sampled drafts keep their shape: each level uses up random numbers, and an answer must not depend on the rest of
+    its batch. What lies beyond the last position is cut when it is committed.
     """
     if shape is None or not sampling.is_argmax:
         return shape
@@ -238,9 +238,9 @@ def _verify(
     drafts: DraftTree,
     sampling: SamplingConfig,
 ) -> list[list[int]]:
-    """Run the target once over root and drafts of each row; commit what it agrees with, and return those nodes."""
+    """Run the target once over root and drafts of each row; commit and return the nodes that it accepts."""
     roots = torch.tensor([[row.committed[-1]] for row in rows], device=target.device)
-    tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1)  # [B, 1 + N]; any token fills up
+    tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1)  # [B, 1 + N]; padding becomes token 0
     hidden = target.forward(tokens, cache, ancestors(drafts.parents) if drafts.n_nodes else None)
     logits = target.logits(hidden)  # [B, 1 + N, V]
     predicted = logits.argmax(dim=-1).tolist() if sampling.is_argmax else None
@@ -258,14 +258,14 @@ def _verify(
 
 
 def _commit(cache: TargetCache, proposer: Proposer | None, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-    """Keep some tokens of a target call, of which a drafter may want the hidden states [B, n, E]."""
+    """Commit the kept tokens of a target call, and hand its hidden states [B, n, E] to the proposer."""
     cache.commit(kept)
     if proposer is not None:
         proposer.observe(hidden, kept)
 
 
 class _Row:
-    """One prompt in the making: what is committed, and when to stop."""
+    """One prompt and its answer so far: what is committed, and when to stop."""
 
     def __init__(
         self, target: Target, prompt_tokens: list[int], max_new_tokens: int, seed: int, on_tokens: OnTokens | None

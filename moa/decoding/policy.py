@@ -13,9 +13,9 @@ target call over one token, so that a machine that is slow for a minute changes 
      ...    chain        1        25   -1.5   12.3     9.5          this answer has lost more than PATIENCE
      ...    none         1        10    0.0   12.3     9.5          plain; each step pays 1 / MEASURE_EVERY back
 
-Two accounts are kept in that unit. ``lost`` is what an answer has lost since its best moment: above ``PATIENCE`` it is
+Two sums are kept in that unit. ``lost`` is what an answer has lost since its best moment: above ``PATIENCE`` it is
 decoded plainly. ``savings`` are what drafts have gained over all answers, at most four times ``PATIENCE``: a new answer
-is tried while there are any, so that drafts which always fail cost no more than what the plain steps pay in.
+is drafted for while they are above 0, so that drafts which always fail cost no more than the plain steps pay back.
 """
 
 from collections import deque
@@ -26,15 +26,14 @@ from .tree import Shape, TreeShape
 
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
 """The chain of ``auto``: the fastest of all chains, chains that stop and trees on one CPU core, where a draft costs a
-fifth to a third of a target call. ``eval --method plain,tree --tree 10@P`` with P from 0.05 to 0.3 finds another."""
+fifth to a third of a target call. ``eval --method plain,tree --tree 10@P`` with P from 0.05 to 0.3 measures others."""
 PATIENCE = 12.0
-"""Plain steps that an answer may lose before it is decoded plainly: the gains of a good drafter's rounds scatter by 2
-steps about a mean of 1 or more, so that less gives good drafters up by chance, and more is lost where drafts fail.
-``benchmarks/auto_policy.py`` judges it."""
+"""Plain steps that an answer may lose before it is decoded plainly. The gains of a good drafter's rounds scatter by 2
+steps about a mean of 1 or more: a smaller number gives up good drafters by chance, a larger one loses more where drafts
+fail. ``benchmarks/auto_policy.py`` compares numbers."""
 MEASURE_EVERY = 128
-"""One round in so many is spent on the other way: a plain step is timed after this many rounds with drafts, and as many
-plain steps pay for the loss of one with drafts. So finding out costs about 1 %; 64 costs 2 % where drafts fail, 256
-learns late that a machine has become slower."""
+"""A plain step is timed after this many rounds with drafts, and this many plain steps pay back the loss of one step.
+Each costs about 1 %; 64 costs 2 % where drafts fail, 256 learns late that a machine has become slower."""
 
 
 class ShapePolicy(Protocol):
@@ -60,27 +59,27 @@ class ShapePolicy(Protocol):
 
 
 class FixedShape:
-    """Always the same shape; None for plain decoding."""
+    """Always drafts the same shape; None decodes plainly."""
 
     def __init__(self, shape: Shape | None) -> None:
         self._shape = shape
 
     def begin(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no state."""
 
     def next_shape(self) -> Shape | None:
-        """The shape."""
+        """Return the shape."""
         return self._shape
 
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        """Nothing is learned."""
+        """Do nothing: there is no state."""
 
 
 class AutoPolicy:
-    """Chains while they pay, else plain decoding; remembers over all generations that it is used for.
+    """Drafts chains while they pay, else decodes plainly; remembers what it learned over generations.
 
     Args:
-        is_drawn: tokens are sampled. Chains are then drawn and cannot stop by their probability: they are half as long.
+        is_drawn: whether tokens are sampled: chains then cannot stop by their probability, and are half as long.
         max_depth: the most levels that the drafter can make; None for any number.
     """
 
@@ -96,14 +95,14 @@ class AutoPolicy:
         self._lost, self._has_drafted = 0.0, False
 
     def next_shape(self) -> TreeShape | None:
-        """The chain, unless it does not pay, or a plain step is due to be timed."""
+        """Return the chain, or None where it does not pay or a plain step is due to be timed."""
         # The more is lost, the sooner a plain step is timed: the machine may be slower, not the drafts worse.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (1 - self._lost / PATIENCE):
             return None
         return self._shape if self._savings > 0 and self._lost < PATIENCE else None
 
     def observe(self, n_drafts: int, n_committed: float, round_s: float) -> None:
-        """Time a plain step, or book the gain of a round with drafts."""
+        """Note the time of a plain step, or the gain of a round with drafts."""
         self._n_rounds += 1
         if not n_drafts:
             self._plain_s.append(round_s)
@@ -113,11 +112,11 @@ class AutoPolicy:
             self._n_with_drafts += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
-        # The first round with drafts also reads the prompt, which says nothing of the rounds to come.
+        # In its first round the drafter also reads the prompt, which says nothing of the rounds to come.
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
 
     def describe(self) -> str:
-        """What was chosen so far, in one line."""
+        """Say in one line what was chosen so far."""
         return f"auto: chains {self._shape} in {self._n_with_drafts:,} of {self._n_rounds:,} rounds, else plain steps"

@@ -1,4 +1,4 @@
-"""Drafting without a drafter: what followed the last words when they occurred before (prompt lookup decoding).
+"""Prompt lookup decoding: the drafts are what followed the last tokens where they occurred before.
 
 Source: Saxena, "Prompt Lookup Decoding" (2023); transformers offers the same as ``prompt_lookup_num_tokens``. Here it
 runs in this package's own decoding loop, so that it is counted and timed like every other method.

@@ -61,7 +61,7 @@ class DrafterProposer(Proposer):
     """Drafts with a trained drafter.
 
     Args:
-        frozen: target weights for the drafter, with its N layers; None takes them from the live target.
+        frozen: target weights for the drafter, with the N layers that it needs; None takes them from the live target.
         sampling: with a temperature above 0, chains are sampled from the drafter's distribution under it.
     """
 
@@ -86,7 +86,7 @@ class DrafterProposer(Proposer):
     @override
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         self.cache, self._generators = cache, list(generators)
-        cache.watched_layers = self.drafter.observed_layers  # the target's calls from now on keep their outputs
+        cache.watched_layers = self.drafter.observed_layers  # whose outputs the target's calls then keep
         self.state = self.drafter.new_state(len(cache.lengths))
 
     @override
@@ -151,8 +151,8 @@ class DrafterProposer(Proposer):
     def _tree(self, features: Tensor, shape: TreeShape) -> DraftTree:
         n_rows, b = features.shape[0], min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
-        # Candidates of all levels, and of the last one the b nodes that are extended: their place among the candidates,
-        # cumulative score, and which fed tokens they see.
+        # Tokens, parents and scores are the candidates of all levels. The beam is the b nodes of the last level that
+        # are extended: their places among the candidates, cumulative scores, and which fed tokens they see.
         tokens, parents, scores = [], [], []
         beam_at, beam_score = root - 1, features.new_zeros(n_rows, 1)
         beam_seen = torch.ones(n_rows, 1, 1, dtype=torch.bool, device=self._device)

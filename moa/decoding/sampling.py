@@ -128,7 +128,7 @@ def draw(probability: Tensor, generator: torch.Generator | None) -> int:
 
 
 def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Draw a token from each of some distributions, which need not be normalised: [B, V] float64 -> [B] int64.
+    """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64.
 
     The drawn token is the first at which the cumulative sum exceeds u times the total, for a uniform u of its row's
     generator. ``torch.multinomial`` takes 20 times as long at a vocabulary of 128,256 (``benchmarks/sampling.py``).
@@ -142,7 +142,7 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
 
 
 def accept_argmax(tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[int]) -> tuple[list[int], int]:
-    """Greedy verification: follow the target's argmax from the root as long as the tree has that node.
+    """Verify greedily: follow the target's argmax from the root as long as the tree has that node.
 
     Args:
         parents: node indices, -1 for the root.
@@ -170,7 +170,7 @@ def accept_sampled(
     config: SamplingConfig,
     generator: torch.Generator | None,
 ) -> tuple[list[int], int]:
-    """Sampled verification of one row; also greedy decoding with a repetition penalty.
+    """Verify one row by sampling, or greedily with a repetition penalty.
 
     Args:
         logits: [N + 1, V], the target's after the root and after each node.
@@ -185,7 +185,7 @@ def accept_sampled(
     while True:
         at = accepted[-1] if accepted else -1
         probability = distribution(logits[at + 1], path, config)
-        # What fills up a row takes no random number: a row alone has none of it.
+        # Padding takes no random number: a row alone has none.
         children = [node for node, parent in enumerate(parents) if parent == at and tokens[node] != NO_DRAFT]
         if tree.probabilities is None:
             node, probability = _try_picked(probability, children, tokens, generator)
@@ -207,7 +207,7 @@ def _try_picked(
     drafts = torch.tensor([tokens[node] for node in children], device=probability.device)
     left, tried = 1.0, set[int]()
     for node, p in zip(children, probability[drafts].tolist(), strict=True):
-        # A token that was rejected has no mass left, should it stand there twice.
+        # A token that was rejected has no mass left, should it be there twice.
         if _accepts(p / left if left > 0 and tokens[node] not in tried else 0.0, generator):
             return node, probability
         left -= p if tokens[node] not in tried else 0.0
@@ -222,7 +222,7 @@ def _try_drawn(
     proposals: Tensor,
     generator: torch.Generator | None,
 ) -> tuple[int | None, Tensor]:
-    """Try drafts that were drawn from proposals [N, V], as :func:`_try_picked`."""
+    """Try drafts that were drawn from proposals [N, V], as :func:`_try_picked` does."""
     for node in children:
         token = tokens[node]
         if _accepts(float(probability[token] / proposals[node, token]), generator):
@@ -236,6 +236,6 @@ def _accepts(ratio: float, generator: torch.Generator | None) -> bool:
 
 
 def _normalised(rest: Tensor, before: Tensor) -> Tensor:
-    """The distribution of the next token after a rejection; nothing is left where rounding rejected a certain one."""
+    """The distribution of the next token after a rejection; the one before it where rounding left no mass."""
     total = rest.sum()
     return torch.where(total > 0, rest / total, before)

@@ -20,7 +20,7 @@ _MAX_CANDIDATES = 1 << 16
 NO_DRAFT = -1
 """Padding token of rows with fewer drafts than the others; never accepted."""
 RANK_ACCEPTANCE = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
-"""How often the first, second, ... choice of a trained drafter is the target's token; shapes static trees."""
+"""How often the first, second, ... choice of a trained drafter is the target's token; static trees are made for it."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class TreeShape:
         depth: levels of drafts below the root (the official depth less one).
         breadth: nodes that are extended at each level, and children that each of them gets. 1 makes a chain.
         n_nodes: most nodes that are verified, the best by cumulative log-probability.
-        stop_below: a chain ends behind a draft that the drafter itself finds less likely than this to be accepted (the
-            product of its probabilities so far, in a batch its mean over the rows); 0 for chains of full depth.
+        stop_below: a chain ends after the draft at which the product of the drafter's probabilities (in a batch its
+            mean over the rows) falls below this; 0 for chains of full depth.
     """
 
     depth: int
@@ -80,7 +80,7 @@ class TreeShape:
         )
 
     def __str__(self) -> str:
-        """What :meth:`parse` reads."""
+        """Write the shape as :meth:`parse` reads it."""
         if not self.is_chain:
             return f"{self.depth}x{self.breadth}x{self.n_nodes}"
         return f"{self.depth}@{self.stop_below:g}" if self.stop_below else str(self.depth)
@@ -96,7 +96,7 @@ class TreeShape:
         return self.breadth + (self.depth - 1) * self.breadth**2
 
     def cut(self, depth: int) -> "TreeShape":
-        """The same shape with at most that depth, which must be at least 1."""
+        """Cut the shape to a depth of at least 1."""
         return TreeShape(min(self.depth, depth), self.breadth, self.n_nodes, self.stop_below)
 
 
@@ -105,8 +105,8 @@ class StaticTree:
     """A tree of fixed form, whatever the drafter's probabilities, as in Medusa and EAGLE-1.
 
     Attributes:
-        parents: of each node, in level order; -1 for the root.
-        ranks: which child of its parent a node is, the likeliest first.
+        parents: the parent of each node, in level order; -1 is the root.
+        ranks: which child of its parent each node is; 0 is the likeliest.
     """
 
     parents: tuple[int, ...]
@@ -116,12 +116,15 @@ class StaticTree:
     def likeliest(
         cls, n_nodes: int, max_depth: int = 6, rank_acceptance: Sequence[float] = RANK_ACCEPTANCE
     ) -> "StaticTree":
-        """Make the tree of n nodes with the longest expected acceptance if each rank has its own probability.
+        """Make the tree of n nodes with the longest expected acceptance length, given each rank's probability.
 
-        Best first: a node's probability is the product along its path, so that the n likeliest nodes form a tree.
+        A node's probability is the product along its path, so that the n likeliest nodes form a tree.
 
         Args:
             rank_acceptance: probability that the drafter's first, second, ... choice is the target's token.
+
+        Raises:
+            DrafterError: fewer than 1 node or level.
         """
         if n_nodes < 1 or max_depth < 1:
             raise DrafterError(f"a static tree needs at least 1 node and 1 level, got {n_nodes} and {max_depth}.")
@@ -154,12 +157,12 @@ class StaticTree:
         return max(self.depths)
 
     def cut(self, depth: int) -> "StaticTree":
-        """The same tree without the levels below a depth of at least 1."""
+        """Cut the tree to a depth of at least 1."""
         n_kept = sum(level <= depth for level in self.depths)
         return StaticTree(self.parents[:n_kept], self.ranks[:n_kept])
 
     def __str__(self) -> str:
-        """What :func:`parse_shape` reads, for trees that it made."""
+        """Write the shape as :func:`parse_shape` reads it, for trees that it made."""
         return f"static:{len(self.parents)}"
 
 
@@ -190,7 +193,7 @@ class DraftTree:
 
     @property
     def n_nodes(self) -> int:
-        """N."""
+        """N, the nodes of each row."""
         return self.tokens.shape[1]
 
     @cached_property
@@ -201,13 +204,13 @@ class DraftTree:
 
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
-        """No drafts: verification is then a plain decoding step."""
+        """Make a tree without drafts: verification is then a plain decoding step."""
         nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing)
 
     @classmethod
     def chain(cls, tokens: Tensor, scores: Tensor | None = None, probabilities: Tensor | None = None) -> "DraftTree":
-        """A chain of tokens [B, N]."""
+        """Make a chain of tokens [B, N]."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
         return cls(tokens, parents, scores, probabilities)
 
