@@ -37,7 +37,7 @@ class DraftedFeatures:
     queries: Tensor
     """[B, Q] int64, positions."""
     valid: Tensor
-    """[B, Q] bool; the others are padding."""
+    """[B, Q] bool; False is padding."""
     features: Tensor
     """[B, Q, E]."""
 
@@ -66,7 +66,7 @@ class DraftLevel:
 
 
 class Drafter(nn.Module, ABC):
-    """The trained part of a drafter."""
+    """A drafter: its trained weights, their training objective, and how it drafts."""
 
     kind: ClassVar[str]
     """The drafter's name in ``drafter.json`` and on the command line."""
@@ -80,7 +80,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def observed_layers(self) -> tuple[int, ...]:
-        """Decoder layers of the target whose outputs :meth:`observe` gets; none for the last hidden state instead."""
+        """Target layers whose outputs :meth:`observe` gets; empty where it gets the last hidden state."""
         return ()
 
     @property
@@ -121,18 +121,18 @@ class Drafter(nn.Module, ABC):
         return ()
 
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Take over what the starting weights owe to target and data, after :meth:`initialize`; by default nothing.
+        """Set starting weights that follow from target and data, after :meth:`initialize`; by default none.
 
         Args:
-            count_tokens: gives how often each token of the vocabulary occurs in the responses of the training
-                sequences, [V] int64; called only where that is needed, for it reads all of them.
+            count_tokens: counts each token of the vocabulary in the responses of the training sequences: [V] int64;
+                call it only where needed, for it reads all sequences.
         """
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         """Weigh the positions of response masks [B, T] in the loss: [B, T] of numbers or bool.
 
-        By default the response, without the first position of a sequence, which has nothing of the target's before it.
+        By default the response, without the first position of a sequence, before which there is no target activation.
         """
         response = response_mask.bool().clone()
         response[:, :1] = False
@@ -165,8 +165,8 @@ class Drafter(nn.Module, ABC):
         """Take the target's hidden states of tokens that were just committed; by default nothing is done with them.
 
         Args:
-            hidden: [B, n, E], after the final norm, of a target call; [B, n, K * E] where there are K
-                :attr:`observed_layers`, one behind the other.
+            hidden: [B, n, E], after the final norm, of a target call; where there are K :attr:`observed_layers`, their
+                outputs [B, n, K * E], concatenated.
             kept: per row which of the n tokens were committed, in order.
         """
 
@@ -174,7 +174,7 @@ class Drafter(nn.Module, ABC):
     def draft_root(
         self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
-        """First draft step of a round: catch up with what was committed, forget what was drafted, and feed the root.
+        """Begin a round: catch up with what was committed, forget what was drafted, and feed the root.
 
         Args:
             committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
@@ -185,4 +185,4 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def draft_level(self, state: Any, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
-        """Later draft step of a round: feed the nodes of one level; returns their features [B, b, E]."""
+        """Feed the nodes of one level; returns their features [B, b, E]."""

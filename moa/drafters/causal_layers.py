@@ -21,7 +21,7 @@ def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, q
         queries: [B, Q] int64 slots to compute features for; None = all.
 
     Returns:
-        [B, Q, E], what leaves the last layer.
+        [B, Q, E], outputs of the last layer.
     """
     slots = torch.arange(x.shape[1], device=x.device)
     rotation = rotary(slots[None, :])
@@ -41,7 +41,7 @@ class LayerCaches:
     """Keys and values of causal layers of B rows while decoding.
 
     Attributes:
-        n_true: per row, the slots of what is committed; they come first.
+        n_true: committed slots of each row; they come first.
         n_fed: slots of this round's tree, the root's included.
     """
 

@@ -8,8 +8,8 @@ V_d draft vocabulary, J steps, H query heads, H_kv key/value heads, d head dim.
     feature -> norm -> own LM head over the draft vocabulary
 
 Slots, positions and decoding are those of EAGLE (:mod:`.eagle`): slot t is made from the feature of t and the token at
-t+1. The output of the layer is fed back as it is, without a norm, in place of a fused feature. Nothing holds it close
-to anything of the target's: the distribution of the next token is all that is taught.
+t+1. The output of the layer is fed back as it is, without a norm, in place of a fused feature. It is not trained to
+resemble any hidden state of the target: only the distribution of the next token is taught.
 
 Training-time test: step 1 is teacher forcing. In step j + 1 each position is a draft round of its own that is j tokens
 further: it sees the slots of step 1 up to where its round began, and those that it made itself since. For a round that
@@ -20,9 +20,9 @@ begins at slot 4 (official ``traineagle3/cnets.py``, ``LlamaAttention.forward`` 
        2          5   step 1                      0 1 2 3 4               5
        3          6   step 2                      0 1 2 3 4               5 6
 
-A round carries loss as long as it stays in the response that its root is in, which are the rounds that decoding has.
-The official code also begins rounds in the prompt. Its teacher is normalised over the draft vocabulary, and positions
-whose likeliest token is outside carry no loss; here what the teacher gives to tokens outside counts for nothing.
+A round carries loss as long as it stays in the response that its root is in, as the rounds of decoding do. The official
+code also begins rounds in the prompt. Its teacher is normalised over the draft vocabulary, and positions whose
+likeliest token is outside carry no loss; here only the teacher's probabilities of tokens outside are left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ from .sizes import DrafterSizes
 from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
 STEP_DECAY = 0.8
-"""Weight of the loss of a step relative to the one before (official ``traineagle3/main.py``)."""
+"""Weight of a step's loss relative to the step before (official ``traineagle3/main.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +133,10 @@ class Eagle3Block(DecoderBlock):
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """The trained part: fusing layer, decoder layer, final norm and LM head. Its names are those of other projects.
+    """The trained part: fusing layer, decoder layer, final norm and LM head; weights have the names of other projects.
 
-    ``d2t`` [V_d] int64 is what to add to an index of the draft vocabulary for the token, ``t2d`` [V] bool whether a
-    token can be drafted.
+    ``d2t`` [V_d] int64 is what to add to an index of the draft vocabulary to get the token, ``t2d`` [V] bool is whether
+    a token can be drafted.
     """
 
     kind: ClassVar[str] = Eagle3Sizes.kind
@@ -202,7 +202,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """Outputs of the fused layers, one behind the other: [B, T, K * E]."""
+        """Concatenate the outputs of the fused layers: [B, T, K * E]."""
         if len(inputs.layer_outputs) != len(self.config.fused_layers):
             layers = ", ".join(map(str, self.config.fused_layers))
             raise DrafterError(f"EAGLE-3 needs the outputs of the target's layers {layers}, which this batch lacks.")
@@ -250,7 +250,7 @@ class Eagle3Drafter(FeatureDrafter):
 
         Args:
             queries: [B, Q] int64, positions of the response, ascending, as ``rounds.loss_queries`` gives them.
-            valid: [B, Q] bool; the others are padding.
+            valid: [B, Q] bool; False is padding.
 
         Returns:
             Features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is j - 1
@@ -285,7 +285,7 @@ class Eagle3Drafter(FeatureDrafter):
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Attention of many rounds to slots that they share, and of each to slots of its own.
+    """Let each round attend to slots that all share and to slots of its own.
 
     Args:
         q: [B, H, Q, d], a query of each round.
@@ -303,7 +303,7 @@ def attend_with_own_steps(
     flat = [part for pair in own for part in pair]
     if n_rows >= q.shape[0]:
         return _attend(q, keys, values, seen, *flat)
-    # The scores are made again in the backward, so that few of them are held at a time.
+    # The scores are computed again in the backward pass, so that few of them are held at a time.
     attended = []
     for rows in zip(*(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True):
         row_q, row_keys, row_values, row_seen, *row_own = rows

@@ -1,4 +1,4 @@
-"""Drafters that are fed the next token with the feature before it, and then feed themselves: EAGLE and EAGLE-3.
+"""Drafters that are fed the next token with the feature before it, then with their own features: EAGLE and EAGLE-3.
 
 Shapes: B batch, T tokens, S slots (T - 1), Q queries, E target width, K fused layers, b nodes of one level.
 """
@@ -21,10 +21,10 @@ from .training import TrainingInputs
 
 
 class FeatureState(LayerCaches):
-    """The drafter's caches of B rows while decoding; true slots are made from the target's own hidden states.
+    """The drafter's caches of B rows while decoding; committed slots are made from the target's own hidden states.
 
     Attributes:
-        fresh: per row, the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
+        fresh: per row the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
@@ -38,7 +38,7 @@ class FeatureState(LayerCaches):
 
 
 class FeatureDrafter(Drafter):
-    """What EAGLE and EAGLE-3 share: layers that are fed the token at t+1 with the feature of t, and feed themselves."""
+    """What EAGLE and EAGLE-3 share: layers fed with the token at t+1 and the feature of t, then with their outputs."""
 
     rotary: Rotary
 
@@ -49,7 +49,7 @@ class FeatureDrafter(Drafter):
 
     @abstractmethod
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Make the input of the layers of embeddings of tokens t+1 and features of tokens t, each [..., E]."""
+        """Make the layers' input from embeddings of tokens t+1 and features of tokens t, each [..., E]."""
 
     def target_states(self, inputs: TrainingInputs) -> Tensor:
         """Pick what the drafter sees of the target, as :meth:`observe` gets it: here the last hidden state."""
@@ -65,7 +65,7 @@ class FeatureDrafter(Drafter):
         # All rounds at once, step by step: each step is fed with the features of the one before.
         drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
         drafted[:, 0] = False
-        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last true slot that a query sees
+        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last slot of the target's that a query sees
         slots = torch.arange(context.shape[1], device=context.device)
         step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
         embeddings = frozen.embed(inputs.tokens[:, 1:])
@@ -106,7 +106,7 @@ class FeatureDrafter(Drafter):
     def draft_root(
         self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
-        # Slots up to the root's are made from the target's own states, those of accepted drafts anew.
+        # Slots up to the root's are made from the target's own states, also those of accepted drafts, made anew.
         device = frozen.lm_head_weight.device
         fresh = [torch.cat(parts) for parts in state.fresh]
         counts = [len(hidden) for hidden in fresh]

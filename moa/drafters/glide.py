@@ -7,8 +7,8 @@ head dim, b nodes of one level, n tokens of one call, S slots.
     layer -> + MLP -> LM head
 
 The cross-attention has queries and an output projection of its own; keys and values are the target's as they are, of
-verified positions alone. Nothing of what is drafted is fed back but tokens. There is no norm before the cross-attention
-and none before the LM head, as in the official code (``train/glide.py``).
+verified positions alone. Only the tokens of drafts are fed back. There is no norm before the cross-attention and none
+before the LM head, as in the official code (``train/glide.py``).
 
 Training cuts the text into blocks, each a draft round: its positions see the target's KV of the blocks before it. For
 blocks of 3 and offset 1::
@@ -87,10 +87,10 @@ class TargetAttention(Attention):
 
 
 class GlideState:
-    """The drafter's cache of B rows while decoding; keys and values of verified positions are in the target's.
+    """The drafter's cache of B rows while decoding; cross-attention reads the target's.
 
     Attributes:
-        self_attention: of the verified tokens, then of this round's drafts in the order of feeding.
+        self_attention: keys and values of the verified tokens, then of this round's drafts in the order of feeding.
         n_fed: tokens of this round's tree that were fed, the root included.
     """
 
@@ -208,7 +208,7 @@ class GlideDrafter(Drafter):
         self, state: GlideState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
     ) -> Tensor:
         device, slots = frozen.lm_head_weight.device, state.self_attention
-        if state.n_fed:  # of last round's nodes only the root is known to have stayed
+        if state.n_fed:  # of last round's nodes only the root is known to be committed
             slots.crop([length - state.n_fed + 1 for length in slots.lengths])
         slots.crop([len(tokens) - 1 for tokens in committed])
         fresh = [torch.tensor(tokens[n:]) for tokens, n in zip(committed, slots.lengths, strict=True)]

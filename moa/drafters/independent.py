@@ -57,7 +57,7 @@ class IndependentSizes(DrafterSizes):
 
     @property
     def own_head_dim(self) -> int:
-        """The largest even one that divides W, up to the target's and a quarter of W."""
+        """Head dim of its layers: the largest even divisor of W up to the target's head dim and W / 4."""
         width = self.independent_width
         return next(d for d in range(max(2, min(self.head_dim, width // 4)), 1, -1) if width % d == 0 and d % 2 == 0)
 
@@ -71,7 +71,7 @@ class IndependentSizes(DrafterSizes):
 
 
 class IndependentDrafter(Drafter):
-    """The whole of the small model: embeddings, decoder layers, final norm."""
+    """The small model: embeddings, decoder layers, final norm."""
 
     kind: ClassVar[str] = IndependentSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = IndependentSizes

@@ -4,8 +4,9 @@ Shapes: B rows, T tokens, Q queries, E target width, K heads, P loss positions, 
 
     hidden state of token t -> x + silu(W x + c) per layer -> linear -> feature of token t+k (head k) -> LM head
 
-Hidden states are the target's AFTER its final norm, and t is the last *verified* position. The target's own head makes
-the root, the token at t+1, of it; head k makes the token at t+1+k, so it stands for the target's hidden state at t+k.
+Hidden states are the target's AFTER its final norm, and t is the last *verified* position. The target's own head turns
+it into the root, the token at t+1; head k predicts the token at t+1+k, so it stands for the target's hidden state at
+t+k.
 All nodes of a level share the distribution of one head, whatever the path to them, so a level costs no more than its
 LM head, and K heads draft K levels.
 
@@ -33,7 +34,7 @@ from .sizes import DrafterSizes
 from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
 HEAD_DECAY = 0.8
-"""Head k weighs this to the power of k (section 2.2.1): far tokens are uncertain, and their loss is large."""
+"""The loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain, and their loss large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +70,19 @@ class MedusaState:
 
 
 class ResidualLayer(nn.Module):
-    """x + silu(W x + c), W square (official ``medusa_model.py``, ``ResBlock``; there all layers of a head share W)."""
+    """Gives x + silu(W x + c), W square (official ``medusa_model.py``; there all layers of a head share W)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
+        """Apply the layer: [..., E] -> [..., E]."""
         return x + F.silu(self.linear(x))
 
 
 class MedusaHead(nn.Module):
-    """Residual layers, then the linear layer that makes the target's LM head the head's own."""
+    """Residual layers, then a linear layer before the target's LM head."""
 
     def __init__(self, width: int, n_layers: int) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class MedusaHead(nn.Module):
         self.projection = nn.Linear(width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., E] -> features [..., E]."""
+        """Turn hidden states [..., E] into features [..., E]."""
         features: Tensor = self.projection(self.layers(hidden))
         return features
 
@@ -111,7 +112,7 @@ class MedusaDrafter(Drafter):
     @override
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Begin where each head says what the target's own says: residual layers are 0, projections the identity."""
+        """Begin with heads that predict what the target's own does: residual layers are 0, projections the identity."""
         for name, weight in self.named_parameters():
             if name.endswith("projection.weight"):
                 nn.init.eye_(weight)
@@ -122,8 +123,8 @@ class MedusaDrafter(Drafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the mean of the heads' forward KL, head k weighing ``HEAD_DECAY ** k``.
 
-        Head k is trained where decoding can ask it: on positions that stand, with the k - 1 before them, in one
-        response. Each head's sum is divided by the denominator, the number of loss positions of the first.
+        Head k is trained where decoding can use it: on positions that are in one response with the k - 1 before them.
+        Each head's sum is divided by the denominator, the number of loss positions of the first head.
         """
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)

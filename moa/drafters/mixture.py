@@ -60,7 +60,7 @@ class MoADraftState:
     """The drafter's caches of B rows while decoding.
 
     Attributes:
-        self_attention: of the verified tokens, then of this round's drafts in the order of feeding.
+        self_attention: keys and values of the verified tokens, then of this round's drafts in the order of feeding.
         memory: cross-attention keys and values of the positions that have target KV; behind them, where the drafter
             looks at them, of this round's drafts.
         n_fed: tokens of this round's tree that were fed, the root included.
@@ -72,15 +72,15 @@ class MoADraftState:
         self.n_fed = 0
 
     def forget_drafts(self, in_memory: bool) -> None:
-        """End the round: keep the verified positions and, of self-attention, the root, which is verified by now.
+        """End the round: keep the verified positions and, in self-attention, the root, which has been verified.
 
         Args:
             in_memory: whether the memory has the drafts too.
         """
         if not self.n_fed:
             return
-        # Behind the last root lie nodes in the order of feeding, those accepted among others. Encoding the accepted
-        # ones anew is two projections of a few tokens; which of them stand where they belong is not worth asking.
+        # Behind the last root lie nodes in the order of feeding, accepted ones among others. Encoding the accepted
+        # ones again is two projections of a few tokens, cheaper than finding out which are in place already.
         self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
         if in_memory:
             self.memory.crop([length - self.n_fed for length in self.memory.lengths])
@@ -108,7 +108,7 @@ class _Fed(NamedTuple):
 
 @dataclass
 class DrafterOutputs:
-    """What the training forward gives, for the queries [B, Q] it was asked for."""
+    """Outputs of the training forward at the queries [B, Q]."""
 
     self_attention: Tensor
     """[B, Q, E]."""
@@ -117,7 +117,7 @@ class DrafterOutputs:
     entering: Tensor
     """[B, Q, E], what enters the last N layers: the cross-attention's output."""
     leaving: Tensor
-    """[B, Q, E], what leaves them, before the final norm; the same when N = 0."""
+    """[B, Q, E], what leaves them, before the final norm; equals ``entering`` when N = 0."""
     features: Tensor
     """[B, Q, E], what the LM head sees."""
 
@@ -153,7 +153,7 @@ class MoADrafter(Drafter):
     @classmethod
     @override
     def layers_read(cls, target_layer_inference: int, layer_attention: bool) -> tuple[int, ...] | None:
-        # Without layer self-attention the last one, and those that target layer inference attends to.
+        # Without layer self-attention the last layer, and those that target layer inference attends to.
         return None if layer_attention else tuple(range(-max(1, target_layer_inference), 0))
 
     @classmethod
@@ -171,7 +171,7 @@ class MoADrafter(Drafter):
         """Run many draft rounds at once, fed with the text.
 
         Args:
-            frozen: target pieces, with at least N layers.
+            frozen: target weights, with at least N layers.
             tokens: [B, T] int64, right padded.
             kv: [B, T, L, D], packed target KV.
         """
@@ -250,12 +250,12 @@ class MoADrafter(Drafter):
     def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """Make what cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
 
-        With several ``layer_groups`` it is kv_to_hidden of their means side by side, without layer self-attention of
-        the last layer; with ``unrotated_keys`` the keys are those before RoPE.
+        With several ``layer_groups`` the means of all groups are concatenated; without layer self-attention the last
+        layer takes the place of the mean. With ``unrotated_keys`` the keys are those before RoPE.
 
         Args:
-            kv: [B, T, L, D]; fewer layers will do without layer self-attention, the last one being there.
-            positions: [B or 1, T] int64, where the keys of ``kv`` were rotated to; None for 0 to T - 1.
+            kv: [B, T, L, D]; without layer self-attention the last layer is enough.
+            positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
 
         Returns:
             Memory [B, T, E].

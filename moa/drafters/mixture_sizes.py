@@ -37,14 +37,14 @@ class MoASizes(DrafterSizes):
     layer_attention_mlp_width: int
     """MLP width of layer self-attention."""
     layer_attention: bool = True
-    """Whether there is a layer self-attention; without it only the KV of the target's last layer is encoded."""
+    """Whether there is layer self-attention; without it only the KV of the target's last layer is encoded."""
     target_layer_inference: int = 0
     """N, how many of the target's last layers the drafted features pass through."""
     cross_attention_drafts: bool = True
     """Whether cross-attention sees, behind the memory, the drafts of its round too; in the paper it does not."""
     layer_groups: int = 2
-    """Groups of consecutive layers, whose means after layer self-attention stand side by side in what the memory is
-    made from; in the paper one mean of all. Not used without layer self-attention."""
+    """Groups of consecutive layers; the memory is made from the mean of layer self-attention over each group,
+    concatenated. The paper has one group. Not used without layer self-attention."""
     unrotated_keys: bool = True
     """Whether the memory is made from the target's keys before RoPE; in the paper it is made from those after it."""
 

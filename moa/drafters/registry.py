@@ -16,7 +16,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """Find the drafter of a kind; an unknown kind is refused."""
+    """Find the drafter of a kind; raises DrafterError for an unknown one."""
     if kind not in DRAFTERS:
         raise DrafterError(f"there is no drafter {kind!r}; expected one of {', '.join(DRAFTERS)}.")
     return DRAFTERS[kind]

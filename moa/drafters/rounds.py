@@ -2,9 +2,9 @@
 
 Shapes: B batch, T tokens, Q queries, E target width.
 
-One forward trains many rounds. The positions that are drafted for become *queries*, packed to the left; two passes
-over a batch stand one behind the other. A row of nine tokens with a response from position 3 on, a step bound of 4 (of
-offset 0, see ``masks``) and a second, teacher-forced pass of half the weight::
+One forward trains many rounds. The positions that are drafted for become *queries*, packed to the left; those of a
+second pass over the batch come after those of the first. A row of nine tokens with a response from position 3 on, a
+step bound of 4 (of offset 0, see ``masks``) and a second, teacher-forced pass of half the weight::
 
     pass_index    0  0  0  0    1    1    1    1    1    1
     queries       3  5  6  7    3    4    5    6    7    8      positions that are drafted for
@@ -75,7 +75,7 @@ class Rounds:
     context: Tensor
     """[B, Q] int64, last position whose target activations the query sees."""
     drafted: Tensor
-    """[B, Q] bool; the others are padding."""
+    """[B, Q] bool; False is padding."""
     weights: Tensor
     """[B, Q] float32, weight in the loss."""
     staircase: Tensor
@@ -117,5 +117,5 @@ def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_queries(x: Tensor, queries: Tensor) -> Tensor:
-    """X [B, T, E] at queries [B, Q] -> [B, Q, E]."""
+    """Gather x [B, T, E] at queries [B, Q]: [B, Q, E]."""
     return x.gather(1, queries[..., None].expand(-1, -1, x.shape[-1]))

@@ -1,4 +1,4 @@
-"""Sizes of drafters: what all have in common, how they follow from a target, and how they travel as JSON."""
+"""Sizes of drafters: the fields that all have, their defaults for a target, and their JSON."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ..targets.bundle import rope_parameters, target_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSizes:
-    """What every drafter records of its target, and how it travels as JSON."""
+    """The sizes of the target that every drafter records; drafters add their own."""
 
     kind: ClassVar[str]
     """The drafter that has these sizes, see ``registry.DRAFTERS``."""
@@ -22,7 +22,7 @@ class DrafterSizes:
     n_heads: int
     """Query heads of the target, which the drafter's self- and cross-attention have too."""
     head_dim: int
-    """Head dim of the target, likewise."""
+    """Head dim of the target, which the drafter's self- and cross-attention have too."""
     n_layers: int
     """L, decoder layers of the target; 0 where a checkpoint of another project does not say."""
     vocab_size: int
@@ -34,7 +34,7 @@ class DrafterSizes:
     rope_parameters: dict[str, Any]
     """RoPE of the target (``rope_theta``, ``rope_type``, ...), used by all blocks."""
     qkv_bias: bool = False
-    """Biases on q, k, v of blocks that look at tokens or layers (Qwen2 targets)."""
+    """Whether q, k and v of self-attention blocks have biases (Qwen2 targets)."""
     target: dict[str, str] = field(default_factory=dict)
     """Identity of the target: weights_sha256 and config_sha256."""
 
@@ -75,6 +75,9 @@ class DrafterSizes:
 
         Args:
             **sizes: any drafter size by field name; None means the default.
+
+        Raises:
+            DrafterError: the sizes do not fit together or the target.
         """
         given = {name: value for name, value in sizes.items() if value is not None}
         return cls(**target_facts(config, target), **(cls.defaults(config, given) | given))
@@ -86,7 +89,11 @@ class DrafterSizes:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild from :meth:`to_dict`; unknown or missing keys raise, a kind that is not this one's too."""
+        """Rebuild sizes from :meth:`to_dict`.
+
+        Raises:
+            DrafterError: keys are missing or unknown, or a value or the kind is wrong.
+        """
         kind = values.get("kind", cls.kind)
         if kind != cls.kind:
             raise DrafterError(f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}.")
@@ -99,8 +106,8 @@ class DrafterSizes:
         for item in fields(cls):
             if item.name in values and not _is_of_type(values[item.name], item):
                 raise DrafterError(
-                    f"{item.name} of the drafter is {str(values[item.name])[:60]!r}, which cannot be. Restore its "
-                    "drafter.json or config.json."
+                    f"{item.name} of the drafter is {str(values[item.name])[:60]!r}, which is no valid value. Restore "
+                    "its drafter.json or config.json."
                 )
         try:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
@@ -108,11 +115,11 @@ class DrafterSizes:
             raise DrafterError(f"drafter.json is incomplete: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, with the ``kind``."""
+        """List the sizes as plain values for JSON, with the ``kind``."""
         return {"kind": self.kind, **asdict(self)}
 
     def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
-        """Sizes of a block with the target's width and query heads."""
+        """Make the sizes of a block with the target's width and query heads."""
         return BlockSizes(
             self.hidden_size, self.n_heads, kv_heads, self.head_dim, mlp_width, self.norm_eps, qkv_bias=qkv_bias
         )
@@ -125,7 +132,7 @@ _MAY_BE_ZERO = ("n_layers", "target_layer_inference")
 
 
 def _is_of_type(value: Any, item: Field[Any]) -> bool:
-    """Whether a value of drafter.json is of its field's type, and of a size that can be."""
+    """Whether a value of drafter.json is of its field's type and plausible."""
     if item.type is int:
         largest = _MOST_MODULES if item.name in _MODULE_COUNTS else _LARGEST_SIZE
         return type(value) is int and (item.name not in _MAY_BE_ZERO) <= value <= largest

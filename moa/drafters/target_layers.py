@@ -19,7 +19,7 @@ from .rounds import Rounds
 def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
     """Run drafted features of many rounds through the layers, as in decoding.
 
-    Query i sees the target's own KV up to s(i), and behind it what the features of its round make as keys and values.
+    Query i sees the target's own KV up to s(i), and behind it keys and values of the drafted features of its round.
 
     Args:
         x: [B, Q, E], drafted features.
@@ -80,8 +80,7 @@ def _write_behind(
     Nothing is copied of the context; the target's next call writes over these slots.
     """
     n_new = keys.shape[2]
-    # A row's leftovers are masked slots of longer rows' calls, or of calls over the whole cache, where a NaN would
-    # still spread.
+    # Calls of longer rows, or over the whole cache, later read these slots under a mask, which stops no NaN.
     keys, values = keys.nan_to_num(), values.nan_to_num()
     for row, length in enumerate(before):
         stop = length + n_fed

@@ -1,4 +1,4 @@
-"""What goes into a training objective and what comes out of it.
+"""Inputs and outputs of training objectives, and the loss terms that drafters share.
 
 Shapes: B batch, T tokens, P loss positions, L target layers, D packed KV width, E target width.
 """
@@ -47,7 +47,7 @@ class TrainingStep:
     draws: Draws
     weights: LossWeights = LossWeights()
     denominator: float | None = None
-    """What sums over loss positions are divided by; their number (or weight) + 1e-5 where None."""
+    """Divisor of sums over loss positions; None for their number (or weight) + 1e-5."""
 
 
 @dataclass
@@ -64,19 +64,19 @@ class LossTerms:
 
 
 def loss_scale(n_positions: float, denominator: float | None) -> float:
-    """What sums over loss positions are multiplied by; 1 / (positions + 1e-5), as released, without a denominator."""
+    """The factor of sums over loss positions; without a denominator 1 / (positions + 1e-5), as in the released code."""
     return 1.0 / (denominator if denominator is not None else n_positions + 1e-5)
 
 
 def distillation(
     frozen: FrozenTarget, features: Tensor, hidden: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum the two terms that drafters share, forward KL and feature loss.
+    """Sum the two loss terms that drafters share, forward KL and feature loss, over positions: two scalars.
 
     Args:
         features: [P, E], the drafter's.
         hidden: [P, E], the target's.
-        scale: one for all positions or, [P], one for each.
+        scale: factor of all positions, or [P], of each.
     """
     kl = losses.chunked_forward_kl(features, hidden, frozen.lm_head_weight)
     return (kl * scale).sum(), (losses.feature_loss(features, hidden) * scale).sum()
