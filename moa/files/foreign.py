@@ -35,7 +35,7 @@ _CODE_KEYS = {
     "gguf_file": "names another file to read. Take gguf_file out of the file",
     "tokenizer_object": "stands for an object of a program. Take tokenizer_object out of the file",
 } | {
-    key: "goes before the attention that moa-data asks for and records, and may name a kernel on the Hub, which is "
+    key: "overrides the attention that moa-data asks for and records, and may name a kernel on the Hub, which is "
     f"code. Take {key} out of the file"
     for key in ("_attn_implementation", "_experts_implementation", "experts_implementation")
 }
@@ -129,8 +129,7 @@ def check_model_folder(folder: Path) -> None:
             check_regular(file, MAX_VOCABULARY_BYTES)
         if file.name == "adapter_config.json":
             raise TargetError(
-                f"{file}: an adapter would be put on top of the weights without a word. Merge it into the weights, or "
-                "take the file away."
+                f"{file}: an adapter would change the weights silently. Merge it into the weights, or remove the file."
             )
         if file.name.endswith("config.json"):
             values = read_json(file, TargetError)
@@ -162,7 +161,7 @@ def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
 
     Raises:
         ValueError: it holds something else.
-        RuntimeError: it is damaged; also UnpicklingError, EOFError, KeyError, zlib.error and others of its readers.
+        RuntimeError: it is damaged; also UnpicklingError, EOFError, KeyError, zlib.error and others from its readers.
     """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
@@ -173,7 +172,7 @@ def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
             raise ValueError("its records are larger than the file")
         pickles = [record for record in records if record.filename.endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > MAX_CONFIG_BYTES:
-            raise ValueError("it is none that torch.save writes")
+            raise ValueError("torch.save writes no such file")
         for code, name, _ in pickletools.genops(archive.read(pickles[0])):
             if code.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4") or (
                 code.name in ("GLOBAL", "INST") and name not in _PICKLED_NAMES

@@ -1,4 +1,4 @@
-"""The expected tensors of a weight file (names, shapes, dtypes), and the check against them."""
+"""The expected tensors of a weight file (names, shapes, dtypes), and the check of weights against them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def find_problems(weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], ex
 def check_tensors(
     weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: TensorList, source: object
 ) -> None:
-    """Refuse weights that are not exactly the expected ones, naming the first problem."""
+    """Refuse weights that are not exactly the expected ones; raises CheckpointError with the first problem."""
     problems = find_problems(weights, expected)
     if problems:
         raise CheckpointError(f"{source} does not fit its sizes: {problems[0]} ({len(problems)} problems in all).")

@@ -66,7 +66,7 @@ def expand_heads(x: Tensor, n_heads: int) -> Tensor:
 
 
 def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of many short sequences, as layer self-attention has them; equals the fused kernel without a mask.
+    """Attend within many short sequences, as layer self-attention does; equals the fused kernel without a mask.
 
     On CPU the fused kernel pays per sequence and head; here the query heads of a group are more rows of one product.
     q [B, H, Q, d], k and v [B, H_kv, S, d] -> [B, H, Q, d].
@@ -89,7 +89,7 @@ def _block_mask(mask: Mask, device: torch.device) -> Any:
         n_rows, n_queries, n_keys = mask.shape
 
         def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # Within full blocks the kernel asks by the row of the input, of which a mask for all rows has one.
+            # Within full blocks the kernel asks with the input's row, but a mask for all rows has a single one.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
         mask.block_mask = flex.create_block_mask(rule, n_rows, None, n_queries, n_keys, device=str(device))
@@ -98,7 +98,7 @@ def _block_mask(mask: Mask, device: torch.device) -> Any:
 
 def _takes_flex(q: Tensor, mask: Mask) -> bool:
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    # Compiled per head dim and dtype; what float32 products are rounded to is a setting of the process.
+    # Not float32: how its products are rounded is a setting of the process.
     is_large = q.shape[2] >= _FEWEST_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
     return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
 
@@ -112,7 +112,7 @@ def _compiled_flex() -> Any:
 def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int) -> bool:
     """Whether compiled FlexAttention agrees with expanded heads on this machine, in value and gradient.
 
-    It depends on a compiler and on versions, which no setting tells beforehand.
+    That depends on a compiler and on versions, so it is tried.
     """
     generator = torch.Generator(device).manual_seed(0)
     try:
@@ -135,7 +135,7 @@ def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_hea
                     results.append((attended, *torch.autograd.grad(attended.float().square().sum(), (q, k, v))))
                 for got, expected in zip(*results, strict=True):
                     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
-    except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and any of them means no
+    except Exception as error:  # noqa: BLE001 - compilers fail in many ways, each of which means no
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"masked attention goes without FlexAttention, which fails here: {text:.200}", stacklevel=2)
         return False

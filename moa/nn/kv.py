@@ -1,4 +1,4 @@
-"""The one definition of the packed KV tensor, how it comes out of a cache of transformers, and a growing KV buffer.
+"""Packed KV tensors, made from a transformers cache too, and a growing KV buffer.
 
 Shapes: B batch, T tokens, n positions, L target layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d,
 S slots.
@@ -51,7 +51,7 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
 
     Args:
         packed: [n, L, D], of n positions.
-        rotation: of these positions, cos and signed sin, each [n, d].
+        rotation: cos and signed sin of these positions, each [n, d].
 
     Returns:
         [n, L, D], the input's dtype.
@@ -156,6 +156,6 @@ class KVBuffer:
 
 
 def positions_behind(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
-    """Count the positions of n tokens from each row's start: [B, n], or [1, n] where all rows start alike."""
+    """List the positions of n tokens from each row's start: [B, n] int64, or [1, n] where all rows start alike."""
     starts = starts[:1] if len(set(starts)) == 1 else starts
     return torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)

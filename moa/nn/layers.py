@@ -1,6 +1,6 @@
 """The Llama decoder block in plain torch: one definition for the drafter, the frozen target layers, and decoding.
 
-Shapes: B batch, Q queries, S keys, E block width, H query heads, H_kv key/value heads, d head dim.
+Shapes: B batch, T tokens, Q queries, S keys, E block width, H query heads, H_kv key/value heads, d head dim, G groups.
 A block is self-attention when its keys come from its own input and cross-attention when they come from a memory; both
 streams pass through the same input norm (official ``train/cross_attention.py``, lines 139-203).
 """
@@ -83,14 +83,14 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """Cos and signed sin [..., d] for integer positions [...]."""
+        """Compute cos and signed sin [..., d] of integer positions [...]."""
         inv_freq = self.inv_freq.float()
         angles = positions[..., None].float() * torch.cat((-inv_freq, inv_freq))  # [..., d]
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scaling == 1.0 else (cos * self.scaling, sin * self.scaling)
 
     def inverse(self, positions: Tensor) -> Rotation:
-        """What undoes :meth:`forward` of the same positions, its scaling too."""
+        """Compute the rotation that undoes :meth:`forward` at the same positions, its scaling too."""
         cos, sin = self(-positions)
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
@@ -129,7 +129,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     if torch.is_grad_enabled():
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]  # torch's apply has no types
         return rotated
-    # A draft step is a few tokens, of which the number of calls is the cost.
+    # A draft step has few tokens, so its cost is the number of kernel calls.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
@@ -161,7 +161,7 @@ class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm; on CPU, where torch composes it of many passes over memory, with a gradient of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
+        """Normalise x [..., E] over E: [..., E]."""
         trains = torch.is_grad_enabled() and x.device.type == "cpu"
         if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             normed: Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
@@ -172,7 +172,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w * x / rms(x). Saves x / rms(x)."""
+    """Computes y = w * x / rms(x), and keeps x / rms(x) for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -197,7 +197,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
-    """``layer(x * scale)`` with the scale [E] folded into the weight, for an x that needs no gradient."""
+    """Apply a layer to ``x * scale``, the scale [E] folded into the weight, for an x that needs no gradient."""
     return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
 
 
@@ -219,14 +219,14 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
 
     def queries(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> Tensor:
-        """[B, Q, E] -> rotated queries [B, H, Q, d]; ``scale`` as in :func:`_project`."""
+        """Project [B, Q, E] to rotated queries [B, H, Q, d]; ``scale`` as in :func:`_project`."""
         q = _project(self.q_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
         return rotate(q.transpose(1, 2), rotation)
 
     def keys_values(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[B, S, E] -> rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
+        """Project [B, S, E] to rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
         k = _project(self.k_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
         v = _project(self.v_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "k_norm"):
@@ -240,7 +240,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), the Llama MLP."""
+    """The MLP of Llama: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, mlp_width: int, bias: bool = False) -> None:
         super().__init__()
@@ -249,12 +249,12 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(mlp_width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
+        """Apply the MLP: [..., E] -> [..., E]."""
         out: Tensor = self.down_proj(self.gated(x))
         return out
 
     def gated(self, x: Tensor) -> Tensor:
-        """[..., E] -> what the down projection gets, [..., MLP width]."""
+        """Compute the input of the down projection: [..., E] -> [..., MLP width]."""
         gated: Tensor = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return gated
 
@@ -270,20 +270,20 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(sizes.width, eps=sizes.norm_eps)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What queries, keys and values are made from: [..., E] -> [..., E]."""
+        """Normalise the input of the projections to queries, keys and values: [..., E] -> [..., E]."""
         normed: Tensor = self.input_layernorm(x)
         return normed
 
     def residual(self, x: Tensor) -> Tensor:
-        """What the attention's output is added to: [..., E] -> [..., E]."""
+        """Select what the attention's output is added to: [..., E] -> [..., E]."""
         return x
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotated queries [B, H, Q, d] of x [B, Q, E], which is normed here."""
+        """Normalise x [B, Q, E] and project it to rotated queries [B, H, Q, d]."""
         return self.self_attn.queries(self.normed(x), rotation)
 
     def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H_kv, S, d] of a source [B, S, E], which is normed here."""
+        """Normalise a source [B, S, E] and project it to rotated keys and values, each [B, H_kv, S, d]."""
         return self.self_attn.keys_values(self.normed(source), rotation)
 
     def forward(
@@ -292,7 +292,7 @@ class DecoderBlock(nn.Module):
         """Let the queries x [B, Q, E] attend to given keys and values: [B, Q, E].
 
         Args:
-            rotation: of the queries' positions, [B or 1, Q, d].
+            rotation: rotation of the queries' positions, [B or 1, Q, d].
             keys: [B, H_kv, S, d], rotated.
             values: [B, H_kv, S, d].
             mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
@@ -303,7 +303,7 @@ class DecoderBlock(nn.Module):
         """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
 
         Args:
-            rotation: of x's positions, [B or 1, Q, d].
+            rotation: rotation of x's positions, [B or 1, Q, d].
             append: takes x's own keys and values, each [B, H_kv, Q, d], and gives all, each [B, H_kv, S, d].
             mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
         """
@@ -312,11 +312,11 @@ class DecoderBlock(nn.Module):
         return self.finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
-        """Self-attention over x [B, T, E]; equals :meth:`forward` on x's own keys and values with one norm less."""
+        """Let x [B, T, E] attend to itself; equals :meth:`forward` on x's own keys and values with one norm less."""
         return self.finish(x, self._self_attention(x, rotation, mask))
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Means of :meth:`attend_self` without a mask over G groups of consecutive T: [B, T, E] -> [B, G, E].
+        """Average :meth:`attend_self` without a mask over G groups of consecutive tokens: [B, T, E] -> [B, G, E].
 
         The down projection and the residual sums are linear, so they are done once on a mean instead of T times.
         """
@@ -326,7 +326,7 @@ class DecoderBlock(nn.Module):
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows the attention: x and its output [B, Q, E] -> [B, Q, E]."""
+        """Run what follows the attention, given the block's input x and its output: [B, Q, E] each -> [B, Q, E]."""
         x = self.residual(x) + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -345,5 +345,5 @@ class DecoderBlock(nn.Module):
 
 
 def _group_means(x: Tensor, n_groups: int) -> Tensor:
-    """[B, T, E] -> [B, G, E], means over groups of consecutive T; where they can't be equal the first are longer."""
+    """Average groups of consecutive tokens, [B, T, E] -> [B, G, E]; where they can't be equal the first are longer."""
     return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)

@@ -37,7 +37,7 @@ _CAST_BYTES = 1 << 28
 
 
 def chunk_rows(n_rows: int, n_logits: int, chunk_bytes: int | None = None) -> int:
-    """Positions of a chunk, of ``n_rows`` positions that have ``n_logits`` float32 logits each."""
+    """Choose the positions of a chunk, of ``n_rows`` positions that have ``n_logits`` float32 logits each."""
     chunk_bytes = LIMITS.logits_bytes if chunk_bytes is None else chunk_bytes
     rows = max(1, chunk_bytes // (4 * n_logits), -(-n_rows // MOST_CHUNKS))
     if LIMITS.watched is not None:
@@ -46,7 +46,7 @@ def chunk_rows(n_rows: int, n_logits: int, chunk_bytes: int | None = None) -> in
 
 
 def _blocks(head: Tensor) -> Iterator[slice]:
-    """Cut the vocabulary of a head [V, E] where casting it, or making its gradient, takes too much at once."""
+    """Cut the vocabulary of a head [V, E] into slices whose cast or gradient takes at most ``_CAST_BYTES``."""
     n_tokens = max(1, _CAST_BYTES // (4 * head.shape[1]))
     return (slice(start, start + n_tokens) for start in range(0, head.shape[0], n_tokens))
 
@@ -73,7 +73,7 @@ def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _ChunkedForwardKL(torch.autograd.Function):
-    """Forward KL through a frozen LM head, chunk by chunk; the gradient is made on the way, so no logits are kept."""
+    """Forward KL through a frozen LM head, chunk by chunk; forward computes the gradient too and keeps no logits."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None) -> Tensor:
@@ -86,7 +86,7 @@ class _ChunkedForwardKL(torch.autograd.Function):
             log_draft = logits_of(features[part], head).float().log_softmax(dim=-1)
             draft = log_draft.exp()
             if features.dtype == torch.float16:
-                # The one dtype whose products overflow to -inf. Asking a tensor for such would make the host wait.
+                # The one dtype whose products overflow to -inf. Looking for -inf first would make the host wait.
                 excluded = torch.isinf(log_draft)
                 log_draft.masked_fill_(excluded, 0.0)
                 draft = draft * probability.masked_fill_(excluded, 0.0).sum(dim=-1, keepdim=True)
@@ -102,7 +102,7 @@ class _ChunkedForwardKL(torch.autograd.Function):
 
 
 def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None = None) -> Tensor:
-    """:func:`forward_kl` of two feature streams through one frozen LM head, without [N, V] logits.
+    """Compute :func:`forward_kl` of two feature streams through one frozen LM head, without [N, V] logits.
 
     Equal to ``forward_kl(features @ head.T, hidden @ head.T)`` in value and in the gradient of ``features``; peak
     memory does not grow with N * V. The head gets no gradient.
@@ -111,7 +111,7 @@ def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_byt
         features: [N, E], the drafter's.
         hidden: [N, E], the target's, after its final norm.
         head: [V, E], frozen; of another dtype than the features where it is stored in a narrower one.
-        chunk_bytes: bound on one float32 logits buffer, in bytes, None for the common one; see :func:`chunk_rows`.
+        chunk_bytes: bound on one float32 logits buffer; None for that of ``LIMITS``.
 
     Returns:
         [N] float32, in nats.
@@ -126,7 +126,7 @@ def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_byt
 
 
 class _ChunkedHeadKL(torch.autograd.Function):
-    """Weighted sum of forward KLs through a trained LM head; both gradients are made on the way, chunk by chunk."""
+    """Weighted sum of forward KLs through a trained LM head; forward computes both gradients too, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -168,7 +168,7 @@ class _ChunkedHeadKL(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_features,) = ctx.saved_tensors
         scale = grad_outputs[0].to(grad_features.dtype)
-        # As large as the head: scaled in place, and given away.
+        # As large as the head, so it is scaled in place and not kept.
         grad_head, ctx.grad_head = ctx.grad_head.to(grad_features.dtype), None
         return grad_features * scale, None, grad_head.mul_(scale), None, None, None, None
 
@@ -182,20 +182,19 @@ def chunked_head_kl(
     tokens: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`forward_kl` of several draft steps at each position, through an LM head that is trained too.
+    """Compute :func:`forward_kl` of several draft steps at each position, through an LM head that is trained too.
 
     Equal to ``sum(weights * forward_kl(features @ head.T, hidden @ target_head.T))`` in value and in the gradients of
-    features and head; peak memory does not grow with N * V. What the target gives to tokens outside the draft
-    vocabulary contributes 0, as to all that the drafter gives no probability.
+    features and head; peak memory does not grow with N * V. Tokens outside the draft vocabulary contribute 0.
 
     Args:
-        features: [N, J, E], the drafter's for J steps that draft from a position.
-        hidden: [N, E], the target's there, after its final norm.
+        features: [N, J, E], the drafter's of J draft steps at each position.
+        hidden: [N, E], the target's, after its final norm.
         head: [V_d, E], trained; its gradient can be asked for once.
         target_head: [V, E], frozen, in any dtype.
-        weights: [N, J] from 0 up, of the sum.
+        weights: [N, J], weights of the sum, at least 0.
         tokens: [V_d] int64, the draft vocabulary; None for all tokens.
-        chunk_bytes: bound on one float32 logits buffer, in bytes, None for the common one; see :func:`chunk_rows`.
+        chunk_bytes: bound on one float32 logits buffer; None for that of ``LIMITS``.
 
     Returns:
         The weighted sum, a float32 scalar in nats, and [J] float32, each step's unweighted sum over the positions whose
@@ -213,5 +212,5 @@ def chunked_head_kl(
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
-    """Smooth-L1 (beta 1) of features to hidden states, mean over the width: [..., E] -> [...] (official line 266)."""
+    """Compute smooth-L1 (beta 1) to hidden states, averaged over the width: [..., E] -> [...] (official line 266)."""
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)

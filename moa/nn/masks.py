@@ -1,8 +1,8 @@
 """Attention masks of drafter training as pure functions; every random draw is an argument.
 
-Shapes: B batch, T tokens, Q query rows. Masks are bool, True = may attend. ``queries`` are positions and
-``last_context_of_query`` is s(i) of each (below), both [B, Q] int64; ``n_keys`` is T. Masks of training are rules over
-indices (:class:`Mask`), those of decoding are tensors.
+Shapes: B batch, T tokens, Q query rows, S keys or cache slots, P pending tokens. Masks are bool, True = may attend.
+``queries`` are positions and ``last_context_of_query`` is s(i) of each (below), both [B, Q] int64; ``n_keys`` is T.
+Masks of training are rules over indices (:class:`Mask`), those of decoding are tensors.
 
 A *drafted* position has no target KV when the drafter reaches it; all others are *context*. With step bound e,
 every e-th position of a response becomes context again, as after a verification. For e = 4 and a
@@ -45,7 +45,7 @@ def drafted_positions(response_mask: Tensor, step_bound: Tensor | None, offset: 
 
 
 def teacher_forced_positions(response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay out the rounds of standard training: each position as if all before it had just been verified.
+    """Find the drafted positions of standard training, where all positions before a drafted one are verified.
 
     Returns:
         Which positions are drafted, [B, T] bool: the response, without position 0, before which there is nothing; and
@@ -65,10 +65,10 @@ def last_context(drafted: Tensor) -> Tensor:
 
 @dataclass
 class Mask:
-    """What each query sees, as a rule: indices of a row, of a query and of a key, which broadcast -> bool.
+    """Rule of what each query sees: indices of a row, a query and a key, which broadcast -> bool.
 
-    One rule serves the dense mask and kernels that ask it block by block. Keys may lie in parts behind one another,
-    each with a rule that counts its own keys from 0.
+    One rule serves the dense mask and kernels that ask it block by block. Keys may be the concatenation of parts, each
+    with a rule that counts its own keys from 0.
     """
 
     n_rows: int
@@ -77,11 +77,11 @@ class Mask:
     """Number of keys and rule of each part."""
     device: torch.device
     block_mask: Any = None
-    """The same for FlexAttention, once it was asked for."""
+    """The mask in FlexAttention's form; None until it is asked for."""
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
-        """See the keys up to a position of each query, [B or 1, Q] int64."""
+        """Let each query see the keys up to its ``last_seen``, [B or 1, Q] int64."""
         n_rows, n_queries = last_seen.shape
 
         def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Mask:
         return self.n_rows, self.n_queries, sum(n_keys for n_keys, _ in self.parts)
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Say whether a query sees a key; the keys of all parts are counted on."""
+        """Say whether a query sees a key; keys are counted over all parts."""
         (n_keys, rule), *others = self.parts
         seen = rule(row, query, key.clamp(max=n_keys - 1)) & (key < n_keys)
         for n_more, rule in others:
@@ -106,7 +106,7 @@ class Mask:
 
     @cached_property
     def dense(self) -> Tensor:
-        """[B or 1, Q, S] bool."""
+        """The mask as a tensor, [B or 1, Q, S] bool."""
         row = torch.arange(self.n_rows, device=self.device)[:, None, None]
         query = torch.arange(self.n_queries, device=self.device)[:, None]
         parts = [rule(row, query, torch.arange(n_keys, device=self.device)) for n_keys, rule in self.parts]
@@ -114,12 +114,12 @@ class Mask:
 
 
 def cross_attention_mask(last_context_of_query: Tensor, n_keys: int) -> Mask:
-    """Step-bounded cross-attention: keys up to s(i) (official line 210)."""
+    """Let queries see keys up to s(i), as step-bounded cross-attention does (official line 210)."""
     return Mask.up_to(last_context_of_query, n_keys)
 
 
 def self_attention_mask(queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int) -> Mask:
-    """Causal self-attention; of staircase queries only the drafted block and the query itself (official 169-193).
+    """Mask self-attention: causal; staircase queries see only the drafted block and themselves (official 169-193).
 
     Args:
         staircase: [B, Q] or [B, 1] bool.
@@ -213,7 +213,7 @@ def causal_mask(positions: Tensor, n_slots: int, window: int | None = None) -> T
     """Say what a run of tokens sees in a cache whose slot i holds the token at position i.
 
     Args:
-        positions: [B, Q] int64, of the run's tokens.
+        positions: [B, Q] int64, positions of the run's tokens.
         n_slots: S.
         window: as for :func:`tree_mask`.
 

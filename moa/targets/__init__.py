@@ -1,4 +1,4 @@
-"""The target: its frozen pieces for training, the live model for extraction and decoding, its cache.
+"""The target: its frozen weights for training, the live model for extraction and decoding, its cache.
 
 Nothing here knows a drafter.
 """

@@ -3,7 +3,7 @@
 On disk (``STORE/target/``): config.json, generation_config.json, tokenizer files, and frozen.safetensors with the keys
 ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index),
 in the target's dtype.
-Shapes: B batch, T tokens, E width, V vocabulary.
+Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N of them that are kept.
 """
 
 import copy
@@ -45,7 +45,11 @@ _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
 def load_target_config(folder: Path) -> Any:
-    """Load the transformers config of a model folder, checked for a supported family and plausible sizes."""
+    """Load the transformers config of a model folder.
+
+    Raises:
+        TargetError: the model family is not supported, or sizes are missing or implausible.
+    """
     folder, file = Path(folder), Path(folder) / "config.json"
     if not file.is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
@@ -54,7 +58,7 @@ def load_target_config(folder: Path) -> Any:
 
 
 def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
-    """Make the transformers config of a target from the values of its config.json, checked likewise.
+    """Make the transformers config of a target from its config.json, checked as by :func:`load_target_config`.
 
     Args:
         folder: the folder of the file; None where the values come from elsewhere.
@@ -121,6 +125,9 @@ def target_sizes(config: Any) -> dict[str, Any]:
 
     Returns:
         n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size, max_position_embeddings, architecture.
+
+    Raises:
+        TargetError: another family, or a RoPE that changes with the length of the input.
     """
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         known = ", ".join(SUPPORTED_MODEL_TYPES)
@@ -231,7 +238,7 @@ def save_target_bundle(
     """Write the bundle of a loaded target into a new folder.
 
     Args:
-        dtype: of the weights that are written; default: the model's.
+        dtype: dtype of the weights that are written; None for the model's.
         n_layers_kept: N, the number of last decoder layers to keep, 0..n_layers.
     """
     path = Path(path)
@@ -391,7 +398,7 @@ class FrozenTarget(nn.Module):
         """Compute in a wider dtype than that of the weights; embeddings and LM head are kept as they are.
 
         Args:
-            casts_itself: under autocast, products cast the decoder layers' matrices, so that these are kept too.
+            casts_itself: autocast casts the decoder layers' matrices in products, so that these are kept too.
         """
         self.compute_dtype = dtype
         for module in self.modules():

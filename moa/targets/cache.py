@@ -46,7 +46,7 @@ class Buffers:
         return free.pop() if free else like.new_empty(shape)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take a buffer that nobody uses any more."""
+        """Take back a buffer, which the caller must not use afterwards."""
         self._free.setdefault(tuple(buffer.shape), []).append(buffer)
 
 
@@ -55,11 +55,11 @@ class TargetCache(Cache):
 
     Args:
         n_slots: slots that are allocated at first; the buffer grows by doubling.
-        buffers: where buffers come from and go to; None for fresh ones.
+        buffers: where buffers come from and go to; None for new ones.
 
     Attributes:
         lengths: committed tokens of each row.
-        n_pending: tokens per row written by the last call, all its pieces, and not yet committed.
+        n_pending: tokens per row written by the last call, all its chunks, and not yet committed.
         watched_layers: decoder layers whose outputs each call leaves here, for :meth:`take_layer_outputs`.
     """
 
@@ -69,12 +69,12 @@ class TargetCache(Cache):
         self._buffers = buffers or Buffers()
         self.lengths: list[int] = [0] * n_rows
         self.n_pending = 0
-        self._n_before = 0  # of the pending tokens, those of earlier pieces of one call
+        self._n_before = 0  # of the pending tokens, those of earlier chunks of one call
         self._n_layers, self._initial_slots = n_layers, n_slots
         self._is_static = False
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, capacity, d]
         self.watched_layers: tuple[int, ...] = ()
-        self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each piece of a call
+        self._layer_outputs: list[Tensor] = []  # [B, n, K * E] of each chunk of a call
         self._slots: Tensor | None = None  # [B, n] of the pending tokens; None while all rows have one length
         super().__init__(layers=[_Layer(self, layer) for layer in range(n_layers)])
 
@@ -85,7 +85,7 @@ class TargetCache(Cache):
 
     @property
     def n_seen(self) -> int:
-        """The tokens of the longest row before the present call, or the present piece of it."""
+        """The tokens of the longest row before the present call, or the present chunk of it."""
         return max(self.lengths) + self._n_before
 
     def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
@@ -104,7 +104,7 @@ class TargetCache(Cache):
             self._slots = starts[:, None] + torch.arange(n_tokens, device=device)  # [B, n]
 
     def begin_static_call(self, n_tokens: int, device: torch.device) -> None:
-        """Reserve slots as :meth:`begin_call`, behind a prompt, for a graph that runs again wherever the rows are."""
+        """Reserve slots as :meth:`begin_call`, behind a prompt, for a graph that serves rows of any length."""
         assert self._buffer is not None
         self._n_before, self.n_pending, self._is_static = 0, n_tokens, True
         self._layer_outputs = []
@@ -117,7 +117,7 @@ class TargetCache(Cache):
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Keep what the :attr:`watched_layers` gave for the tokens of a call or a piece of one: K times [B, n, E]."""
+        """Keep what the :attr:`watched_layers` gave for the tokens of a call or a chunk of one: K times [B, n, E]."""
         self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
 
     def take_layer_outputs(self) -> Tensor:
@@ -151,7 +151,7 @@ class TargetCache(Cache):
         Args:
             starts: first position of each row.
             n_tokens: n; positions beyond a row's length hold anything.
-            first_layer: the first of the layers, which go on to the last.
+            first_layer: first layer to pack, of all up to the last.
 
         Returns:
             [B, n, L, D].
@@ -186,7 +186,7 @@ class TargetCache(Cache):
         self.lengths = [self.lengths[row] for row in rows]
 
     def release(self) -> None:
-        """Give the buffer back; the cache must not be used any more."""
+        """Give the buffer back; the cache must not be used afterwards."""
         if self._buffer is not None:
             self._buffers.give_back(self._buffer)
             self._buffer = None
@@ -248,20 +248,20 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the cache allocates for all layers."""
+        """Do nothing: the cache allocates for all layers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the call's keys and values; returns all of the layer's."""
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row before the call."""
+        """Count the tokens of the longest row before the call."""
         return self._cache.n_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots, and the offset of the first one."""
+        """Return the number of slots, and the offset of the first one."""
         return self._cache.n_slots, 0
 
     def get_max_length(self) -> int:
-        """No bound."""
+        """Return -1: there is no bound."""
         return -1

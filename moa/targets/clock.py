@@ -1,7 +1,7 @@
 """Timing of work on its own device: the parts of decoding, and forward passes.
 
-A CUDA device runs behind the CPU that queues its work: a CPU clock read between draft and verification would book most
-of the drafting under the verification, and waiting for the device there would make decoding slower.
+A CUDA device runs behind the CPU that queues its work: a CPU clock read between draft and verification would count most
+of the drafting as verification, and waiting for the device there would make decoding slower.
 """
 
 import time
@@ -32,7 +32,7 @@ class DeviceClock:
 
     @staticmethod
     def seconds(began: Mark, ended: Mark) -> float:
-        """Seconds between two marks of one clock."""
+        """Measure the seconds between two marks of one clock, waiting for the second one."""
         if isinstance(began, float) or isinstance(ended, float):
             assert isinstance(began, float)
             assert isinstance(ended, float)

@@ -214,7 +214,7 @@ class Target:
         """Run tokens after the committed part of each row; they stay pending until ``cache.commit``.
 
         A causal run never builds a mask of all tokens by all tokens: a full-attention prefill needs none, any other run
-        is computed in pieces.
+        is computed in chunks.
 
         Args:
             tokens: [B, n] int64.
@@ -250,7 +250,7 @@ class Target:
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)
 
     def _call(self, tokens: Tensor, positions: Tensor, mask: Any, cache: TargetCache) -> Tensor:
-        """One forward of the model: [B, n] -> [B, n, E]."""
+        """Run one forward of the model: [B, n] -> [B, n, E]."""
         model: Any = self.model
         with layer_outputs(model, cache.watched_layers) as outputs:
             hidden: Tensor = model.model(
@@ -261,7 +261,7 @@ class Target:
         return hidden
 
     def _needs_mask(self, cache: TargetCache, n_tokens: int) -> bool:
-        """Whether a causal run needs a mask, or the kernel's own causal masking will do (padding comes last)."""
+        """Whether a causal run needs a mask, or the kernel's own causal masking is enough (padding comes last)."""
         is_prefill = not any(cache.lengths) and n_tokens > 1
         windows = [window for window in self._windows().values() if window is not None]
         return not is_prefill or n_tokens >= min(windows, default=n_tokens + 1) or not self._takes_bool_masks

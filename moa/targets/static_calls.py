@@ -3,7 +3,7 @@
 A call is padded to one of a few sizes, attends to every slot of a cache of fixed length, and finds its place in it by
 tensors alone, so that nothing in the graph depends on how long the text has become.
 
-Shapes: B rows, n tokens of a call, P tokens of the padded call, S slots of the cache.
+Shapes: B rows, n tokens of a call, P tokens of the padded call, S slots of the cache, E width.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from ..nn import masks
 from .cache import Buffers, TargetCache
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of a call; a chain of 5 drafts with its root takes 8, the widest tree 64."""
+"""Tokens of a padded call; a chain of 5 drafts with its root takes 8, the widest tree 64."""
 _MOST_GRAPHS = 256
-"""Sizes by numbers of rows by lengths of the cache: torch.compile gives up at its own limit of 8."""
+"""Most graphs, one for each size, number of rows and length of the cache; torch.compile's own limit of 8 is too low."""
 
 
 class StaticCalls:
@@ -29,12 +29,12 @@ class StaticCalls:
         device: where the body is; CUDA graphs are used where it is a CUDA device.
 
     Attributes:
-        buffers: what the caches of these calls use in turn.
+        buffers: buffers that the caches of these calls share in turn.
     """
 
     def __init__(self, body: nn.Module, n_slots: int, backend: str | Callable[..., Any], device: torch.device) -> None:
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-        self.n_slots = n_slots + SIZES[-1]  # what fills up a call takes slots too
+        self.n_slots = n_slots + SIZES[-1]  # padding takes slots too
         mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
         self.buffers = Buffers()
         self._model = body
@@ -42,7 +42,7 @@ class StaticCalls:
         self._watched_body: Any = torch.compile(_with_layer_outputs, dynamic=False, backend=backend, mode=mode)
 
     def takes(self, n_tokens: int, cache: TargetCache) -> bool:
-        """Whether a call is one of these: short, and behind a prompt."""
+        """Whether a call can run here: it is short, and comes after a prompt."""
         return n_tokens <= SIZES[-1] and all(cache.lengths)
 
     def forward(
@@ -59,7 +59,7 @@ class StaticCalls:
             tokens: [B, n] int64.
             seen: [B, n, n] bool, which of the tokens each of them sees; None for a causal run.
             as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
-            outputs: where hooks put what the cache's watched layers give, which is kept there.
+            outputs: where hooks put the outputs of the cache's watched layers, which the cache then keeps.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
@@ -91,16 +91,16 @@ class StaticCalls:
 def _with_layer_outputs(
     body: nn.Module, layers: tuple[int, ...], outputs: dict[int, Tensor], inputs: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The body, and what the hooks of some of its layers have put into ``outputs``.
+    """Run the body; returns its hidden states, and what the hooks of some layers have put into ``outputs``.
 
-    No module but this function is compiled: its graphs depend on the layers, those of a module not on its hooks.
+    This function is compiled in place of the body: its graphs depend on the layers, those of a module not on its hooks.
     """
     hidden = body(**inputs).last_hidden_state
     return hidden, [outputs[layer] for layer in layers]
 
 
 def _padded(tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Fill up a call to the next size: tokens [B, P] and what they see [B, P, P], where a filler sees itself alone."""
+    """Pad a call to the next size: tokens [B, P] and what they see [B, P, P], where padding sees itself alone."""
     n_tokens = tokens.shape[1]
     size = next(size for size in SIZES if size >= n_tokens)
     filled = torch.eye(size, dtype=torch.bool, device=tokens.device).repeat(len(tokens), 1, 1)
