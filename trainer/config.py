@@ -44,8 +44,8 @@ class RoundSettings(Config):
     """The draft rounds of training: which positions are drafted for, and what each of them sees."""
 
     step_bound: bool = True
-    """Bound the draft rounds of training; without, a response is one round, which sees the target's activations of what
-    comes before it alone."""
+    """Bound the draft rounds of training; without, a response is one round, which sees no target activations of the
+    response."""
     step_bound_min: Annotated[int, Field(ge=2)] = 5
     """Smallest step bound: a position becomes verified context again every so many tokens."""
     step_bound_max: int = 15
@@ -67,7 +67,7 @@ class RoundSettings(Config):
 
 
 class MoASettings(RoundSettings, FeatureLossSettings):
-    """Mixture of Attentions; the defaults are the paper's, but for the second pass and what the memory is made from."""
+    """Mixture of Attentions; preset paper has the paper's settings where the defaults differ."""
 
     kind: Literal["moa"] = "moa"
     """Mixture of Attentions."""
@@ -85,8 +85,8 @@ class MoASettings(RoundSettings, FeatureLossSettings):
     """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
     so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005)."""
     layer_groups: Count = 2
-    """Groups of consecutive layers, whose means after layer self-attention make the memory side by side; 1 in the paper
-    and in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
+    """Groups of consecutive layers; the memory is made from the mean over each group, concatenated; 1 in the paper and
+    in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
     unrotated_keys: bool = True
     """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
     paper, and in what the MoA authors' code and vLLM run, from those after (docs/decisions/0006)."""
@@ -170,7 +170,7 @@ class IndependentSettings(DrafterSettings):
 
 
 class ScheduleSettings(Config):
-    """How long the run is, and how the learning rate goes."""
+    """How long the run is, and how the learning rate changes."""
 
     max_steps: Count | None = None
     """Optimizer steps; alternative to --epochs."""
@@ -209,7 +209,7 @@ class OptimizerSettings(Config):
     learning_rate: Positive = 3e-5
     """Learning rate at the end of the schedule."""
     matrix_learning_rate: Positive = 2e-3
-    """Muon's learning rate at the end of the schedule; it has the same shape as that of --learning-rate."""
+    """Muon's learning rate at the end of the schedule, which it follows as --learning-rate does."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
     gradient_clip: NonNegative = 1.0
@@ -301,12 +301,11 @@ class TrainConfig(Config):
     record: RecordSettings = Field(default_factory=RecordSettings)
     machine: MachineSettings = Field(default_factory=MachineSettings)
     init_from: str | None = None
-    """Start from the weights of a drafter, that of a run or one in another format; optimizer and schedule start
-    afresh."""
+    """Start from the weights of a drafter, of a run or in another format; optimizer and schedule start afresh."""
     resume: bool = False
     """Go on from the last checkpoint in --out, with the settings of that run; a later --max-steps lengthens it."""
     dry_run: bool = False
-    """Print what a step takes of memory, here and on a device of 80 GB, and train nothing."""
+    """Print how much memory a step takes, here and on a device of 80 GB, and train nothing."""
     seed: Seed = 0
     """Random seed of the initial weights, the order of the data and all draws."""
 
@@ -333,7 +332,7 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     except OptionInvalid:
         return "", {}
     schedule, now = dict(found.get("schedule", {})), given.get("schedule", {})
-    # One invocation's end is not the next one's; of two ways to say how long a run is, the one that is given counts.
+    # An early stop is not repeated; of the two settings of a run's length, the one that is given counts.
     replaced = {"stop_after_steps"} | ({"max_steps", "epochs"} if {"max_steps", "epochs"} & set(now) else set())
     found["schedule"] = {name: value for name, value in schedule.items() if name not in replaced}
     return str(file), found
@@ -356,11 +355,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Named starting points: ``paper`` is Mixture of Attentions as published, ``small`` is for targets of some million
-weights, whose short runs need Muon and a higher rate that decays over the whole run. The defaults suit 7B and more."""
+weights, whose short runs need Muon and a higher rate that decays over the whole run. The defaults suit 7B and above."""
 
 
 class DrafterExportConfig(Config):
-    """Which drafter to write for which program, to where."""
+    """Settings of `moa-data export-drafter`: which drafter to write, in which format, and where."""
 
     drafter: str
     """A run of `moa-data train`, or a folder with a drafter in any format that can be loaded."""

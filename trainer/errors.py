@@ -18,7 +18,7 @@ class RunExists(TrainingError):
 
 
 class CheckpointInvalid(TrainingError):
-    """A file is no checkpoint, or one that the run cannot go on from; nothing of it was used."""
+    """A file is no checkpoint, or one that the run cannot go on from; none of it was used."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(

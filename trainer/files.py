@@ -3,11 +3,11 @@
 ::
 
     OUT/run.yaml           the settings, as --config reads them
-        store.json         what the store was, for --resume
+        store.json         identity of the store, for --resume
         provenance.json    command, versions, machine
         report.json        figures of the finished run
         metrics.csv        training and validation, beside tensorboard/ and curves.png
-        memory.json        what a step takes of memory, and the micro-batch that was chosen
+        memory.json        memory of a step, and the micro-batch that was chosen
         run.lock           held while a process trains here
         drafter/           the drafter of the best validation
         checkpoints/       last.ckpt to go on from, best.ckpt

@@ -57,7 +57,7 @@ class Batch:
     draws: Draws
     """Step bounds and staircase rows, already drawn."""
     denominator: float
-    """The divisor of sums over loss positions; by it unequal micro-batches and devices weigh by their positions."""
+    """The divisor of sums over loss positions, which weighs unequal micro-batches and devices by their positions."""
     n_tokens: int
     """Real tokens, without padding."""
     n_bytes_read: int = 0
@@ -73,7 +73,7 @@ class Batch:
     outputs are numbered: ``layer_outputs.0`` and so on."""
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
-        """Move every tensor."""
+        """Copy the batch to a device."""
         encoded = {
             name: replace(item, rows={array: rows.to(device, **kwargs) for array, rows in item.rows.items()})
             for name, item in self.encoded.items()

@@ -1,4 +1,4 @@
-"""Reading the sequences of a batch into padded tensors, on reused memory."""
+"""Reads the sequences of a batch into padded tensors, on reused memory."""
 
 import math
 import os
@@ -31,7 +31,7 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 
 
 def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]:
-    """Fields that the drafter is trained on, by the attribute of ``TrainingInputs`` that they become.
+    """List the fields that the drafter is trained on, by the attribute of ``TrainingInputs`` that they become.
 
     Layer outputs are numbered: ``layer_outputs.0`` and so on.
 
@@ -70,7 +70,7 @@ def _has_all(store: ActivationStore, drafter: type[Drafter], n_layers: int) -> b
 
 
 def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
-    """Layers of a field that the drafter is trained on; None for all, or where the field has none."""
+    """List the layers of a field that the drafter is trained on; None for all, or where the field has none."""
     spec = store.fields[name]
     return layer_indices(spec, _layers_read(config) if spec.layer_axis == 1 else None)
 
@@ -107,10 +107,10 @@ class BatchReader:
         """Read sequences with the given token counts; padding is zero.
 
         Args:
-            response: bool [B, at least T], their response masks where they were read before.
+            response: bool [B, at least T], their response masks; None to read them too.
 
         Returns:
-            The inputs, and what is still encoded, by attribute of the inputs (see ``Batch.encoded``).
+            The inputs, and the fields that are not decoded yet, by attribute of the inputs (see ``Batch.encoded``).
         """
         n_rows, n_tokens = len(sequences), int(lengths.max())
         buffers = {
@@ -151,7 +151,7 @@ class BatchReader:
         return inputs, encoded
 
     def deliver(self, batch: Batch) -> Batch:
-        """Decode a batch on the CPU, or start its way to a CUDA device."""
+        """Decode a batch on the CPU, or start its copy to a CUDA device."""
         if self._decodes:
             return batch.decode()
         return batch if self._copies is None else self._copies.start(batch)
@@ -169,7 +169,7 @@ class BatchReader:
         return torch.from_numpy(counts)
 
     def n_bytes(self, lengths: np.ndarray) -> int:
-        """Bytes of activations in a batch of sequences with these token counts."""
+        """Count the bytes of activations in a batch of sequences with these token counts."""
         return len(lengths) * sequence_bytes(self.store, self.config, int(lengths.max()))
 
     def _buffer(
@@ -180,17 +180,17 @@ class BatchReader:
 
 
 def default_reader_threads(n_ranks: int) -> int:
-    """This process's share of the cores that it may run on, among the processes that train here."""
+    """Choose this process's share of the cores that it may run on, among ``n_ranks`` processes."""
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // n_ranks))
 
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
-    """Bytes of one sequence's activations, padded to ``n_tokens``."""
+    """Count the bytes of one sequence's activations, padded to ``n_tokens``."""
     specs = [(store.fields[name], needed_layers(store, config, name)) for name in needed_fields(store, config).values()]
     values = [(math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize) for spec, layers in specs]
     return int(n_tokens) * sum(n_values * n_bytes for n_values, n_bytes in values)
 
 
 def _as_stored(buffer: Tensor) -> np.ndarray:
-    """A numpy view in the stored dtype; numpy has no bfloat16, the store keeps its bits as uint16."""
+    """View a buffer in the stored dtype; numpy has no bfloat16, the store keeps its bits as uint16."""
     return buffer.view(torch.uint16).numpy() if buffer.dtype == torch.bfloat16 else buffer.numpy()

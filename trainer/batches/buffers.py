@@ -12,12 +12,12 @@ _ALIGNMENT_BYTES = 64
 class BufferPool:
     """Hands out memory that comes back by itself when the last tensor on it is gone.
 
-    What is free is kept only as long as everything together stays below ``max_bytes``. Never waits: how much is in use
-    at once is up to the caller, who bounds what is read ahead.
+    Free memory is kept only as long as everything together stays below ``max_bytes``. Nothing waits here: the caller
+    bounds how much is in use by bounding what is read ahead.
 
     Args:
         max_bytes: most bytes that are kept, in use and free together.
-        pin_memory: page-locked memory, which a GPU copies from at full speed.
+        pin_memory: whether memory is page-locked, which a GPU copies from at full speed.
     """
 
     def __init__(self, max_bytes: int, pin_memory: bool = False) -> None:
@@ -35,7 +35,7 @@ class BufferPool:
         return sum(self._in_use.values()) + sum(len(buffer) for buffer in self._free)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor with arbitrary content; the memory is free again when no tensor shares it any more."""
+        """Return a tensor with arbitrary content; its memory is free again once no tensor shares it."""
         n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         buffer = self._find(n_bytes)
         self._in_use[id(buffer)] = len(buffer)

@@ -14,7 +14,7 @@ class SideCopies:
     """Starts copies on a stream of their own, and holds the host's memory until each of them is done.
 
     A copy that does not block reads its source later. Buffers of a pool are free again when nothing refers to them, so
-    a batch that was let go of at once would be overwritten by the next one while it is still being copied.
+    without a reference held here the next batch would overwrite one that is being copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class SideCopies:
         self._held: deque[tuple[torch.cuda.Event, Batch]] = deque()
 
     def start(self, batch: Batch) -> Batch:
-        """Start copying a batch; :func:`await_copy` comes before its use."""
+        """Start copying a batch; call :func:`await_copy` before using it."""
         while self._held and self._held[0][0].query():
             self._held.popleft()
         with torch.cuda.stream(self._stream):

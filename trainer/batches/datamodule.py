@@ -46,7 +46,7 @@ def split_sequences(sequence_ids: list[str], validation_fraction: float) -> tupl
 
 
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """Length-grouped random batches of one epoch; a random rest that fills no batch is left out.
+    """Group the sequences of one epoch by length into random batches; a random rest that fills no batch is left out.
 
     Returns:
         [n_batches, batch_size] positions into ``n_tokens``.
@@ -88,13 +88,13 @@ class TrainingStream:
         sequences: indices of the training sequences.
         lengths: tokens of each of them.
         max_steps: steps of the run, for the curriculum.
-        micro_batch: sequences of each; None for those that the settings give, or all of a device.
+        micro_batch: sequences of each; None for the settings' number, or all of a device.
 
     Attributes:
-        steps_per_epoch: optimizer steps in which all sequences were seen, but for a rest.
-        start_step: the step whose first micro-batch comes first.
-        wait_s: seconds that whoever takes the micro-batches waited for them.
-        asked_s: time of the clock when one was last asked for.
+        steps_per_epoch: optimizer steps in which all sequences are seen, but for a rest that fills no batch.
+        start_step: the step that the stream begins with.
+        wait_s: seconds that the consumer waited for micro-batches.
+        asked_s: ``time.perf_counter()`` when one was last asked for.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class TrainingStream:
             yield batch
 
     def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
-        """Yield for each micro-batch its bytes and what reads it."""
+        """Yield for each micro-batch its bytes and the function that reads it."""
         step = self.start_step
         while True:
             plan = self._plan(step)
@@ -165,7 +165,7 @@ def _read_ahead(reads: Iterator[tuple[int, Callable[[], Batch]]], max_batches: i
     """Yield batches in order while a thread reads the next ones.
 
     Args:
-        reads: for each batch its bytes and what reads it.
+        reads: for each batch its bytes and the function that reads it.
         max_batches: most batches that are under way or wait.
         max_bytes: most bytes of them together; one batch is read ahead however large it is.
     """
@@ -207,13 +207,13 @@ def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> flo
 
 
 class DrawnRows(Draws):
-    """Draws of a whole step."""
+    """Draws of a whole step, which always have an offset."""
 
     offset: Tensor
 
 
 def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
-    """The random draws of one optimizer step, a pure function of seed and step."""
+    """Draw the random numbers of one optimizer step, a pure function of seed and step."""
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = config.data.batch_size
     # Drafters that have no rounds draw the same numbers, so that all kinds get one order of noise seeds.
@@ -243,9 +243,9 @@ def rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
 class ValidationBatches:
     """One device's share of the validation batches, read ahead on each pass.
 
-    The batches are those of a single device, dealt in turn, so that the figures do not depend on how many devices there
-    are. Each device gets equally many, because all of them meet between two batches: where the number does not divide,
-    the last batch is given to several, under its one ``index``. Rounds have draft_length steps with a fixed phase per
+    The batches are those of a single device, dealt in turn, so that the metrics do not depend on the number of devices.
+    Each device gets equally many, because all synchronise between two batches: where the number does not divide, the
+    last batch is given to several, under its one ``index``. Rounds have draft_length steps with a fixed phase per
     sequence.
 
     Args:
@@ -291,7 +291,7 @@ class StoreDataModule(L.LightningDataModule):
     """Training and validation batches of a store.
 
     Attributes:
-        micro_batch: sequences per forward on one device; those of the whole share until memory was looked at.
+        micro_batch: sequences per forward on one device; the whole batch until the micro-batch is chosen by memory.
     """
 
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
@@ -315,7 +315,7 @@ class StoreDataModule(L.LightningDataModule):
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 
     def train_dataloader(self) -> TrainingStream:
-        """Stream that starts at the trainer's current step."""
+        """Make the stream that starts at the trainer's current step."""
         trainer = self.trainer
         assert trainer is not None
         reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.world_size)
@@ -332,7 +332,7 @@ class StoreDataModule(L.LightningDataModule):
         return stream
 
     def val_dataloader(self) -> ValidationBatches:
-        """The validation batches of the trainer's device."""
+        """Make the validation batches of the trainer's device."""
         trainer = self.trainer
         assert trainer is not None
         reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.world_size)
@@ -342,7 +342,7 @@ class StoreDataModule(L.LightningDataModule):
         return ValidationBatches(reader, chosen, self._lengths[chosen], size, *ranks)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Take a batch whose copy has been started, and decode what is still encoded, on the training device."""
+        """Wait for the copy of a batch, and decode it on the training device."""
         return await_copy(batch).decode()
 
     @property

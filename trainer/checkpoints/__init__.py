@@ -1,4 +1,4 @@
-"""Files of a run: checkpoints that resume it, drafters that leave it.
+"""Files of a run: checkpoints that resume it, drafters that are exported.
 
 Reading one executes nothing. When a checkpoint is written is decided in ``trainer/fit``.
 """

@@ -1,7 +1,7 @@
 """Checks that a checkpoint is one that the run itself would write, before the run goes on from it.
 
-A file is whatever somebody put there. Names, kinds, shapes and dtypes are compared with those of the run, and what the
-run's settings decide is taken from them.
+Files are not trusted: names, types, shapes and dtypes are compared with those of the run, and what the run's settings
+decide is taken from the settings.
 """
 
 import math
@@ -20,10 +20,10 @@ _ADAM, _MUON = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
 
 
 def check_for(trainer: L.Trainer, module: DrafterModule, max_steps: int) -> Callable[[dict[str, Any], Path], None]:
-    """Make the check of a run's checkpoints, which is called once the trainer has the module.
+    """Make the check of a run's checkpoints; call it once the trainer has the module.
 
     Returns:
-        What checks a checkpoint from a file and replaces in it what the settings decide; it raises
+        Function that checks a checkpoint of a file and replaces in it what the settings decide; it raises
         ``CheckpointInvalid``.
     """
 
@@ -39,7 +39,7 @@ def check_for(trainer: L.Trainer, module: DrafterModule, max_steps: int) -> Call
 
 
 class _Different(Exception):
-    """A place in a checkpoint and what is there instead of what belongs there."""
+    """A difference between a checkpoint and what the run would write."""
 
 
 def _check(checkpoint: dict[str, Any], trainer: L.Trainer, module: DrafterModule, max_steps: int) -> None:
@@ -74,7 +74,7 @@ def _check(checkpoint: dict[str, Any], trainer: L.Trainer, module: DrafterModule
 
 
 def _optimizer_state(state: dict[str, Any], fresh: dict[str, Any], weights: list[Tensor]) -> dict[str, Any]:
-    """The optimizer's own settings with the file's rates and moments; those must fit the weights."""
+    """Combine the optimizer's own settings with the file's rates and moments, which must fit the weights."""
     groups, moments = state["param_groups"], state["state"]
     if not isinstance(groups, list) or len(groups) != len(fresh["param_groups"]) or not isinstance(moments, dict):
         raise _Different("its optimizer is another one")

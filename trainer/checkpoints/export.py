@@ -1,4 +1,4 @@
-"""Writes a drafter for another program: `moa-data export-drafter`. The formats stand in ``moa/formats/table.py``."""
+"""Writes a drafter for another program: `moa-data export-drafter`. The formats are in ``moa/formats/table.py``."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DrafterExportReport:
     """The outcome of an export.
 
     Attributes:
-        reader: who loads it.
-        notes: what to know before it is used.
+        reader: the program that loads it.
+        notes: what to know before using it.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class DrafterExportReport:
     notes: tuple[str, ...]
 
     def describe(self) -> str:
-        """The report as text for people."""
+        """Word the report for people."""
         line = (
             f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), {self.n_tensors} tensors, "
             f"{self.written_bytes / 1e6:,.1f} MB; loaded again and equal"
@@ -60,7 +60,7 @@ class DrafterExportReport:
 
 @dataclass(frozen=True)
 class TargetPieces:
-    """The parts of a target that a layout may ask for."""
+    """What a layout may need of a target."""
 
     config: Any
     """Its transformers config."""
@@ -71,7 +71,7 @@ class TargetPieces:
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
-    """Write a drafter in another layout; the folder gets its name when it has been loaded again and is equal.
+    """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal.
 
     Raises:
         FolderOccupied: the folder holds something.
@@ -112,13 +112,13 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
 
 
 def find_target(model: str | None, drafter: Path, with_embeddings: bool) -> TargetPieces:
-    """The target's config, identity and embeddings, from a store, a model folder or the Hub.
+    """Read the target's config, identity and embeddings from a store, a model folder or the Hub.
 
     Args:
         model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
 
     Raises:
-        TargetUnknown: the run names no store that is there.
+        TargetUnknown: there is no run, its store is gone, or the target has no embeddings.
         TargetError: the target cannot be read.
     """
     place = model or _store_of(drafter)
@@ -137,7 +137,7 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool) -> Targ
 
 
 def _store_of(drafter: Path) -> str:
-    """The store of a run; ``drafter`` may be its subfolder."""
+    """Find the store of a run; ``drafter`` may be its subfolder."""
     for folder in (drafter, drafter.parent):
         if (folder / RUN_FILE).is_file():
             settings = yaml.safe_load((folder / RUN_FILE).read_text(encoding="utf-8"))
@@ -145,11 +145,11 @@ def _store_of(drafter: Path) -> str:
             if (Path(store).expanduser() / "target" / FROZEN_FILE).is_file():
                 return store
             raise TargetUnknown(
-                f"the format holds pieces of the target, and the store {store!r} of {folder} is not there. Give the "
-                "target with --model."
+                f"the format needs weights or settings of the target, and the store {store!r} of {folder} is gone. "
+                "Give the target with --model."
             )
     raise TargetUnknown(
-        f"the format holds pieces of the target, and {drafter} is no run. Give the target with --model."
+        f"the format needs weights or settings of the target, and {drafter} is no run. Give the target with --model."
     )
 
 
@@ -163,7 +163,7 @@ def _read_tensor(files: list[Path], name: str, folder: Path) -> Tensor:
 
 
 def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
-    """Load what was written and compare it with what was meant."""
+    """Load what was written and compare it with the drafter in that dtype."""
     again = load_drafter(folder)
     if json.dumps(again.config.to_dict(), sort_keys=True) != json.dumps(drafter.config.to_dict(), sort_keys=True):
         raise CheckpointError(f"{folder} does not load with the same sizes. Report this drafter.json.")

@@ -1,4 +1,4 @@
-"""Starting a run from the weights of a drafter that there is: ``--init-from``."""
+"""Starts a run from the weights of an existing drafter: ``--init-from``."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
     Args:
         source: a run, or a folder with a drafter in any format that can be loaded.
         fresh: the drafter that the run would start with otherwise.
-        settings: what the run says of its drafter.
+        settings: the run's settings of its drafter.
         target: sizes of the store's target (``bundle.target_sizes``).
 
     Raises:
@@ -41,7 +41,7 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
 
 
 def _as_text(value: Any) -> str:
-    """A setting as ``--set`` takes it."""
+    """Write a setting as ``--set`` takes it."""
     if isinstance(value, tuple | list):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
-"""Checkpoint files: one safetensors file each, everything but its tensors as JSON in the header.
+"""Checkpoint files: one safetensors file each, everything but the tensors as JSON in its header.
 
-Reading one executes nothing and allocates no more than the file holds; :mod:`.checkpoint_check` then compares what it
-says with the run. Writing one never touches the file that it replaces.
+Reading one executes nothing and allocates no more than the file holds; :mod:`.checkpoint_check` then compares it with
+the run. Writing one leaves the file that it replaces whole until the end.
 """
 
 import json
@@ -36,14 +36,14 @@ class CheckpointFiles(CheckpointIO):
     """Lightning's plugin for reading and writing checkpoints of one run.
 
     Attributes:
-        check: called with each checkpoint that is read and its file, before any tensor is read; raises what is wrong.
+        check: called with each checkpoint that is read and its file, before any tensor is; raises CheckpointInvalid.
     """
 
     def __init__(self) -> None:
         self.check: Callable[[dict[str, Any], Path], None] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint beside its place, sync it and put it there.
+        """Write a checkpoint under a temporary name, sync and rename it.
 
         Raises:
             DiskFull: no room; the checkpoint that was there is whole.
@@ -70,7 +70,7 @@ class CheckpointFiles(CheckpointIO):
         return dict(_copied(checkpoint))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Refuse: nothing in this package removes a checkpoint but the one that replaces it."""
+        """Refuse to: in this package a checkpoint is only replaced by the next one."""
         raise NotImplementedError(f"{path} is not removed")
 
 
@@ -134,7 +134,7 @@ def export_drafter(drafter: Drafter, folder: Path) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete what a kill left half-written in a run's folder."""
+    """Delete unfinished files that a killed process left in a run's folder."""
     for file in (*out.glob("*" + PARTIAL_SUFFIX), *(out / CHECKPOINTS).glob("*" + PARTIAL_SUFFIX)):
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file)
@@ -143,7 +143,7 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The JSON of a value; what JSON has no form for is a dictionary of one key that says what it is."""
+    """Turn a value into JSON; what JSON has no type for becomes a dictionary whose one key names its type."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -158,7 +158,7 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of :func:`_to_json`; takes each tensor out of ``tensors`` once."""
+    """Undo :func:`_to_json`; takes each tensor out of ``tensors`` once."""
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     if not isinstance(value, dict):

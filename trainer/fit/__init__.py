@@ -1,4 +1,4 @@
 """A whole run: Lightning's trainer, callbacks, interruption, curves.
 
-The only room of the trainer that starts and ends anything.
+The only folder of the trainer that starts and ends anything.
 """

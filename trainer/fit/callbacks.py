@@ -1,4 +1,4 @@
-"""Callbacks around the steps: throughput, micro-batches, checkpoints, exports of the best drafter, where to go on."""
+"""Callbacks around the steps: throughput, micro-batches, checkpoints, exports of the best drafter, resuming."""
 
 import contextlib
 import dataclasses
@@ -25,9 +25,9 @@ class Throughput(L.Callback):
 
     Attributes:
         n_tokens: real tokens trained on in this invocation.
-        n_tokens_total: the same of all invocations of the run.
-        n_bytes_read: bytes of the store that were read for the latter.
-        step_s: seconds in steps and waiting, validation and the writing of checkpoints left out.
+        n_tokens_total: real tokens trained on in all invocations of the run.
+        n_bytes_read: bytes of the store that were read in all invocations.
+        step_s: seconds in steps and waiting, without validation and the writing of checkpoints.
         wait_s: seconds waiting for the next batch.
     """
 
@@ -39,7 +39,7 @@ class Throughput(L.Callback):
         self._wait_before_s = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave out what was read ahead while all was set up."""
+        """Leave out the wait for what was read during the setup."""
         self._wait_before_s = _stream_of(trainer).wait_s
 
     def on_train_batch_end(
@@ -67,23 +67,23 @@ class Throughput(L.Callback):
             self._interval = (self.n_tokens, self.step_s, self.wait_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, for resuming: without micro-batches of a step that was broken off, which come again."""
+        """Return the totals for resuming, without micro-batches of an unfinished step, which come again."""
         n_tokens_total, n_bytes_read = self._at_step
         return {"n_tokens_total": n_tokens_total, "n_bytes_read": n_bytes_read}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the totals."""
         self._at_step = (state_dict["n_tokens_total"], state_dict["n_bytes_read"])
         self.n_tokens_total, self.n_bytes_read = self._at_step
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Real tokens per second of this invocation; ``step_s`` says of which time."""
+        """Real tokens per second of ``step_s``, in this invocation; None before the first step."""
         return self.n_tokens / self.step_s if self.step_s else None
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of step time spent waiting for data."""
+        """Share of ``step_s`` spent waiting for data; None before the first step."""
         return self.wait_s / self.step_s if self.step_s else None
 
 
@@ -112,7 +112,7 @@ class ExportBest(L.Callback):
         trainer.save_checkpoint(self.file)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, for resuming."""
+        """Return the best value, for resuming."""
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class KeepLast(L.Callback):
         self._saved_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save once at each of these steps, which has as many ends as micro-batches."""
+        """Save once at each of these steps; this is called for each of its micro-batches."""
         step = trainer.global_step
         if step % self.every_n_steps == 0 and step != self._saved_step:
             trainer.save_checkpoint(self.file)
@@ -185,9 +185,9 @@ class KeepLast(L.Callback):
 class WholeSteps(L.Callback):
     """Lets a resumed run begin at a whole step, counted in its own micro-batches.
 
-    Lightning counts micro-batches and steps where their number divides. The stream begins at the first one of a step,
-    so with the count of a checkpoint from the middle of a step, or of an invocation with other devices or another size
-    of micro-batches, steps would go across two batches from then on.
+    Lightning counts micro-batches, and a step where their number divides. The stream begins at the first micro-batch of
+    a step, so after a checkpoint from the middle of a step, or of an invocation with other devices or another size of
+    micro-batches, each step would mix two batches.
     """
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ class WholeSteps(L.Callback):
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
-        # Where a validation is due, Lightning comes by its end once more, done or not, and only there counts the step.
+        # Where a validation is due, Lightning passes its end once more, done or not, and counts the step only there.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -206,15 +206,15 @@ class MicroBatches(L.Callback):
     """Chooses the sequences per forward by the memory of each device, where the settings don't say.
 
     Args:
-        memory: what a step takes; None where the settings give the micro-batch.
-        file: where the choice is noted; a resumed run takes it again where it fits, and then adds up in the same order.
+        memory: memory of a step; None where the settings give the micro-batch.
+        file: where the choice is noted; a resumed run takes it again where it fits, and so sums in the same order.
     """
 
     def __init__(self, data: StoreDataModule, memory: StepMemory | None, file: Path) -> None:
         self.data, self.memory, self.file = data, memory, file
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Set the micro-batch, and what Lightning counts in micro-batches; all devices have met by now."""
+        """Set the micro-batch, and what Lightning counts in micro-batches; all processes have connected."""
         share = device_share(self.data.config, trainer.world_size)
         if self.memory is not None:
             self.data.micro_batch = self._chosen(trainer, self.memory, share)
@@ -228,7 +228,7 @@ class MicroBatches(L.Callback):
         free, held = free_bytes(device, trainer.world_size), memory.weight_bytes + memory.frozen_bytes
         held = held if device.type == "cpu" else 0
         size = memory.micro_batch_size(share, self.data.longest, free, held)
-        # Devices of unlike memory take steps together.
+        # Devices of different memory take steps together.
         size = int(trainer.strategy.reduce(torch.tensor(size, device=device), reduce_op="min"))
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet
             noted = json.loads(self.file.read_text())["micro_batch_size"]
@@ -249,7 +249,7 @@ def free_bytes(device: torch.device, n_ranks: int) -> int | None:
 
 
 class Validations(L.Callback):
-    """Has the last step of a run validated, whatever the interval, and a resumed run make up for one that did not end.
+    """Validates the last step of a run, whatever the interval, and repeats an unfinished validation on resume.
 
     Args:
         max_steps: steps of the run; an invocation that is to end earlier does not validate where it ends.
@@ -263,7 +263,7 @@ class Validations(L.Callback):
         self.validated_step: int | None = None
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Lightning validates once more when it is told to stop."""
+        """Tell Lightning to stop after the last step: it then validates once more."""
         if trainer.global_step >= self.max_steps:
             trainer.should_stop = True
 
@@ -272,7 +272,7 @@ class Validations(L.Callback):
         self.validated_step = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, for resuming."""
+        """Return the step, for resuming."""
         return {"validated_step": self.validated_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -280,7 +280,7 @@ class Validations(L.Callback):
         self.validated_step = state_dict["validated_step"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Have a validation that is due at the checkpoint's step done from its first batch on, unless it ended."""
+        """Make Lightning run the validation of the checkpoint's step from its first batch, unless it had ended."""
         step = checkpoint["global_step"]
         is_open = step > 0 and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
         # Lightning runs one that has started a batch and not processed it.

@@ -1,4 +1,4 @@
-"""The picture of a training run, from its metrics file."""
+"""Plots of a training run, from its metrics files."""
 
 import contextlib
 import csv
@@ -23,7 +23,7 @@ def keep_earlier_metrics(run: Path) -> None:
 
 
 def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Columns of all metrics files of a run as (step, value) pairs; a later invocation replaces what it repeats."""
+    """Read all metrics files of a run: column -> (step, value) pairs; a later invocation replaces what it repeats."""
     series: dict[str, dict[int, float]] = {}
     for file in [*sorted(run.glob("metrics-*.csv")), run / METRICS_FILE]:
         if not file.is_file():
@@ -34,7 +34,7 @@ def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
             for name, cell in row.items():
                 if name in ("step", "epoch") or not cell:
                     continue
-                # A picture is not worth a training: what is no figure is left out.
+                # A plot must not end a training: what is no number is left out.
                 with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     step, value = int(float(row["step"])), float(cell)
                     series.setdefault(name, {})[step] = value
@@ -42,7 +42,7 @@ def read_metrics(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def plot_curves(run: Path, out: Path) -> None:
-    """Draw loss terms, validation figures, and throughput of a run against the step."""
+    """Plot loss terms, validation metrics, and throughput of a run against the step."""
     series = read_metrics(run)
     panels = [
         ("Training loss", {"train/loss": "total", "train/forward_kl": "forward KL", "train/feature_loss": "features"}),

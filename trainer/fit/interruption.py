@@ -1,7 +1,7 @@
 """Stopping on SIGINT, SIGTERM or SIGHUP: between two micro-batches, on all devices at once, with the state saved.
 
 An exception out of a signal's handler could tear an optimizer's step in half, or leave one process of several in a
-collective operation for ever. So the handlers take note, and each micro-batch asks whether there is something noted.
+collective operation for ever. So the handlers only note the signal, and each micro-batch looks for one.
 """
 
 import signal
@@ -19,7 +19,7 @@ from ...errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 1.0
-"""A second Ctrl-C within this time may be the first one on another way, from a shell or a launcher."""
+"""A second SIGINT within this time may be the same Ctrl-C, passed on by a shell or a launcher."""
 
 
 class StoppedAtOnce(KeyboardInterrupt):
@@ -29,9 +29,9 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 class StopGuard(L.Callback):
-    """Takes note of signals while it is entered, and stops training at the next micro-batch.
+    """Notes signals while it is entered, and stops training at the next micro-batch.
 
-    Signals that are ignored stay ignored. SIGUSR1, with which SLURM has Lightning save and queue again, is Lightning's.
+    Signals that are ignored stay ignored. SIGUSR1 is left to Lightning, which on SLURM saves and queues the job again.
 
     Attributes:
         signum: number of the first signal noted; 0 before.
@@ -45,9 +45,9 @@ class StopGuard(L.Callback):
         self._mask: set[Any] | None = None
 
     def __enter__(self) -> "StopGuard":
-        """Take the handlers over; until a trainer is set up, signals wait."""
-        # Processes that Lightning starts inherit this for good: a signal to the whole group reaches them by way of the
-        # first process, and doesn't end them while they import.
+        """Take the handlers over; until a trainer is set up, signals are blocked."""
+        # Processes that Lightning starts inherit the block for good: a signal to the whole group reaches them through
+        # the first process, and doesn't end them while they import.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
@@ -60,7 +60,7 @@ class StopGuard(L.Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the handlers back; what was noted and not acted upon is for whoever comes next to act upon."""
+        """Give the handlers back; whoever entered the guard acts on a signal that was noted and not acted upon."""
         self._let_signals_in()
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
@@ -78,7 +78,7 @@ class StopGuard(L.Callback):
             self.signum, self._noted_s = signum, now
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """All processes have been started and have met."""
+        """Unblock signals: all processes have been started and are connected."""
         self._let_signals_in()
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
@@ -101,12 +101,12 @@ class StopGuard(L.Callback):
 
 
 def stopped_at(step: int) -> str:
-    """The line for a run whose state is saved."""
+    """Word the line for a run whose state is saved."""
     return f"stopped at step {step}; go on with the same command and --resume."
 
 
 class SignalsLeftAlone(_SignalConnector):
-    """Lightning's handlers without the one for SIGTERM, which speaks to the other processes out of the handler."""
+    """Lightning's handlers without those for stop signals: its own for SIGTERM communicates within the handler."""
 
     @staticmethod
     def _register_signal(signum: Any, handlers: Any) -> None:

@@ -1,4 +1,12 @@
-"""``train``: from a store to a drafter. The target is never loaded."""
+"""Trains a drafter from a store; the target is never loaded.
+
+::
+
+    train                    catches interruptions, turns them into one line
+      _train                 locks the folder, checks it against the run and the store, records the settings
+        build_module         frozen target weights, drafter with its initial weights
+        _fit                 Lightning's trainer with the callbacks; then the report, the curves and drafter/
+"""
 
 import contextlib
 import dataclasses
@@ -59,13 +67,13 @@ _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
      "checkpoint_every", "devices", "accelerator", "max_steps", "epochs", "decay_steps", "dry_run"}
 )  # fmt: skip
-"""Names of the settings that may differ between two invocations of one run; :func:`_check_length` has the last three's
-conditions."""
+"""Settings that may differ between two invocations of one run; those of its length only as far as :func:`_check_length`
+allows."""
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """The figures of a run."""
+    """The results of a run."""
 
     out: str
     n_steps: int
@@ -76,7 +84,7 @@ class TrainReport:
     """None where no step was left to train."""
     data_wait_share: float | None
     metrics: dict[str, float]
-    """Last training and validation figures, those that are finite."""
+    """Last training and validation metrics, those that are finite."""
     best_expected_acceptance_length: float | None
     """None for a run without validation."""
     n_pending_parts: int = 0
@@ -84,7 +92,7 @@ class TrainReport:
     n_tokens_total: int = 0
     """Real tokens trained on in all invocations."""
     n_bytes_read: int = 0
-    """Bytes of the store that were read for them."""
+    """Bytes of the store that were read in all invocations."""
 
 
 def train(
@@ -94,7 +102,7 @@ def train(
 
     Args:
         progress: called with optimizer steps.
-        provenance: where the run comes from, kept beside it.
+        provenance: command, versions and machine of the run, written beside it.
 
     Returns:
         Figures of the run; checkpoints, logs, curves.png and drafter/ are in ``config.out``.
@@ -111,7 +119,7 @@ def train(
         with disk_full_guard(out, FULL_DISK_ADVICE):
             return _train(config, out, progress, provenance, is_first)
     except (KeyboardInterrupt, SystemExit) as stop:
-        # Not where the guard has signals wait, or pressed again there. Lightning exits when it sees it.
+        # Ctrl-C before or after the guard, or a second one within it; Lightning turns it into an exit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
             raise
@@ -122,7 +130,7 @@ def train(
 
 
 def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
-    """The line for a run that was stopped at once: what it left decides."""
+    """Word the line for a run that was stopped at once, by the checkpoint that it left."""
     try:
         step = read_checkpoint(out / LAST)["global_step"]
     except (CheckpointInvalid, OSError):
@@ -160,7 +168,7 @@ def _fit(
     progress: Progress | None,
     is_first: bool,
 ) -> TrainReport:
-    """Run the steps and write what they gave; the process of the first device writes for all."""
+    """Run the steps and write the results; the process of the first device writes for all."""
     out = Path(config.out)
     last = out / LAST
     guard, throughput = StopGuard(last), callbacks.Throughput()
@@ -221,7 +229,7 @@ def _fit(
 
 
 def _write_report(file: Path, report: TrainReport) -> None:
-    """Write the figures; a finished run that is resumed keeps its own, but for a validation that it lacked."""
+    """Write the report; a finished run that is resumed keeps its own, but for a validation that it lacked."""
     facts = dataclasses.asdict(report)
     if not report.n_tokens and file.is_file():
         if not report.metrics:
@@ -235,7 +243,7 @@ def _write_report(file: Path, report: TrainReport) -> None:
 
 
 def build_module(store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> DrafterModule:
-    """Frozen target pieces from the store's bundle, and a drafter with its initial weights."""
+    """Build frozen target weights from the store's bundle, and a drafter with its initial weights."""
     frozen = FrozenTarget.load(store.target_path, config.target_layer_inference, None, store.manifest.target)
     check_target_bundle(store.path, store.target_path)
     identity = {
@@ -307,13 +315,13 @@ def _step_memory(module: DrafterModule, data: StoreDataModule) -> StepMemory | N
 
 
 def measure_run(module: DrafterModule, data: StoreDataModule) -> StepMemory:
-    """Measure what a step takes by trial forwards on the longest sequence."""
+    """Measure the memory of a step by trial forwards on the longest sequence."""
     low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(_precision(data.config.machine))
     return measure_step(module.drafter, module.frozen, data.config, data.longest_sequence(), low)
 
 
 def plan_run(config: TrainConfig) -> MemoryPlan:
-    """Measure what a step takes without training; nothing is written."""
+    """Measure the memory of a step without training; nothing is written."""
     with ActivationStore(config.store) as store:
         data = StoreDataModule(store, config)
         module = build_module(store, config, data)
@@ -346,7 +354,7 @@ def _precision(machine: MachineSettings) -> Any:
 
 
 def _check_folder(config: TrainConfig, out: Path) -> None:
-    """Refuse what would mix two runs."""
+    """Refuse an output folder in which two runs would mix."""
     record, last = out / RUN_FILE, out / LAST
     if config.resume:
         if not last.exists():
@@ -371,7 +379,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
 
 
 def _recorded_config(out: Path) -> TrainConfig:
-    """The settings of a run, as it recorded them."""
+    """Read the settings of a run, as it recorded them."""
     record = out / RUN_FILE
     try:
         return TrainConfig(**yaml.safe_load(record.read_text()))
@@ -422,7 +430,7 @@ def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) ->
 
 
 def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None:
-    """Refuse to go on to another length where the learning rates of the steps that were taken depend on it."""
+    """Refuse another length of a run where the learning rates of steps already taken depend on it."""
     if not config.resume or (schedule := _recorded_config(out).schedule) == config.schedule:
         return
     step = read_checkpoint(out / LAST)["global_step"]
@@ -439,7 +447,7 @@ def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None
 
 
 def _record_run(config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None) -> None:
-    """Write the resolved settings, the store's identity, and where they come from."""
+    """Write the resolved settings, the store's identity, and the provenance."""
     # First the file that tells a run from any other folder: a kill right after it leaves a run that starts again.
     # Absolute, so that whoever reads it in another folder finds the store, as `export-drafter` does.
     place = store.path.absolute() if isinstance(store.path, Path) else store.path

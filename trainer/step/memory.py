@@ -1,9 +1,9 @@
-"""Measures by trial forwards what a training step takes of memory, and chooses the micro-batch that fits.
+"""Measures the memory of a training step by trial forwards, and chooses the micro-batch that fits.
 
 What grows with a micro-batch is what the forward keeps for the backward. A trial counts it: it runs the drafter's
 objective over the beginning of one sequence and adds up the tensors that autograd saves. That is the same on each run
-and on each device, and takes seconds at the largest sizes. Three lengths tell what a token takes, what a pair of tokens
-takes (masks), from which follows a sequence of any length.
+and on each device, and takes seconds at the largest sizes. Trials of three lengths give the bytes of a token and of a
+pair of tokens (masks), from which those of a sequence of any length follow.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class StepMemory:
     training_bytes: int
     """Their gradients, the optimizer's moments, and one more copy of the largest of them."""
     frozen_bytes: int
-    """The target's pieces."""
+    """The frozen target weights."""
     chunk_bytes: int
     """Intermediates that do not grow with a micro-batch, and batches that are read ahead."""
     bytes_per_token: float
-    """Bytes that the forward keeps of a token, the stored activations included."""
+    """Bytes that the forward keeps for each token, the stored activations included."""
     bytes_per_pair: float
-    """Bytes that it keeps of a pair of tokens of one sequence."""
+    """Bytes that it keeps for each pair of tokens of one sequence."""
 
     def sequence_bytes(self, n_tokens: int) -> int:
-        """Bytes of one sequence of a micro-batch."""
+        """Count the bytes of one sequence of a micro-batch."""
         return int(n_tokens * self.bytes_per_token + n_tokens**2 * self.bytes_per_pair)
 
     @property
@@ -68,8 +68,8 @@ class StepMemory:
         Args:
             share: sequences of a step on this device, which the micro-batch divides.
             n_tokens: tokens of the longest sequence.
-            free_bytes: free memory of the device; None where that can't be told, which bounds nothing.
-            held_bytes: what the device holds already of ``fixed_bytes``.
+            free_bytes: free memory of the device; None where that is unknown: there is no bound then.
+            held_bytes: bytes of ``fixed_bytes`` that the device holds already.
 
         Returns:
             At least 1, also where that does not fit.
@@ -93,18 +93,18 @@ class MemoryPlan:
     free_bytes: int | None
     """Free memory of this machine's device."""
     held_bytes: int
-    """Bytes of a step that it holds already."""
+    """Bytes of the step's ``fixed_bytes`` that it holds already."""
 
     def size_here(self) -> int:
         """Choose the micro-batch as a run here would."""
         return self.memory.micro_batch_size(self.share, self.longest, self.free_bytes, self.held_bytes)
 
     def size_on(self, device_bytes: int) -> int:
-        """Choose the micro-batch of an empty device."""
+        """Choose the micro-batch on an empty device with so much memory."""
         return self.memory.micro_batch_size(self.share, self.longest, device_bytes)
 
     def step_bytes(self, micro_batch: int) -> int:
-        """Bytes of a step with so many of the longest sequences per forward."""
+        """Count the bytes of a step with so many of the longest sequences per forward."""
         return self.memory.fixed_bytes + micro_batch * self.memory.sequence_bytes(self.longest)
 
 
@@ -119,12 +119,12 @@ def measure_step(
 
     Args:
         inputs: one sequence of stored activations, [1, T, ...]; all of it is taken as response, the most costly case.
-        autocast_dtype: what products are cast to; None for none.
+        autocast_dtype: dtype that products are cast to; None for no autocast.
     """
     longest = inputs.tokens.shape[1]
     lengths = sorted({max(1, min(_TRIAL_TOKENS, longest) // part) for part in (1, 2, 4)})
     found = [_trial_bytes(drafter, frozen, config, _beginning(inputs, n), autocast_dtype) for n in lengths]
-    # What does not grow, such as weights with a norm's weight folded in, must not be taken for a token's.
+    # What does not grow, such as weights with a norm's weight folded in, must not be counted as a token's.
     per_pair, per_token, constant = _fit(lengths, found)
     weights = list(drafter.parameters())
     largest, total = max(weight.nbytes for weight in weights), sum(weight.nbytes for weight in weights)
@@ -141,7 +141,7 @@ def measure_step(
 
 
 def _fit(lengths: list[int], n_bytes: list[int]) -> tuple[float, float, float]:
-    """Fit bytes = a * n^2 + b * n + c, none of them negative: a, b and c."""
+    """Fit bytes = a * n^2 + b * n + c with none of them negative; returns a, b and c."""
     for degree in range(len(lengths) - 1, 0, -1):
         fitted = [0.0] * (2 - degree) + np.polyfit(lengths, n_bytes, degree).tolist()
         if min(fitted[:2]) >= 0 and fitted[2] > -0.01 * n_bytes[-1]:
@@ -185,9 +185,9 @@ def _trial_bytes(
 
 @contextmanager
 def _saved_bytes(held: set[int]) -> Iterator[dict[int, int]]:
-    """Collect the bytes of each storage that autograd saves, without those that are held anyway."""
+    """Collect the bytes of each storage that autograd saves, by address, without those that are held anyway."""
     saved: dict[int, int] = {}
-    kept = []  # or a storage that is freed on the way gives its address to another one
+    kept = []  # else a storage that is freed gives its address to another one
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -20,10 +20,10 @@ from .validation import ValidationSums, sum_in_order, validate_batch
 
 
 def compile_layers(drafter: Drafter) -> None:
-    """Compile the parts of decoder blocks whose shapes alone depend on the data, each when it is first called.
+    """Compile the parts of decoder blocks in which only shapes depend on the data, each when it is first called.
 
-    They are most of a step's passes over memory, above all layer self-attention. What surrounds them, masks and loss
-    positions, depends on the values too.
+    They are most of a step's passes over memory, above all layer self-attention. Masks and loss positions depend on the
+    values too.
     """
     for block in drafter.modules():
         if isinstance(block, DecoderBlock):
@@ -32,7 +32,7 @@ def compile_layers(drafter: Drafter) -> None:
 
 
 class DrafterModule(L.LightningModule):
-    """Trains a drafter; the frozen target pieces are kept out of its parameters and checkpoints.
+    """Trains a drafter; the frozen target weights are kept out of its parameters and checkpoints.
 
     Args:
         decay_end_step: step at which the learning rate reaches its final value.
@@ -50,17 +50,17 @@ class DrafterModule(L.LightningModule):
 
     @property
     def frozen(self) -> FrozenTarget:
-        """Target pieces, on this module's device."""
+        """The frozen target weights; they are on this module's device once a fit has started."""
         return self._frozen[0]
 
     def on_fit_start(self) -> None:
-        """Bring the target pieces to the device; compile, which trials before would see as other memory."""
+        """Move the target weights to the device; compile here, as compiled layers would change the memory of trials."""
         self.frozen.to(self.device)
         if self.config.machine.compile:
             compile_layers(self.drafter)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss of one micro-batch."""
+        """Compute the loss of one micro-batch."""
         step = TrainingStep(self._cast(batch.inputs), batch.draws, self._weights, batch.denominator)
         terms = self.drafter.objective(self.frozen, step)
         values = {
@@ -88,7 +88,7 @@ class DrafterModule(L.LightningModule):
             self.log("loss", means["train/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=True)
 
     def _cast(self, inputs: TrainingInputs) -> TrainingInputs:
-        """Hidden states in the drafter's dtype, in place; keys and values are cast where they are read, in parts."""
+        """Cast hidden states to the drafter's dtype, in place; KV is cast where it is read, in parts."""
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         inputs.layer_outputs = tuple(states.to(self.drafter.dtype) for states in inputs.layer_outputs)
         return inputs
@@ -109,7 +109,7 @@ class DrafterModule(L.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def _refuse_gradients_not_finite(self) -> None:
-        """Name them; there is none where the norm of finite gradients overflows."""
+        """Raise with the name of a gradient that is not finite; none is where the norm of finite ones overflows."""
         bad = [
             name for name, p in self.drafter.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
         ]
@@ -120,11 +120,11 @@ class DrafterModule(L.LightningModule):
             )
 
     def on_validation_epoch_start(self) -> None:
-        """Start counting."""
+        """Forget the sums of the last validation."""
         self._validation = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count one validation batch."""
+        """Add the sums of one validation batch."""
         self._cast(batch.inputs)
         draft_length = self.config.validation.draft_length
         self._validation[batch.index] = validate_batch(self.drafter, self.frozen, batch, draft_length)
@@ -141,7 +141,7 @@ class DrafterModule(L.LightningModule):
         self.log("expected acceptance length", expected, prog_bar=True, logger=False, batch_size=1)
 
     def build_optimizer(self, precision: str) -> torch.optim.Optimizer:
-        """The optimizer of the run, without a schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
+        """Build the run's optimizer, without a schedule; AdamW has betas 0.9 and 0.95, eps 1e-8."""
         config = self.config.optimizer
         if config.kind == "muon":
             weights = list(self.drafter.parameters())
@@ -167,7 +167,7 @@ class DrafterModule(L.LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        """Optimizer with the zero-peak-constant schedule."""
+        """Build the optimizer with the zero-peak-constant schedule."""
         schedule = self.config.schedule
         optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
         scheduler = torch.optim.lr_scheduler.LambdaLR(

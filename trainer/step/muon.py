@@ -2,8 +2,8 @@
 
 Small networks need about a quarter of AdamW's steps to the same loss: it makes the demo's target possible on two cores
 in a minute and a half, and lifts the acceptance length of a short drafter run (docs/results.md). `torch.optim.Muon`
-computes the same update one matrix at a time in bfloat16, for which many CPUs have no units, and takes no other
-parameters. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+computes the same update one matrix at a time in bfloat16, which many CPUs only emulate, and takes no other parameters.
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
     """Return matrices with the same singular vectors and singular values near 1 (between about 0.7 and 1.2).
 
-    Returns:
-        float32 [N, rows, columns].
+    Float32 [N, rows, columns] -> the same.
     """
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]

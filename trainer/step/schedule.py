@@ -2,7 +2,9 @@
 
 
 def zero_peak_constant(step: int, warmup_steps: int, peak_multiplier: float, decay_end_step: int) -> float:
-    """0 -> peak in the warm-up, linear down to 1 until ``decay_end_step``, then 1 (official ``trainer.py`` 102-123).
+    """Rise from 0 to the peak in the warm-up, fall linearly to 1 at ``decay_end_step``, then stay at 1.
+
+    As in the official ``trainer.py``, lines 102-123.
 
     Args:
         step: optimizer step, 0-based; step 0 has factor 0 when there is a warm-up.

@@ -1,6 +1,6 @@
-"""Validation without the target: how a drafter would fare against the stored activations.
+"""Validation without the target: how well drafts agree with the stored activations.
 
-Shapes: B sequences, T tokens, V vocabulary.
+Shapes: B sequences, T tokens, P drafted positions, g drafts of a round.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class ValidationSums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def metrics(self) -> dict[str, float]:
-        """kl, top1_agreement, expected_acceptance_length (NaN where nothing was counted)."""
+        """Compute kl, top1_agreement and expected_acceptance_length (NaN where nothing was counted)."""
         nan = float("nan")
         return {
             "kl": self.kl / self.positions if self.positions else nan,
@@ -47,7 +47,7 @@ class ValidationSums:
 
 
 def sum_in_order(rows: Iterable[Sequence[float]]) -> ValidationSums:
-    """Add up batches in the order of their numbers, each once, so that the sum does not depend on who had which.
+    """Add up batches in the order of their numbers, each once, so that the sum does not depend on the devices.
 
     Args:
         rows: number of a batch, then the fields of its ``ValidationSums``; a batch may come several times.
@@ -72,7 +72,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> Comparison:
-    """Draft every round of a batch on the text of the data set."""
+    """Draft every round of a batch on the dataset's text, and compare the drafts with the target's argmax."""
     inputs, draws = batch.inputs, batch.draws
     drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
     outputs = drafter.drafted_features(frozen, inputs, draws)
@@ -88,8 +88,8 @@ def compare_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch) -> Compa
 def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int) -> ValidationSums:
     """Evaluate every draft round of a batch whose step bound is ``draft_length + 1``.
 
-    Expected acceptance length of a round: 1 + the run of draft steps at which drafter and target have the same argmax.
-    The text between is the dataset's, not the target's own, so the figure is an estimate of decoding, not decoding.
+    A round's expected acceptance length is 1 + the leading draft steps at which drafter and target have the same
+    argmax. The drafts follow the dataset's text, not the target's own answers, so this is an estimate of decoding.
     """
     found = compare_batch(drafter, frozen, batch)
     runs = agreement_runs(found.agree, found.drafted, draft_length)
@@ -103,7 +103,7 @@ def validate_batch(drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_l
 
 
 def agreement_by_distance(found: Comparison, draft_length: int) -> tuple[Tensor, Tensor]:
-    """Count agreement by how far a draft is from the last verified position, whatever the drafts before it said.
+    """Count agreement by the distance of a draft from the last verified position, whatever the drafts before it were.
 
     Returns:
         Agreements and drafted positions at distance 1, 2, ..., each [draft_length] int64. A round that begins at
@@ -119,7 +119,7 @@ def agreement_by_distance(found: Comparison, draft_length: int) -> tuple[Tensor,
 
 
 def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
-    """Length of the leading run of agreements in every complete round.
+    """Measure the leading run of agreements in every complete round.
 
     Args:
         drafted: [B, T] bool; a round is a context position followed by ``draft_length`` drafted ones.
@@ -137,7 +137,7 @@ def agreement_runs(agree: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
 
 
 def _compare(drafter: Drafter, frozen: FrozenTarget, features: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """KL [P] and argmax agreement [P], a bounded number of logits at a time."""
+    """Compute KL [P] and argmax agreement [P], a bounded number of logits at a time."""
     chunk = max(1, _LOGITS_BYTES // (4 * frozen.lm_head_weight.shape[0]))
     kl, agree = [], []
     for part, goal in zip(features.split(chunk), hidden.split(chunk), strict=True):
