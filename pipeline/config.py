@@ -17,7 +17,7 @@ from ..machine import usable_cores
 
 
 def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
-    """Write mappings, as YAML has them, in the words of the command line."""
+    """Turn mappings, as YAML has them, into NAME=VALUE texts as on the command line."""
     found: list[Any] = []
     for item in items:
         is_mapping = isinstance(item, Mapping)
@@ -28,16 +28,16 @@ def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
 TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 """Arguments of a chat template as NAME=VALUE, or as one JSON object that was cut at its commas."""
 TEXT_FIELDS = ("tokens", "response_mask")
-"""Fields of every store that are no activations."""
+"""Fields of every store that are not activations."""
 _FIELD_LAYER = re.compile(r"hidden/layer_(\d+)")
 
 
 MAX_DEFAULT_ENCODE_THREADS = 16
-"""Beyond about this many the one thread that writes is the slower."""
+"""With more, the one thread that writes is the slowest stage."""
 
 
 class DataSettings(Config):
-    """Which sequences are made of the chats."""
+    """Which chats are read, and how they become sequences."""
 
     split: str | None = None
     """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
@@ -74,7 +74,7 @@ class StorageSettings(Config):
     target_license: str | None = None
     """Licence of the target, as the Hub names licences, for the store's card; default: left to fill in."""
     dataset_license: str | None = None
-    """Licence of the dataset, likewise."""
+    """Licence of the dataset, for the card too; default: left to fill in."""
 
 
 class ForwardSettings(Config):
@@ -87,12 +87,11 @@ class ForwardSettings(Config):
     batch_tokens: Count | None = None
     """Tokens per forward, padding included; default: 16384 on an accelerator, 2048 on a CPU, where caches are small."""
     encode_threads: Count | None = None
-    """Threads that compress what the forwards give; default: the machine's cores, up to 16. Any number gives the same
-    bytes."""
+    """Threads that compress activations; default: the machine's cores, up to 16. Any number gives the same bytes."""
 
 
 class ExtractConfig(Config):
-    """What to extract, from which target and data, to where."""
+    """Settings of `moa-data extract`: what to extract, from which target and dataset, and where to."""
 
     model: str
     """The target: a folder in Hugging Face layout, or a hub id."""
@@ -112,14 +111,14 @@ class ExtractConfig(Config):
 
 
 class AddConfig(Config):
-    """What to add to an existing store. Everything else - lengths, dtype, codec, batches - is as the store has it."""
+    """Settings of `moa-data add`: what to add to a store, which keeps its lengths, dtype, codec and batches."""
 
     store: str
     """The store, made by `extract`."""
     model: str
     """The target that the store was made with: a folder in Hugging Face layout, or a hub id."""
     activations: tuple[str, ...] = ()
-    """What to add: hidden:layer:K (output of decoder layer K, from 0), hidden:last, kv; what is there is kept."""
+    """What to add: hidden:layer:K (output of decoder layer K, from 0), hidden:last, kv; stored fields are kept."""
     target_layers: Natural = 0
     """Decoder layers to keep for Target Layer Inference; the hidden state that enters them is added too."""
     device: str = "auto"
@@ -135,7 +134,7 @@ class AddConfig(Config):
 
 
 def resolve_encode_threads(wanted: int | None) -> int:
-    """Return the threads that encode: those that are wanted, by default one for each core."""
+    """Choose the number of encoding threads: the wanted one, by default one for each core, at most 16."""
     return wanted or min(usable_cores(), MAX_DEFAULT_ENCODE_THREADS)
 
 
@@ -165,13 +164,13 @@ class ActivationSpec:
         return (("kv",) if self.kv else ()) + self.hidden_fields
 
     def __or__(self, other: ActivationSpec) -> ActivationSpec:
-        """Both together."""
+        """Return the activations of both."""
         layers = tuple(sorted({*self.layers, *other.layers}))
         return ActivationSpec(self.kv or other.kv, self.last or other.last, layers)
 
 
 def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int) -> ActivationSpec:
-    """Read names of activations against a target of `n_layers` decoder layers.
+    """Read names of activations of a target with `n_layers` decoder layers.
 
     Args:
         names: kv, hidden:last or hidden:layer:K; a negative K counts from the end.
@@ -203,7 +202,7 @@ def parse_activations(names: tuple[str, ...], target_layers: int, n_layers: int)
 
 
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
-    """Return the activations that are stored as these fields."""
+    """Return the activations that are stored as these fields; raises OptionInvalid for any other field."""
     names = [name for name in fields if name not in TEXT_FIELDS]
     layers = [_FIELD_LAYER.fullmatch(name) for name in names]
     unknown = [n for n, layer in zip(names, layers, strict=True) if not layer and n not in ("kv", "hidden/last")]

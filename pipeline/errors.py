@@ -1,4 +1,4 @@
-"""Errors of the extraction stage; every message says what was wrong and what to do next."""
+"""Errors of extraction; every message says what was wrong and what to do next."""
 
 from ..errors import MoaDataError
 
@@ -20,7 +20,7 @@ class TemplateError(PipelineError, ValueError):
 
 
 class PromptUnusable(TemplateError):
-    """A prompt holds control tokens of the target, or text that no tokenizer takes."""
+    """A prompt holds control tokens of the target, or text that cannot be encoded."""
 
 
 class SequenceTooLong(PipelineError, ValueError):
@@ -44,11 +44,11 @@ class NotEnoughMemory(PipelineError, MemoryError):
 
 
 class AdditionRefused(PipelineError, ValueError):
-    """Nothing can be added to this store, or not this."""
+    """The store takes no additions, or not these activations."""
 
 
 class AdditionWanted(PipelineError, ValueError):
-    """A store lacks fields or layers that an extraction asks for; the command `add` gives it those."""
+    """A store lacks fields or layers that an extraction asks for; the command `add` adds them."""
 
 
 class RepairRefused(PipelineError):

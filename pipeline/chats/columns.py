@@ -86,7 +86,7 @@ class Columns:
 
 
 def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list[Any]:
-    """Return the message of one turn, or those that its column holds, as TRL's conversational prompts do."""
+    """Return the message of one turn, or the messages that its column holds, as in TRL's conversational prompts."""
     values = [row[name] for name in columns if row[name] not in (None, "")]
     if len(values) == 1 and not isinstance(values[0], str):
         is_chat = isinstance(values[0], list | tuple) and all(isinstance(item, Mapping) for item in values[0])

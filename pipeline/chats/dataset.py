@@ -42,10 +42,10 @@ class ChatSource:
         revision: branch, tag or commit of a hub dataset; None for its main branch.
 
     Attributes:
-        commit: the commit of a hub dataset that is read; None of files, and where `datasets` does not say.
+        commit: the commit of a hub dataset that is read; None for files, and where `datasets` does not say.
 
     Raises:
-        DatasetError: nothing there that can be read, or several splits of which none is the one wanted.
+        DatasetError: there is nothing that can be read, or several splits and none is the wanted one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ChatSource:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are read, in their order; none of a hub dataset."""
+        """The files that are read, in their order; none for a hub dataset."""
         return self.chosen.files
 
     def describe(self) -> str:
@@ -102,12 +102,12 @@ class ChatSource:
                 number += 1
 
     def count(self, row: int) -> None:
-        """Let the dataset's identity be that of the rows up to this one, however far ahead others were read."""
+        """Add the rows up to this one to the dataset's identity; rows that were only read ahead do not count."""
         while self._ahead and self._ahead[0][0] <= row:
             self._row_hash.update(self._ahead.popleft()[1])
 
     def origin(self) -> dict[str, str] | None:
-        """Return what tells this dataset from others without reading its rows; None where nothing does."""
+        """Return what identifies the dataset without reading its rows; None where nothing does."""
         if self._hub_rows is None:
             return {"sha256": self._files_sha256}
         if self.commit is None:
@@ -225,7 +225,7 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 
 
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of a batch; where one cannot be had as Python values, the others are.
+    """Yield the rows of a batch; one that Python cannot hold is an UnreadableRow, the others are as they are.
 
     Raises:
         pa.ArrowInvalid: the batch points outside its data.
@@ -251,7 +251,7 @@ def _arrow_row(batch: pa.RecordBatch) -> Any:
 
 
 def _without_nulls(row: Any) -> Any:
-    """Leave out keys that Arrow added: its structs have the keys of all rows, and a null where a row lacks one."""
+    """Drop keys that Arrow added: its structs have the keys of all rows, and a null where a row lacks one."""
     found = [name for name in _CHAT_COLUMNS if isinstance(row.get(name), (list, Mapping))]
     return row | {name: _drop_nulls(row[name]) for name in found} if found else row
 

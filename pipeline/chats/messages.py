@@ -1,4 +1,4 @@
-"""Turns rows of a dataset into chats (messages, and the tools that they may call), or gives a reason why not."""
+"""Turns rows of a dataset into chats (messages, and the tools that they may call), or rejects them with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLES = {
 }
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 _UNREAD_KEYS = ("reasoning_content", "reasoning", "thinking", "refusal")
-"""What some datasets keep beside a message's content; few templates render it, and none of them says which."""
+"""Keys that some datasets keep beside a message's content; few templates render them, and none says which."""
 
 
 class RejectReason(StrEnum):
@@ -61,7 +61,7 @@ class Rejection:
 
     Attributes:
         reason: one of a fixed set, for counting.
-        detail: what exactly, for the first example shown.
+        detail: what was found, for the example that is shown.
     """
 
     reason: RejectReason
@@ -70,7 +70,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class UnreadableRow:
-    """The place of a row that is in the file, but cannot be had as values."""
+    """Stands for a row that is in the file, but cannot be read."""
 
     detail: str
 
@@ -105,7 +105,7 @@ def parse_chat(row: Any) -> Chat | Rejection:
 
 
 def parse_prompt(row: Any) -> Chat | Rejection:
-    """Read the chat of one row as ``parse_chat`` does; the assistant needs to have said nothing in it."""
+    """Read the chat of one row as ``parse_chat`` does; it needs no message of the assistant."""
     if isinstance(row, UnreadableRow):
         return Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):

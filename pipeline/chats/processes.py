@@ -1,7 +1,7 @@
-"""Tokenise rows in several processes, through `datasets`: what comes back is what one process gives, in its order.
+"""Tokenise rows in several processes, through `datasets`: the results are those of one process, in the same order.
 
-Rows go in blocks, so that memory is bounded and reading can stop early. A block lies in a temporary Arrow file that
-`Dataset.map` cuts into one piece a process; the processes are forks, which have tokenizer and template already.
+Rows go in blocks, so that memory is bounded and reading can stop early. A block is a temporary Arrow file that
+`Dataset.map` divides among the processes; these are forks, which have tokenizer and template already.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .messages import Rejection
 from .prompts import TokenizedChat
 
 MIN_ROWS = 2000
-"""Fewer rows than this are tokenised sooner by one process than others are started."""
+"""With fewer rows, one process is done before others have started."""
 ROWS_PER_PROCESS = 16_384
-"""Rows of a block for each process: some seconds of work, beside which starting the processes does not count."""
+"""Rows of a block for each process: some seconds of work, long against the start of the processes."""
 
 _BLOCK_BYTES = 1 << 28
 _WRITE_ROWS = 256
 _WATCH_S = 0.5
 
 Tokenised = tuple[TokenizedChat | Rejection, bool]
-"""What a row gives, and whether the chat template asked for the time over it."""
+"""The sequence of a row or its rejection, and whether the chat template asked for the time."""
 Tokenise = Callable[[Any], Tokenised]
 
 _tokenise: Tokenise | None = None
@@ -52,12 +52,12 @@ def n_cores() -> int:
 def tokenise_rows(
     rows: Iterator[tuple[int, Any]], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
 ) -> Iterator[tuple[int, Tokenised]]:
-    """Yield (row number, what it gives) for each row, in their order.
+    """Yield (row number, its result) for each row, in their order.
 
     Args:
         rows: number and content of each row.
         tokenise: called for each content, here or in a process that was forked from this one.
-        n_left: called before rows are read ahead: how many of them are still wanted; None for all.
+        n_left: called before rows are read ahead; gives how many sequences are still wanted, None for all.
 
     Raises:
         PipelineError: a process was killed, or there is no room for the rows that are passed between processes.
@@ -83,7 +83,7 @@ class _Block:
     """Rows that are tokenised together.
 
     Attributes:
-        packed: each row as bytes; None for one that is nested too deeply for that, which is in ``unpacked``.
+        packed: each row pickled; None for one that is nested too deeply for that, which is in ``unpacked``.
         is_last: whether no row follows.
         error: what kept the next row from being read; the rows before it come first.
     """
@@ -96,7 +96,7 @@ class _Block:
 
     @classmethod
     def read(cls, rows: Iterator[tuple[int, Any]], most: int, n_left: int | None) -> _Block:
-        """Read the next rows, some more than are wanted: a few of them will give no sequence."""
+        """Read the next rows, some more than are wanted, as a few may be rejected."""
         if n_left is not None:
             most = min(most, n_left + n_left // 16 + 64)
         block, n_bytes = cls(), 0
@@ -121,7 +121,7 @@ class _Block:
 
 
 def _in_processes(block: _Block, tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
-    """Yield what each packed row gives."""
+    """Yield the result of each packed row."""
     import datasets  # slow to import, and few rows need none
 
     with _temporary_folder() as folder, _forking(tokenise):
@@ -154,7 +154,7 @@ def _tokenise_batch(batch: dict[str, list[bytes]], tokenise: Tokenise | None) ->
 
 
 def _forks() -> bool:
-    """Whether `datasets` forks this process; else its processes start empty and get the tokenizer sent."""
+    """Whether `datasets` forks this process; else its processes start empty and are sent the tokenizer."""
     import multiprocess  # type: ignore[import-untyped]
 
     return str(multiprocess.get_start_method()) == "fork"
@@ -176,7 +176,7 @@ def _temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def _forking(tokenise: Tokenise) -> Iterator[None]:
-    """Let the forks of this process be workers that know what to do, and keep `datasets` quiet meanwhile."""
+    """Make the forks of this process workers with the function to run, and keep `datasets` quiet meanwhile."""
     global _tokenise, _parent
     import datasets
 
@@ -186,7 +186,7 @@ def _forking(tokenise: Tokenise) -> Iterator[None]:
     _tokenise, _parent = tokenise, os.getpid()
     try:
         with warnings.catch_warnings():
-            # From Python 3.12 on: forks of a process with threads. Ours call nothing that another thread may hold.
+            # Python 3.12 warns of forks of a process with threads. Ours need no lock that another thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     except Exception as error:
@@ -195,7 +195,7 @@ def _forking(tokenise: Tokenise) -> Iterator[None]:
         if not isinstance(error, RuntimeError) or "abruptly died" not in str(error):
             raise
         raise PipelineError(
-            "A process that tokenises was killed, most likely because memory ran out. Lower "
+            "A process that tokenises was killed, most likely because memory ran out. Use fewer processes, such as "
             "`--set data.tokenize_processes=1`, or free some memory."
         ) from error
     finally:
@@ -208,7 +208,7 @@ def _forking(tokenise: Tokenise) -> Iterator[None]:
 
 
 def _become_worker() -> None:
-    """Leave the signals to the parent, write nothing, and end with it, however it ends."""
+    """Leave signals to the parent, write nothing, and exit when the parent does."""
     if _parent is None:
         return
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -1,14 +1,14 @@
-"""Turns chats into token ids and response masks: all knowledge of chat templates is here.
+"""Turns chats into token ids and response masks.
 
-A chat is rendered ONCE and encoded ONCE. Which characters are the assistant's is found on the rendered text, and the
-tokenizer's offsets carry those spans to tokens: encoding pieces by themselves would move token borders.
+A chat is rendered ONCE and encoded ONCE. Which characters are the assistant's is found in the rendered text, and the
+tokenizer's offsets map those spans to tokens: encoding parts by themselves would move token borders.
 
 The spans come from
 
 1. the template's ``{% generation %}`` tags, where it has them: a copy of the template with markers in their place is
    rendered and the markers are looked up;
 2. else prefixes: the chat up to the response, rendered with the generation prompt, must be a prefix of the rendering;
-3. else the response text: the same chat with this one response replaced tells what stands before and behind it.
+3. else the response text: rendering the chat with this one response replaced gives the text before and behind it.
 
 The end-of-turn token belongs to the response, the white space behind it does not.
 """
@@ -61,12 +61,12 @@ class TokenizedChat:
 
 @dataclass(frozen=True)
 class _Template:
-    """What is found out once per tokenizer and template.
+    """Facts about a tokenizer and its template, found out once.
 
     Attributes:
-        arguments: what the user passes to the template.
+        arguments: the user's arguments of the template.
         marked: the template with markers in place of its generation tags; None where it has none.
-        has_generation_prompt: whether it is known to render one after a user message.
+        has_generation_prompt: whether it renders one after a user message.
         end_of_turn: what the template writes behind a last response, trailing white space removed.
         adds_bos: whether the tokenizer itself puts a BOS before plain text.
     """
@@ -124,7 +124,7 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, 
 
     Raises:
         TemplateError: no chat template, or the template refuses the chat, or leaves out a part of it.
-        PromptUnusable: a text holds control tokens, or what no tokenizer takes.
+        PromptUnusable: a text holds control tokens, or cannot be encoded.
     """
     template = _template(tokenizer)
     try:
@@ -153,7 +153,7 @@ def check_template(tokenizer: Any, where: str, arguments: Mapping[str, Any] | No
 
     Args:
         where: the target, for messages.
-        arguments: what its template is given beside each chat from here on.
+        arguments: arguments of its template, kept with the tokenizer for every later chat.
     """
     tokenizer.template_arguments = dict(arguments or {})
     try:
@@ -178,7 +178,7 @@ def _template(tokenizer: Any) -> _Template:
 
 
 def _mark_generation_tags(template: str) -> str:
-    """Write each tag as a pair of `if` tags around a marker: white-space control at both ends stays what it was."""
+    """Replace each tag by a pair of `if` tags around a marker, which keep white-space control at both ends."""
 
     def replace(match: re.Match[str]) -> str:
         left, name, right = match.groups()
@@ -224,7 +224,7 @@ def _one_bos(tokenizer: Any, template: _Template, text: str) -> tuple[str, int]:
 
 
 def _left_out(tokenizer: Any, messages: list[Message], tools: Tools, system: str, text: str) -> str:
-    """Name what a rendering does not show of tools, calls, results and system column; empty where it shows all."""
+    """Name the first of tools, calls, results and system column that a rendering lacks; empty where it has all."""
     if system and not _shows(text, system):
         return "the system column"
     for index, message in enumerate(messages):
@@ -300,7 +300,7 @@ def _tagged_spans(marked_text: str, text: str) -> list[Span] | None:
 def _prefix_span(
     tokenizer: Any, template: _Template, messages: list[Message], tools: Tools, index: int, text: str
 ) -> Span | None:
-    """Find a response from what the template renders before it and with it; None where these are no prefixes."""
+    """Find a response by rendering the chat before it and up to it; None where these are not prefixes of the text."""
     before = messages[:index]
     if not before:
         return None
@@ -314,7 +314,7 @@ def _prefix_span(
 
 
 def _located_span(tokenizer: Any, messages: list[Message], tools: Tools, index: int, text: str) -> Span | None:
-    """Find a response's own text: what is left of the rendering when everything around it is taken away."""
+    """Find a response as what is left of the rendering without the text before and behind it; None where unclear."""
     message = messages[index]
     other = [*messages[:index], {"role": "assistant", "content": _PLACEHOLDER}, *messages[index + 1 :]]
     before, found, behind = render(tokenizer, other, tools).partition(_PLACEHOLDER)
@@ -344,7 +344,7 @@ def _encode(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, n
     """Encode a rendered chat and mark the tokens of the spans.
 
     Byte-level tokenizers report white space outside their tokens, or empty ranges; so a token is taken to begin where
-    the one before it ended. A token that begins before a span counts when only white space hangs over.
+    the one before it ended. A token that begins before a span counts if only white space lies before the span.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)

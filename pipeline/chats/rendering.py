@@ -2,10 +2,10 @@
 
 A template is a program that comes with the model. It runs in the sandbox of transformers, and here
 
-- the time that it may ask for stands still (TEMPLATE_TIME);
-- loops over `range` and the text that it writes are bounded. A loop over the characters of a text within another one,
-  or a product of texts, is not: who writes the model's folder can keep the process busy;
-- functions that give chance values are refused.
+- the time that it may ask for is fixed (TEMPLATE_TIME);
+- loops over `range` and the text that it writes are bounded. Nested loops over the characters of a text, or a product
+  of texts, are not: a malicious model folder can keep the process busy;
+- functions that give random values are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_CHAT_CHARS = 1 << 24
 RENDER_ERRORS = (
     JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RecursionError,
 )  # fmt: skip
-"""What a template can raise over a chat."""
+"""What a template can raise while it renders a chat."""
 
 _MAX_RANGE_ITEMS = 1 << 20
 _SPARE_CHARS = 1 << 20
@@ -53,7 +53,7 @@ class ControlTokens:
 
     Attributes:
         everywhere: matches those that no text may hold.
-        framed: matches also those that frame tools, calls and results, for the texts that stand in such a frame.
+        framed: matches also those that frame tools, calls and results, for texts within such a frame.
     """
 
     everywhere: re.Pattern[str]
@@ -61,7 +61,7 @@ class ControlTokens:
 
 
 def template_text(tokenizer: Any) -> str:
-    """Return the chat template that is used."""
+    """Return the chat template of a tokenizer; raises TemplateError where there is none."""
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             "the tokenizer has no chat template, so chats cannot be turned into tokens. "
@@ -75,12 +75,12 @@ def template_text(tokenizer: Any) -> str:
 
 
 def template_arguments(tokenizer: Any) -> dict[str, Any]:
-    """Return what the user passes to the chat template (``prompts.check_template`` keeps it with the tokenizer)."""
+    """Return the user's arguments of the chat template, which ``prompts.check_template`` keeps with the tokenizer."""
     return dict(getattr(tokenizer, "template_arguments", {}))
 
 
 def check_program(tokenizer: Any) -> None:
-    """Refuse a template that does not compile, that chance is part of, or that does not end for the shortest chat."""
+    """Refuse a template that does not compile, uses random values, or does not end for the shortest chat."""
     text = template_text(tokenizer)
     try:
         tree = _compile_jinja_template(text).environment.parse(text)
@@ -108,7 +108,7 @@ def render(
     add_generation_prompt: bool = False,
     template: str | None = None,
 ) -> str:
-    """Write a chat as the template does.
+    """Render a chat with its template.
 
     Args:
         add_generation_prompt: whether to end where the assistant is to write.
@@ -133,7 +133,7 @@ def render(
 
 @contextmanager
 def _bounded(compiled: Any, tokenizer: Any, limit: int) -> Iterator[None]:
-    """Let a compiled template, which transformers keeps for all its callers, run with our clock and bounds."""
+    """Give a compiled template, which transformers shares among its callers, our clock and bounds meanwhile."""
     n_items = 0
 
     def strftime_now(form: str) -> str:
@@ -173,7 +173,7 @@ def asked_the_time(tokenizer: Any) -> bool:
 
 
 def note_the_time(tokenizer: Any) -> None:
-    """Record that a rendering used TEMPLATE_TIME, in another process perhaps."""
+    """Record that a rendering used TEMPLATE_TIME, be it in another process."""
     _ASKED_THE_TIME.add(tokenizer)
 
 
@@ -200,10 +200,10 @@ def texts(value: Any) -> Iterator[str]:
 def find_unusable_text(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[RejectReason, str] | None:
-    """Look for what may not be in a chat's texts: control tokens, halves of surrogate pairs, absurd lengths.
+    """Find what may not be in a chat's texts: control tokens, halves of surrogate pairs, too many characters.
 
     Returns:
-        The reason, and what was found where; None where everything can be used.
+        The reason, and what was found where; None where all texts can be used.
     """
     control, n_chars = control_tokens(tokenizer), 0
     for where, text, pattern in _searched(control, messages, tools):
@@ -222,7 +222,7 @@ def find_unusable_text(
 def _searched(
     control: ControlTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
 ) -> Iterator[tuple[str, str, re.Pattern[str]]]:
-    """Yield (where, text, what may not be in it); what stands in a frame of the template may not close it."""
+    """Yield (where, text, pattern that it may not match); text within a frame of the template may not close it."""
     for index, message in enumerate(messages):
         for key, value in message.items():
             is_framed = key != "content" or message["role"] == "tool"
@@ -236,9 +236,9 @@ def _searched(
 def control_tokens(tokenizer: Any) -> ControlTokens:
     """Find the tokens by which turns are told apart, so that no text of a chat may hold them.
 
-    They are all special tokens, named or not, and those other added tokens that the template writes. Of the latter,
-    tags that come in pairs (``<think>`` and ``</think>``, ``<tool_call>``) open no turn; answers are full of them and
-    prompts ask for them, so that only what stands in such a frame itself may not hold them.
+    They are all special tokens, and those other added tokens that the template writes. Of the latter, paired tags
+    (``<think>`` and ``</think>``, ``<tool_call>``) open no turn, and answers and prompts often hold them, so that they
+    are refused only in text that the template puts between such tags itself.
     """
     source = template_text(tokenizer)
     known, origin = _CONTROL.get(tokenizer), (source, template_arguments(tokenizer))
@@ -256,7 +256,7 @@ def control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 def _probes(tokenizer: Any) -> Iterator[str]:
-    """Yield what the template writes around the shortest chats; nothing where it wants others."""
+    """Yield the renderings of the shortest chats; nothing where the template refuses them."""
     turns: list[Message] = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
     for messages in (turns, turns[1:], turns[1:2]):
         try:

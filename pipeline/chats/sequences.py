@@ -1,4 +1,4 @@
-"""All sequences of a dataset: tokenised, without duplicates, with a count of every row that gave none."""
+"""All sequences of a dataset: tokenised, without duplicates, and with counts of the rows that were rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COUNTS_KEY = b"counts"
 
 @dataclass
 class Sequences:
-    """Tokens and masks of all sequences on one flat axis, and what became of the other rows.
+    """Tokens and masks of all sequences on one flat axis, and counts of the other rows.
 
     Attributes:
         ids: sequence id -> index; the id is the sha256 of tokens and mask, so equal chats have one id.
@@ -68,7 +68,7 @@ class Sequences:
 
     @property
     def n_rejected(self) -> int:
-        """The number of rows that gave no sequence, duplicates aside."""
+        """The number of rejected rows, duplicates not included."""
         return sum(self.rejections.values())
 
     def tokens(self, sequence_id: str) -> np.ndarray:
@@ -86,7 +86,7 @@ class Sequences:
         return self.source_rows[self.ids[sequence_id]]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
-        """Take a sequence in, unless an equal one is there."""
+        """Add a sequence, or count a duplicate where an equal one is there."""
         tokens = np.ascontiguousarray(chat.tokens, np.int32)
         mask = np.ascontiguousarray(chat.response_mask, np.uint8)
         sequence_id = content_id(tokens, mask)
@@ -149,7 +149,7 @@ class Sequences:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> Sequences:
-        """Return what :meth:`to_arrow` was called on; tokens and masks stay where the table has them.
+        """Undo :meth:`to_arrow`; tokens and masks are views of the table.
 
         Raises:
             ValueError: it is another table.
@@ -172,7 +172,7 @@ class Sequences:
         )
 
     def mapped(self, table: pa.Table) -> Sequences:
-        """Return the same sequences with tokens and masks where a table has them that :meth:`to_arrow` gave."""
+        """Return the same sequences, with tokens and masks as views of a table that :meth:`to_arrow` made."""
         tokens, mask = (table[name].chunk(0).values.to_numpy() for name in _COLUMNS[2:])
         return replace(self, _tokens=tokens, _mask=mask)
 
@@ -232,7 +232,7 @@ def read_sequences(
 
 
 def _tokenise(tokenizer: Any, max_length: int, columns: Columns, content: Any) -> Tokenised:
-    """Tokenise a row, and say whether the template asked for the time over this very row."""
+    """Tokenise a row, and say whether the template asked for the time while it rendered this row."""
     asked_before = forget_the_time(tokenizer)
     chat = tokenize_row(tokenizer, content, max_length, columns)
     asks = asked_the_time(tokenizer)
@@ -268,7 +268,7 @@ def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config:
 
 
 def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig) -> None:
-    """Refuse a dataset that gives nothing, or too many rows that cannot be used."""
+    """Refuse a dataset without usable rows, or with too many rejected ones."""
     if sequences.n_rows == 0:
         raise DatasetError(f"Dataset {source.name} is empty: no rows. Point --dataset at a file or folder with chats.")
     reasons = "; ".join(

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import DatasetError
 
 TABLES = (".csv", ".tsv")
-"""Suffixes of tables, which are also written about chats: of a folder they are read where nothing else is there."""
+"""Suffixes of tables. A folder may hold tables that are no chats, so they are read where there is nothing else."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather", *TABLES)
 DEFAULT_SPLIT = "train_sft"
 """Split that is read where none is given: that of chats in UltraChat and its relatives."""
@@ -43,7 +43,7 @@ class ChosenFiles:
 
     Attributes:
         files: at least one.
-        split: the split that they are; None where nothing in the folder looks like one.
+        split: their split; None where nothing in the folder looks like one.
         n_others: files beside them that are not read.
     """
 
@@ -52,7 +52,7 @@ class ChosenFiles:
     n_others: int = 0
 
     def describe(self) -> str:
-        """Say what of the folder is read, for people; empty where it is all there is."""
+        """Say which split and how many files are read; empty where no split is known."""
         if self.split is None:
             return ""
         n_all = len(self.files) + self.n_others
@@ -70,8 +70,8 @@ def choose_files(path: Path, split: str | None) -> ChosenFiles:
         The files of one split, or all of a folder in which nothing looks like a split.
 
     Raises:
-        DatasetError: nothing that can be read, files of several splits none of which is the one wanted, or a
-            `save_to_disk` folder that lacks one of its files.
+        DatasetError: there is nothing that can be read, several splits and none is the wanted one, or a `save_to_disk`
+            folder lacks one of its files.
     """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
@@ -115,7 +115,7 @@ def _training_first(name: str) -> tuple[bool, str]:
 
 
 def _is_named(relative: Path, split: str) -> bool:
-    """Whether a file or one of its folders is called like a split, whatever the name."""
+    """Whether a file, or one of its folders, has the name of a split."""
     stem = relative.name.split(".")[0]
     return split in relative.parts[:-1] or stem == split or stem.startswith(split + "-")
 

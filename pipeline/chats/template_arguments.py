@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import OptionInvalid
 
 RECORDED = "template_kwargs"
-"""Where a drafter and a store record them; as JSON in a drafter."""
+"""Key under which a store, and a drafter as JSON, record them."""
 _TAKEN = {
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
     "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -20,7 +20,7 @@ _TAKEN = {
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Read ``name=value`` texts, or a JSON object that was cut at its commas.
 
-    A value that is JSON (false, 3, "text") is that; any other is a text.
+    A value that is JSON (false, 3, "text") is parsed; any other is a text.
 
     Raises:
         OptionInvalid: something else, or a name that the template gets from elsewhere.
@@ -50,7 +50,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def choose_template_arguments(given: Sequence[str], drafters: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Return the arguments that were given, else those of the chats that all drafters were trained on.
+    """Return the given arguments, else those of the chats that all drafters were trained on.
 
     Args:
         drafters: name of each drafter -> what it records of its target.

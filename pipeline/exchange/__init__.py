@@ -1,4 +1,4 @@
-"""Stores to and from the file formats of other projects, and torch datasets over a store.
+"""Exports and imports stores in the file formats of other projects; torch datasets over a store.
 
-Drafters are exported by ``trainer/export``.
+Drafters are exported by ``trainer/checkpoints/export``.
 """

@@ -10,7 +10,7 @@ Format = Literal["speculators", "specforge", "eagle"]
 
 
 class ExportConfig(Config):
-    """Which store to write in which layout, to where."""
+    """Settings of `moa-data export`: which store to write in which layout, and where to."""
 
     store: str
     """Folder of the store."""
@@ -34,7 +34,7 @@ class ExportConfig(Config):
 
 
 class ImportConfig(Config):
-    """Which folder of another project becomes a store, and with which target."""
+    """Settings of `moa-data import`: which folder of another project becomes a store, and with which target."""
 
     folder: str
     """Folder in the layout of the other project."""
@@ -55,7 +55,7 @@ class ImportConfig(Config):
     target_license: str | None = None
     """Licence of the target, as the Hub names licences, for the store's card; default: left to fill in."""
     dataset_license: str | None = None
-    """Licence of the dataset, likewise."""
+    """Licence of the dataset, for the card too; default: left to fill in."""
 
     @override
     def problems(self) -> list[str]:

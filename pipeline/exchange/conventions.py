@@ -40,12 +40,12 @@ LAST = "hidden/last"
 
 
 def layer_field(layer: int) -> str:
-    """Field of a decoder layer's output."""
+    """The field of a decoder layer's output."""
     return f"hidden/layer_{layer}"
 
 
 def default_layers(n_layers: int) -> tuple[int, int, int]:
-    """Decoder layers whose outputs EAGLE-3 takes by default.
+    """The decoder layers whose outputs EAGLE-3 takes by default.
 
     Returns:
         (1, L // 2 - 1, L - 4), counted from 0.
@@ -66,7 +66,7 @@ def default_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 def check_layers(layers: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
-    """The chosen layers, or the default ones, of a target of ``n_layers``."""
+    """Return the chosen layers, or the default ones, of a target of ``n_layers``; raises OptionInvalid."""
     layers = layers or default_layers(n_layers)
     wrong = [layer for layer in layers if not 0 <= layer < n_layers]
     if wrong:
@@ -75,7 +75,7 @@ def check_layers(layers: tuple[int, ...], n_layers: int) -> tuple[int, ...]:
 
 
 def vllm_layer_id(layer: int) -> int:
-    """Number of a decoder layer's output in vLLM and speculators: layers passed so far, the embeddings are 0."""
+    """The number of a decoder layer's output in vLLM and speculators: layers passed so far; the embeddings are 0."""
     return layer + 1
 
 

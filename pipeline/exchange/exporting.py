@@ -1,4 +1,4 @@
-"""Writing a store in the file format of another project: `moa-data export`."""
+"""Writes a store in the file format of another project: `moa-data export`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from .formats import EagleFormat, FileFormat, SpecForgeFormat
 from .speculators import SpeculatorsFormat, count_rows, write_rows
 from .torch_dataset import ActivationDataset
 
-"""Called as ``progress(done, total, message)``."""
-
 _N_WRITERS = 8
 _PENDING_BYTES = 256 << 20
 
 RECORD_NAME = "export.json"
-"""Says what an exported folder was made from; the other project does not look at it."""
+"""File that says what an exported folder was made from; other projects do not read it."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class ExportReport:
     Attributes:
         format: its name, e.g. ``"specforge"``.
         fields: fields of the store that went into it.
-        n_written: files written by this run; the others were there.
-        written_bytes: bytes of these.
+        n_written: files written by this run; the others were there already.
+        written_bytes: bytes of the files that this run wrote.
     """
 
     folder: Path
@@ -50,7 +48,7 @@ class ExportReport:
     written_bytes: int
 
     def describe(self) -> str:
-        """The report as text for people."""
+        """Word the report for people."""
         kept = self.n_sequences - self.n_written
         return (
             f"{self.folder}: {self.n_sequences:,} sequences for {self.format} from {', '.join(self.fields)}; "
@@ -59,7 +57,7 @@ class ExportReport:
 
 
 def make_format(name: str, layers: tuple[int, ...], n_layers: int, compress: bool = False) -> FileFormat:
-    """Return a file format; ``layers`` are those beside the last (empty: the default), ``compress`` is specforge's."""
+    """Make a file format; ``layers`` are those beside the last (empty: the default), ``compress`` is specforge's."""
     if name == "eagle":
         return EagleFormat((), n_layers)
     layers = check_layers(layers, n_layers)
@@ -97,7 +95,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
 
 
 class _Writer:
-    """Writes files in threads: a disk syncs many small files at once in the time of one.
+    """Writes files in threads, as a disk syncs many small files at once in the time of one.
 
     A file that could not be written raises at a later :meth:`submit`, or where the ``with`` block ends.
     """
@@ -108,7 +106,7 @@ class _Writer:
         self._pending_bytes = 0
 
     def submit(self, path: Path, data: bytes) -> None:
-        """Write a file soon; waits while too many bytes are on their way."""
+        """Queue a file; waits while too many files or bytes are queued."""
         self._pending.append((self._threads.submit(_write, path, data), len(data)))
         self._pending_bytes += len(data)
         while len(self._pending) > 4 * _N_WRITERS or (self._pending_bytes > _PENDING_BYTES and self._pending):
@@ -134,7 +132,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationDataset, i: int) -> bytes | None:
-    """Return the content of one file, or None if it is there."""
+    """Return the content of one file; None if it exists with the same tokens."""
     path = file_format.file(folder, i)
     tokens = dataset.store.read(i, "tokens")
     if path.exists():

@@ -56,25 +56,25 @@ class FileFormat(ABC):
     gives_last = True
 
     max_file_bytes = 1 << 30
-    """Most bytes that a file holds uncompressed; whoever knows the target sets it (:meth:`bound_files`)."""
+    """Most bytes that a file holds uncompressed; :meth:`bound_files` sets it from the target."""
 
     def __init__(self, layers: tuple[int, ...], n_layers: int) -> None:
         self.layers = layers
         self.n_layers = n_layers
 
     def bound_files(self, width: int, max_positions: int) -> None:
-        """Take from the target how long a file can be: the longest sequence, with all its states in float32."""
+        """Bound the size of a file: the target's longest sequence, with all its states in float32."""
         token_bytes = 4 * width * (len(self.layers) + 2) + 2 * 8
         self.max_file_bytes = max_positions * token_bytes + _MAX_OVERHEAD_BYTES
 
     @property
     @abstractmethod
     def fields(self) -> tuple[str, ...]:
-        """Fields of the store that are in the files, in their order."""
+        """The fields of the store that are in the files, in their order."""
 
     @abstractmethod
     def file(self, folder: Path, i: int) -> Path:
-        """Path of sequence ``i``."""
+        """Return the path of sequence ``i``."""
 
     @abstractmethod
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
@@ -219,12 +219,12 @@ def load_checkpoint(path: Path, max_bytes: int = FileFormat.max_file_bytes) -> d
         n_bytes = check_regular(path, max_bytes)
         if not path.name.endswith(".gz"):
             return load_pickled_tensors(path)
-        # States hardly shrink in gzip: what grows by more is made to fill the memory.
+        # Hidden states hardly shrink in gzip: a file that grows by more is made to fill the memory.
         return load_pickled_tensors(_gunzip(path, min(max_bytes, max(_MAX_OVERHEAD_BYTES, _MAX_GROWTH * n_bytes))))
 
 
 def _gunzip(path: Path, max_bytes: int) -> io.BytesIO:
-    """Unpack a file piece by piece, as far as it may reach."""
+    """Unpack a file piece by piece; raises ValueError beyond ``max_bytes``."""
     unpacked = io.BytesIO()
     with gzip.open(path) as stream:
         while piece := stream.read(_PIECE_BYTES):
@@ -256,7 +256,7 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
 
 
 def _matrix(record: Mapping[str, Any], key: str, n_tokens: int, path: Path) -> Tensor:
-    """A tensor [S, width] or [1, S, width] as [S, width]."""
+    """Return a tensor [S, width] or [1, S, width] as [S, width]."""
     value = _tensor(record, key, path)
     if value.dim() == 3 and len(value) == 1:
         value = value[0]

@@ -1,4 +1,4 @@
-"""Making a store from the files of another project: `moa-data import`."""
+"""Makes a store from the files of another project: `moa-data import`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Texts:
 
     Attributes:
         ids: sha256 of tokens and mask -> row.
-        n_tokens: tokens of each row in ``ids``.
-        n_response_tokens: of these, with mask 1.
+        n_tokens: tokens of each text in ``ids``.
+        n_response_tokens: tokens of each text with mask 1.
     """
 
     paths: list[Path]
@@ -60,7 +60,7 @@ class Texts:
         return self.n_files - len(self.ids)
 
     def table(self) -> pa.Table:
-        """Table for ``plan_parts``."""
+        """Make the table for ``plan_parts``."""
         return pa.table(
             {
                 "sequence_id": pa.array(list(self.ids), pa.string()),
@@ -72,7 +72,7 @@ class Texts:
 
     @property
     def sha256(self) -> str:
-        """Hash of all texts in their order."""
+        """The hash of all texts in their order."""
         return hashlib.sha256("\n".join(self.ids).encode()).hexdigest()
 
 
@@ -94,7 +94,7 @@ class ImportReport:
     n_parts_done: int
 
     def describe(self) -> str:
-        """The report as text for people."""
+        """Word the report for people."""
         return (
             f"{self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens from {self.format} with "
             f"{', '.join(self.fields)}; {self.n_parts_done:,} parts written, {self.n_duplicates:,} duplicates left out"
@@ -158,7 +158,7 @@ def read_texts(
         At least one text.
 
     Raises:
-        ForeignInvalid: no files, or one that is damaged, of another file_format or of another target.
+        ForeignInvalid: there is no file, or one is damaged, of another format or of another target.
     """
     paths = file_format.files(folder)[:max_sequences]
     texts = Texts(paths)
@@ -189,7 +189,7 @@ def _check_text(path: Path, tokens: np.ndarray, mask: np.ndarray, vocab_size: in
 
 
 def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any]) -> tuple[FieldSpec, ...]:
-    """The store's fields, in the dtype of the first file."""
+    """Make the store's fields, in the dtype of the first file."""
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
         raise ForeignInvalid(

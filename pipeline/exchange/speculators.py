@@ -129,7 +129,7 @@ def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> 
 
 
 def count_rows(folder: Path) -> int:
-    """Rows of the Arrow dataset in a folder; 0 where there is none yet."""
+    """Count the rows of the Arrow dataset in a folder; 0 where there is none yet."""
     return len(_load_rows(folder)) if (folder / _STATE).is_file() else 0
 
 

@@ -25,7 +25,7 @@ DEFAULT_FIELDS = ("tokens", "response_mask", "hidden/last")
 
 
 class ActivationDataset(Dataset[dict[str, Tensor]]):
-    """Map-style view of a store: ``dataset[i]`` is sequence ``i`` as a dict of tensors.
+    """Map-style dataset over a store: ``dataset[i]`` is sequence ``i`` as a dict of tensors.
 
     Args:
         store: an open store, or its folder.
@@ -61,12 +61,12 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
             raise OptionInvalid(f"layers are given, but none of the fields {', '.join(self.fields)} has layers.")
 
     def __len__(self) -> int:
-        """Sequences of the store."""
+        """Count the sequences of the store."""
         return len(self.store)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every sequence: int [len(self)]; for samplers that batch by length."""
+        """The tokens of every sequence, int [len(self)], for samplers that batch by length."""
         return self.store.lengths
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
@@ -87,13 +87,12 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 
 
 class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
-    """Iterable view of a store: every epoch another order, the same one on every machine, each sequence once.
+    """Iterable dataset over a store: each epoch has its own order, the same on every machine, with each sequence once.
 
     Ranks and workers take turns in that order, so that no two of them read the same sequence. With several ranks each
-    gets equally many groups; the few that are left over change from epoch to epoch. With ``bucket_batches`` sequences
-    of like length are neighbours: of each window of so many batches of the shuffled order the sequences are sorted by
-    length, cut into groups of ``batch_size``, and the groups are shuffled. Give the ``DataLoader`` the same
-    ``batch_size``, and its batches are these groups.
+    gets equally many groups; the few that are left over change from epoch to epoch. With ``bucket_batches``, each
+    window of so many batches of the shuffled order is sorted by length and cut into groups of ``batch_size``, and the
+    groups are shuffled. Give the ``DataLoader`` the same ``batch_size``, and its batches are these groups.
 
     Args:
         store: an open store, or its folder.
@@ -102,7 +101,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         shuffle: shuffle anew in every epoch; otherwise in the store's order.
         batch_size: sequences of a group, the unit that is dealt out to ranks and workers.
         bucket_batches: groups of a window that is sorted by length; 0 for no bucketing.
-        rank: of this process; None asks ``torch.distributed``, and is 0 without it.
+        rank: rank of this process; None asks ``torch.distributed``, and is 0 without it.
         world_size: processes in all; None asks ``torch.distributed``, and is 1 without it.
 
     Raises:
@@ -138,7 +137,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
             )
         self.shuffle, self.seed = shuffle, seed
         self.batch_size, self.bucket_batches = batch_size, bucket_batches
-        # In shared memory, so that workers that outlive an epoch see the next one.
+        # In shared memory, so that persistent workers see the next epoch.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
@@ -151,7 +150,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         self._epoch[0] = epoch
 
     def epoch_groups(self, epoch: int) -> list[np.ndarray]:
-        """The groups of sequences of this rank in their order, a function of seed, epoch, rank and world size.
+        """Compute the groups of sequences of this rank in their order, from seed, epoch, rank and world size.
 
         Returns:
             Indices of sequences, int64 [batch_size] each; the last one may be shorter.

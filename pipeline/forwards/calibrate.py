@@ -1,4 +1,4 @@
-"""What a learned codec learns from: a sample of the sequences, the target's rotation, embeddings and LM head."""
+"""Lets codecs learn from a sample of the sequences, and the target's rotation, embeddings and LM head."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .capture import capture
 SAMPLE_TOKENS = 30_000
 """Tokens that a codec learns from; in float32 they take 8 GB of disk at the sizes of Llama-3-8B, while it learns."""
 METRIC_TOKENS = 4_096
-"""Of these, the tokens over which the effect of an error on the next-token distribution is averaged."""
+"""Tokens of the sample over which the effect of an error on the next-token distribution is averaged."""
 
 LAST = "hidden/last"
 
 ReadSequence = Callable[[int], Mapping[str, np.ndarray]]
-"""Row of the plan -> field -> float32 [n_tokens, *token_shape]; and the tokens, int [n_tokens]."""
+"""Row of the plan -> each field, float32 [n_tokens, *token_shape], and the tokens, int [n_tokens]."""
 
 
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
-    """Choose sequences that lie evenly spread over the plan.
+    """Choose sequences spread evenly over the plan.
 
     Args:
         n_tokens: tokens wanted, roughly.
@@ -57,7 +57,7 @@ def learned_before(codec: StoreCodec, store: Path) -> StoreCodec | None:
         manifest = read_manifest(store)
         return StoreCodec.open(manifest, store) if manifest.codec.get("name") == codec.name else None
     except (ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing):
-        return None  # what is wrong is said, or mended, when the store is opened for writing
+        return None  # opening the store for writing names the damage, or repairs it
 
 
 def learning_on(device: str | torch.device, folder: Path | None, progress: Progress | None) -> Learning:
@@ -103,6 +103,7 @@ def calibrate(
         lengths: tokens of each planned sequence.
         read: gives the values of one of them.
         lm_head: [vocab_size, width], any dtype and device.
+        embeddings: likewise.
         learning: where the sample waits and products run.
     """
     rows = sample_rows(lengths)
@@ -131,7 +132,7 @@ def calibrate(
                 learned.metric = logit_metric(np.concatenate(last), head, place=learning.place)
             observation.learn()
             if isinstance(learned, TransformCodec):
-                learned.embeddings = None  # of no more use, and they would keep the target's weights in memory
+                learned.embeddings = None  # else they would keep the target's weights in memory
 
 
 def learn_from_target(

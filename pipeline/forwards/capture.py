@@ -1,4 +1,4 @@
-"""One forward of the target over a batch of sequences, and everything it computed on the way.
+"""Runs the target over a batch of sequences, and keeps the activations that are wanted.
 
 Shapes: B sequences, T tokens of the longest one, L decoder layers, H_kv key/value heads, d head dim, E width.
 Sequences are padded on the right. Attention is causal, so no token of a sequence sees its padding and no mask is
@@ -30,12 +30,12 @@ class Capture:
 
     Attributes:
         n_tokens: length of each sequence, without padding.
-        tokens: int64 [B, T] on the device, what the target saw; beyond a sequence's length arbitrary.
+        tokens: int64 [B, T] on the device; arbitrary beyond a sequence's length.
         finite: field -> bool [B, L] (kv) or [B, 1]: whether all values of a sequence are finite.
         fields: field that is stored as it is -> [B, T, *token_shape]: kv [B, T, L, H_kv, 2, d] with keys after RoPE,
             hidden/last and hidden/layer_k [B, T, E].
         codes: field that is encoded -> stored array -> [n_rows, *row_shape], the rows of all sequences one after the
-            other, with the array that they belong to.
+            other.
         slot: the host memory that the values are copied to; None where no copy is under way.
     """
 
@@ -47,7 +47,7 @@ class Capture:
     slot: HostSlot | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
-        """Encode, on the device, the fields that the store keeps encoded; names say in errors which sequence it was."""
+        """Encode, on the device, the fields that the store keeps encoded; errors call the sequences by ``names``."""
         codecs = {name: codec.fields[name] for name in self.fields if not codec.fields[name].is_identity}
         if not codecs:
             return self
@@ -93,7 +93,7 @@ class Capture:
             self.slot.wait()
 
     def release(self) -> None:
-        """Give the host memory back; the values must not be read any more."""
+        """Give the host memory back; the values must not be read afterwards."""
         if self.slot is not None:
             self.slot.release()
 
@@ -109,7 +109,7 @@ class Capture:
                 )
 
     def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:
-        """Return what ``PartWriter.write`` takes of one sequence of a field; in host memory only, without a copy.
+        """Return a sequence's values of a field as ``PartWriter.write`` takes them; only in host memory, not copied.
 
         Returns:
             [n_tokens, *token_shape] in the storage dtype (uint16 for bfloat16), or the rows of an encoded field.

@@ -1,7 +1,7 @@
 """Copies of batches from a CUDA device to host memory, made beside the next forward.
 
-A device copies by itself only to pinned memory, which is slow to allocate and never given back. So there are as many
-slots of it as batches can be on their way, and each slot serves one batch after the other::
+A device copies asynchronously only to pinned memory, which is slow to allocate and never given back. So there are as
+many slots of it as batches can be in flight, and each slot serves one batch after the other::
 
     main thread    forward 4 | forward 5 | forward 6 |
     copy stream      copy 3  |   copy 4  |   copy 5  |      waits for the forward, then for nothing
@@ -24,7 +24,7 @@ class Arrival(Protocol):
     """A moment on the device, after which copies are complete."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the moment."""
 
 
 class CopyEngine(Protocol):
@@ -88,12 +88,12 @@ class HostSlot:
         self._arrival = self._engine.copy(self._copies)
 
     def wait(self) -> None:
-        """Wait until they are complete."""
+        """Wait until all copies are complete."""
         if self._arrival is not None:
             self._arrival.synchronize()
 
     def release(self) -> None:
-        """Give the memory to another batch; the values in it are not needed any more."""
+        """Free the slot for another batch; the values in it must not be read afterwards."""
         self.wait()
         self._copies.clear()
         self._arrival = None
@@ -101,11 +101,11 @@ class HostSlot:
 
 
 class HostSlots:
-    """Host memory for the batches that are on their way.
+    """Host memory for the batches in flight.
 
     Args:
-        engine: copies on a stream of its own; None where what the forward gives lies in host memory already.
-        n_slots: batches that can be on their way at once.
+        engine: copies on a stream of its own; None where activations are in host memory already.
+        n_slots: batches that can be in flight at once.
     """
 
     def __init__(self, engine: CopyEngine | None, n_slots: int) -> None:
@@ -116,13 +116,13 @@ class HostSlots:
 
     @classmethod
     def of(cls, device: torch.device, n_slots: int) -> HostSlots:
-        """Return the slots for what a device computes."""
+        """Make the slots for the activations of a device."""
         return cls(CudaCopies(device) if device.type == "cuda" else None, n_slots)
 
     def take(self) -> HostSlot | None:
-        """Return a slot that no batch has, until it is released; None where none is needed.
+        """Take a free slot, until it is released; None where none is needed.
 
         Raises:
-            IndexError: more batches are on their way than there are slots.
+            IndexError: more batches are in flight than there are slots.
         """
         return self._free.popleft() if self._is_needed else None

@@ -1,4 +1,4 @@
-"""What learning a codec takes, from shapes alone: for the plan, before anything is loaded."""
+"""Predicts from shapes alone what learning a codec costs, for the plan, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...storage.codecs.transform.calibration import EXACT_WIDTH, MAX_COMPONENTS,
 from ...storage.codecs.transform.codec import KV_PARTS, TransformCodec
 from .calibrate import METRIC_TOKENS, SAMPLE_TOKENS
 
-# Floating point operations of a product that take as long as a symmetric eigendecomposition in float64 or a QR, in
-# units of width^3 and width * columns^2: OpenBLAS on one core, widths of 2,048 to 4,096.
+# A symmetric eigendecomposition in float64 (a QR) takes as long as so many floating point operations of a product, in
+# units of width^3 (width * columns^2): measured with OpenBLAS on one core, widths of 2,048 to 4,096.
 _EIGH = 22
 _QR = 8
 # Seconds of one core to measure quantisers and to place codes, per token of the statistics and component.
 _QUANTISER_S = 7e-7
-# Bytes of a component's 166 options, kept and while they are measured, and arrays of the size of a group's components
-# that placing codes needs at once.
+# Bytes of a component's 166 options: those that are kept, and those needed while they are measured. Then the arrays of
+# the size of a group's components that placing codes needs at once.
 _OPTION_BYTES, _MEASURING_BYTES = 2 * 36 * 166, 3 * 56 * 166
 _N_CODE_ARRAYS = 6
 _STATISTICS = 0.25
@@ -31,13 +31,13 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class LearningCost:
-    """What learning takes.
+    """What learning costs.
 
     Attributes:
         n_tokens: tokens of the sample; the target runs over them once more.
-        memory_bytes: most memory at a time, beside the target.
-        disk_bytes: most disk at a time, given back at the end.
-        seconds: without the forwards.
+        memory_bytes: peak memory, beside the target.
+        disk_bytes: peak disk space, freed at the end.
+        seconds: time without the forwards.
     """
 
     n_tokens: int
@@ -49,15 +49,15 @@ class LearningCost:
 def learning_cost(
     codec: StoreCodec, sizes: Mapping[str, Any], n_tokens: int, flops_per_s: float
 ) -> LearningCost | None:
-    """Predict what learning takes; None where nothing is learned.
+    """Predict what learning costs; None where nothing is learned.
 
     Args:
         sizes: the target's ``vocab_size`` and ``hidden_size``.
         n_tokens: tokens of the plan; the sample is at most about 30,000 of them.
-        flops_per_s: of a float32 product where codecs learn.
+        flops_per_s: speed of a float32 product on the device where codecs learn.
 
     Returns:
-        Within a factor of two on a machine with nothing else on it; memory rather too high.
+        The cost, within a factor of two on an idle machine; the memory is rather too high.
     """
     fields = [field for field in codec.learned.values() if isinstance(field, TransformCodec)]
     if not fields:
@@ -111,7 +111,7 @@ def _field_cost(field: TransformCodec, n: int) -> _FieldCost:
 
 
 def _axes_flops(n: float, width: int, n_axes: int) -> float:
-    """Operations of ``principal_axes``, decompositions as the product that takes as long."""
+    """Count the operations of ``principal_axes``, with decompositions as the product that takes as long."""
     if width <= EXACT_WIDTH:
         return 2 * n * width**2 + _EIGH * width**3
     products = 2 * (2 * POWER_ITERATIONS + 1) * n * width * n_axes

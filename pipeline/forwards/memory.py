@@ -1,9 +1,8 @@
-"""The memory that forwards take, from the target's sizes alone, and the refusal of what does not fit.
+"""Computes the memory of forwards from the target's sizes alone, and refuses forwards that do not fit.
 
-Of a batch of T padded tokens there lie in the memory of the device that computes: the cache that the forward fills, the
-intermediate values of one layer, what is kept of the batch in the storage dtype, and two copies of the latter while it
-is gathered and checked. In host memory lie the batches that wait for the writer. A target is loaded in host memory
-before it moves to a device.
+The device that computes holds for each batch: the cache that the forward fills, the intermediate values of one layer,
+the kept activations in the storage dtype, and two copies of these while they are gathered and checked. Host memory
+holds the batches that wait for the writer. A target is loaded in host memory before it moves to a device.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ _COPIES_GATHERED = 3
 
 @dataclass(frozen=True)
 class ForwardMemory:
-    """What forwards of a target take.
+    """The memory that the forwards of a target take.
 
     Attributes:
-        sizes: of the target (``target_sizes``), and its ``intermediate_size``.
-        n_weights: of the whole target, shared ones counted once.
-        kept_bytes: bytes that are kept of one token, before compression.
+        sizes: sizes of the target (``target_sizes``), and its ``intermediate_size``.
+        n_weights: weights of the whole target, shared ones counted once.
+        kept_bytes: bytes that are kept for each token, before compression.
         compute_dtype: dtype of weights and forward.
         batch_tokens: padded tokens of a batch; a longer sequence makes a batch of its own.
         longest_tokens: tokens of the longest sequence.
-        device: that computes.
+        device: the device that computes.
     """
 
     sizes: Mapping[str, Any]
@@ -71,7 +70,7 @@ class ForwardMemory:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device's own memory; 0 where the device computes in host memory."""
+        """Bytes of device memory; 0 where the device computes in host memory."""
         if torch.device(self.device).type != "cuda":
             return 0
         # The batch before stays until its copy has ended.
@@ -86,7 +85,7 @@ class ForwardMemory:
         return self.weight_bytes + self._forward_bytes + waiting
 
     def describe(self) -> str:
-        """The need as text for people."""
+        """Word the need for people."""
         device = f" and {format_bytes(self.device_bytes)} on {self.device}" if self.device_bytes else ""
         return (
             f"{format_bytes(self.host_bytes)} of host memory{device}: weights {format_bytes(self.weight_bytes)} in "
@@ -94,10 +93,10 @@ class ForwardMemory:
         )
 
     def check(self) -> None:
-        """Refuse what does not fit in the memory that is free now.
+        """Refuse forwards that do not fit in free memory.
 
         Raises:
-            NotEnoughMemory: naming what is short, and the option with which it would fit.
+            NotEnoughMemory: naming which memory is short, and options with which the forwards fit.
         """
         host, device = free_memory(), free_device_memory(self.device)
         if self._fits(host, device):
@@ -135,7 +134,7 @@ class ForwardMemory:
 
 
 def free_device_memory(device: str) -> int | None:
-    """Return the free bytes of a device's own memory; None where it has none, or that can't be told."""
+    """Return the free bytes of a CUDA device; None for any other device."""
     if torch.device(device).type != "cuda":
         return None
     n_free, _ = torch.cuda.mem_get_info(torch.device(device))

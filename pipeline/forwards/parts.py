@@ -41,7 +41,7 @@ from .host_copy import HostSlots
 
 @dataclass
 class Timings:
-    """Where a run's time went.
+    """The times and tokens of a run.
 
     Attributes:
         forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
@@ -76,24 +76,24 @@ class Timings:
         return self.n_tokens / self.extract_s if self.extract_s else 0.0
 
     def record(self) -> dict[str, float]:
-        """Return what runs/ keeps of them."""
+        """Return the values for runs/."""
         return asdict(self) | {"padding_fraction": self.padding_fraction, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """How the target is run over sequences, and what is kept of it.
+    """How the target is run over sequences, and which activations are kept.
 
     Attributes:
         spec: the activations that are kept.
-        codec: of their fields.
-        dtype: in which they are kept.
+        codec: codec of their fields.
+        dtype: dtype in which they are kept.
         batch_tokens: tokens per forward, padding included.
         uses_cache: whether the forward fills a key/value cache, whatever is kept; a forward of equal batches with an
             equal cache gives equal bits.
         text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
         n_tokens: tokens of all parts, for progress.
-        n_encode_threads: threads that encode what the forwards give.
+        n_encode_threads: threads that encode activations.
     """
 
     target: Target
@@ -108,7 +108,7 @@ class Forwards:
 
 
 _BATCHES_AHEAD = 2
-"""Batches that may wait for the writer, so that a slow one (the end of a part) does not stop the forwards."""
+"""Batches that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
 N_HOST_SLOTS = _BATCHES_AHEAD + 2
 """Batches in host memory: those that wait, one that is written and one that is copied."""
 
@@ -123,8 +123,8 @@ def run_parts(
     """Run the target over the pending parts of a store, and write and commit each.
 
     Args:
-        store: takes the parts, or more fields of them; when this fails, the parts in flight are discarded.
-        timings: counts up; ``n_before_tokens`` is set.
+        store: takes the parts, or new fields of them; after a failure the parts in flight are discarded.
+        timings: updated; the caller has set ``n_before_tokens``.
         verb: for the progress message, e.g. ``"extract"``.
     """
     keep_freed_memory()
@@ -145,7 +145,7 @@ def run_parts(
         tell()
         for part in store.pending_parts():
             out = store.part(part, pool)
-            # Parts before may still be on their way to the disk: several, where a part is a batch or less.
+            # Earlier parts may not be written yet: several, where a part is a batch or less.
             open_parts = [*(before for before in open_parts if before.is_open), out]
             for batch in batches(out.sequences, forwards.batch_tokens):
                 done = _run_batch(forwards, batch, clock, slots)
@@ -177,8 +177,8 @@ class _Batch:
     Attributes:
         first_tokens: where each sequence begins in its part.
         texts: tokens (int32) and response mask (uint8) of each, [n_tokens].
-        names: what errors call each.
-        span: the moments around its forward.
+        names: name of each in errors.
+        span: the moments before and after the forward.
     """
 
     first_tokens: list[int]
@@ -189,7 +189,7 @@ class _Batch:
 
 
 def _run_batch(forwards: Forwards, batch: pa.Table, clock: DeviceClock, slots: HostSlots) -> _Batch:
-    """Run the target over sequences of a part, and start copying what it gave."""
+    """Run the target over sequences of a part, and start copying the activations."""
     ids, rows = batch["sequence_id"].to_pylist(), batch["source_row"].to_pylist()
     names = [f"{key[:12]} (row {row} of the dataset)" for key, row in zip(ids, rows, strict=True)]
     texts = [forwards.text(key) for key in ids]
@@ -233,10 +233,10 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
 def load_target(
     folder: Path, compute_dtype: str, device: str, n_bytes: int, progress: Progress | None = None
 ) -> Target:
-    """Load the target that runs.
+    """Load the target.
 
     Args:
-        n_bytes: of its weights, for progress.
+        n_bytes: bytes of its weights, for progress.
     """
     if progress:
         progress(0, n_bytes, "load the target")
@@ -251,7 +251,7 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
     own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
     model: Any = target.model
     if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-        # Rounded weights don't give back the own ones. Wider ones do, without a second target in memory.
+        # The model's own weights can be had from wider ones, without a second target in memory, but not from narrower.
         model = load_target_model(folder, own_dtype, "cpu")
     with store.target() as bundle:
         save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

@@ -1,7 +1,7 @@
-"""What this machine does in a second of an extraction: each stage is run for a moment, on its own.
+"""Measures how fast this machine extracts: each stage is run for a moment, on its own.
 
-The forward is that of a target with the real one's widths, random weights and as many layers as are made quickly; what
-it gives is encoded and written for real. So nothing of the target is loaded or downloaded but its config.json.
+The forward is that of a target with the real one's widths, random weights and as many layers as are made quickly; its
+activations are encoded and written for real. So only the target's config.json is loaded or downloaded.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .capture import Capture, capture
 from .host_copy import HostSlots
 
 _MOST_WEIGHTS = 250_000_000
-"""Weights of the stand-in: one layer of Llama-3-8B has 218 million, which take a second to draw."""
+"""Most weights of that target: one layer of Llama-3-8B has 218 million, which take a second to draw."""
 _MOST_PRODUCTS = 1e11
 """Multiplications of one timed forward on a CPU: about two seconds of slow cores."""
 _MOMENT_S = 0.5
 _PROBE_BYTES = 64 << 20
 _N_SHAPES = 3
 _NOT_ENCODED = {"encode_s_per_byte": 0.0, "encode_core_s_per_byte": 0.0}
-"""Of a codec that learns: before it has learned it encodes nothing."""
+"""Speeds of a codec that learns: before it has learned it encodes nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Speeds:
 
     Attributes:
         forward_s_per_token: seconds of forward, gathering and lossy codec for each padded token.
-        forward_cores: cores that this keeps busy; 0 on a device of its own.
+        forward_cores: cores that this keeps busy; 0 where the forward does not run on the CPU.
         copy_s_per_token: seconds of copying to the host for each padded token; 0 where nothing is copied.
         encode_s_per_byte: seconds that all encoders together take for a raw byte; 0 where that can't be measured.
-        encode_core_s_per_byte: seconds of one core that this takes.
+        encode_core_s_per_byte: CPU seconds for a raw byte.
         write_s_per_byte: seconds of the writer's thread for each stored byte.
         disk_s_per_byte: seconds until a stored byte is on the disk.
         sync_s: seconds until a small new file is on the disk.
@@ -74,7 +74,7 @@ class SpeedProbe:
 
     Attributes:
         model_config: the target's transformers config.
-        dtype, compute_dtype: in which activations are kept, and the forward runs.
+        dtype, compute_dtype: dtypes in which activations are kept, and in which the forward runs.
         codec: name of the codec.
         batches: lengths of the sequences of each batch of the plan.
         folder: a folder on the disk that the store will be on.
@@ -92,7 +92,7 @@ class SpeedProbe:
     folder: Path
 
     def run(self) -> Speeds:
-        """Measure; takes some seconds."""
+        """Measure all stages, which takes some seconds."""
         keep_freed_memory()  # as extraction does
         model, n_layers = self._stand_in()
         codec = self._stand_in_codec(n_layers)
@@ -148,7 +148,7 @@ class SpeedProbe:
                 weight.normal_(0.0, weight.shape[1] ** -0.5)
             else:
                 weight.fill_(1.0)
-        # Buffers have no random values: the rotation's are computed from the config, as on loading.
+        # Buffers must not be random: those of the rotation are computed from the config, as on loading.
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(self.device)
         return model, n_layers
 
@@ -165,7 +165,7 @@ class SpeedProbe:
         return tuple(sorted({min(layer, n_layers - 1) for layer in self.spec.layers}))
 
     def _shapes(self) -> list[np.ndarray]:
-        """Return lengths of sequences as in some batches of the plan, on a CPU cut to what is computed in a moment."""
+        """Return lengths of sequences in some batches of the plan, on a CPU cut to what it computes in a moment."""
         at = np.linspace(0, len(self.batches) - 1, min(_N_SHAPES, len(self.batches))).round().astype(int)
         shapes = [self.batches[index] for index in at.tolist()]
         if torch.device(self.device).type != "cpu":
@@ -198,7 +198,7 @@ def _timed(run: Callable[[], object], clock: DeviceClock) -> tuple[float, float]
 
 
 def _copy_seconds(captured: Capture, slots: HostSlots) -> float:
-    """Return the seconds of copying to pinned memory; 0 for what lies in host memory."""
+    """Return the seconds of copying to pinned memory; 0 for activations in host memory."""
     seconds = 0.0
     for _ in range(2):  # the first one allocates
         if captured.tokens.device.type == "cuda":
@@ -212,7 +212,7 @@ def _copy_seconds(captured: Capture, slots: HostSlots) -> float:
 
 
 def _encode_speeds(host: Capture, codec: StoreCodec, n_threads: int) -> dict[str, float]:
-    """Encode what a batch gave, again and again for a moment."""
+    """Encode the activations of a batch again and again for a moment."""
     chunks = [chunk for index in range(len(host.n_tokens)) for chunk in _chunks(host, codec, index)]
     token_bytes = sum(field.spec.token_bytes for name, field in codec.fields.items() if _is_kept(host, name))
     raw = token_bytes * sum(host.n_tokens)
@@ -237,7 +237,7 @@ def _is_kept(host: Capture, name: str) -> bool:
 
 
 def _chunks(host: Capture, codec: StoreCodec, index: int) -> list[np.ndarray]:
-    """Cut what was captured of a sequence into chunks as a part would."""
+    """Cut the activations of a sequence into chunks as a part would."""
     chunks = []
     for name, field in codec.fields.items():
         if not _is_kept(host, name):
@@ -255,7 +255,7 @@ def _chunks(host: Capture, codec: StoreCodec, index: int) -> list[np.ndarray]:
 
 
 def _disk_speeds(folder: Path) -> dict[str, float]:
-    """Write a file as the writer does, and some small ones; all are deleted again."""
+    """Write a file as the writer does, and some small ones, and delete them."""
     data = np.random.default_rng(0).bytes(1 << 20)
     crc, syncs = 0, []
     with tempfile.TemporaryDirectory(prefix=".moa-data-speed-", dir=folder) as place:

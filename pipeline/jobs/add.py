@@ -44,12 +44,13 @@ class AddReport:
     """What an addition did.
 
     Attributes:
-        fields: the fields that were added, by this run or by those that it went on with.
-        target_layers: decoder layers that the store keeps now.
-        n_parts_done: of these, written to by this run.
+        fields: the fields that were added, by this run or by earlier runs of the same addition.
+        target_layers: decoder layers that the store keeps after the addition.
+        n_parts: parts that have the new fields.
+        n_parts_done: parts that this run wrote to.
         n_pending_parts: planned parts that are still to be extracted.
         stored_bytes: bytes of the added fields on disk.
-        agreement: how the forward of the first batch compares with what the store holds of it.
+        agreement: how hidden/last of the first batch compares with the stored one.
     """
 
     store: Path
@@ -64,7 +65,7 @@ class AddReport:
     timings: Timings = field(repr=False)
 
     def describe(self) -> str:
-        """The report as text for people."""
+        """Word the report for people."""
         kept = f"target/ keeps the last {self.target_layers} decoder layers" if self.target_layers else ""
         if not self.fields:
             return f"added        nothing, {self.store} has it all{f'; {kept}' if kept else ''}"
@@ -88,8 +89,8 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
     """Add activations to every committed part of a store, or go on where an earlier run stopped.
 
     The forwards are those of the extraction: the same sequences in the same batches, so that the same device, libraries
-    and number of threads give the bits that one extraction of all fields would have given. Elsewhere last bits differ.
-    Until every part has the new fields, the store is the old one.
+    and number of threads give the bits that one extraction of all fields would have given. Elsewhere the last bits
+    differ. Readers see the new fields once every part has them.
 
     Raises:
         AdditionRefused: nothing can be added to this store, or the target gives other values than the store holds.
@@ -129,7 +130,7 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
 
 
 class _Addition:
-    """One run of an addition, the store being locked."""
+    """One run of an addition, while the store is locked."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class _Addition:
         self.rows = {key: i for i, key in enumerate(self.reader.sequences["sequence_id"].to_pylist())}
 
     def run(self) -> AddReport:
-        """Save the bundle, learn, compare one batch, write all parts and replace the manifest."""
+        """Save the bundle, let the codec learn, compare one batch, write all parts and replace the manifest."""
         plan, writer = self.plan, self.writer
         needs_bundle = not writer.has_target or held_layers(writer.target_path) < plan.n_layers_kept
         n_parts_done, agreement = 0, ""
@@ -216,7 +217,7 @@ class _Addition:
         save_next_basis(self.writer, codec)
 
     def _compare(self, target: Target, part: int) -> str:
-        """Run a part's first batch and compare hidden/last with the stored; refuse more than rounding explains."""
+        """Run a part's first batch and compare hidden/last with the stored one; refuse more than rounding explains."""
         plan, reader = self.plan, self.reader
         if LAST not in reader.fields:
             return ""
@@ -272,7 +273,7 @@ class _Addition:
 
 
 def _recorded(plan: AddPlan) -> ExtractConfig | None:
-    """The settings of the store's last extraction, with what is added; None where none is recorded."""
+    """Return the settings of the store's last extraction, with what is added; None where none is recorded."""
     try:
         recorded = recorded_config(plan.store)
     except RepairRefused:
@@ -284,7 +285,7 @@ def _recorded(plan: AddPlan) -> ExtractConfig | None:
 def _run_record(
     plan: AddPlan, report: AddReport, recorded: ExtractConfig | None, provenance: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What runs/ keeps; the settings are those that would make the whole store, for a repair."""
+    """Make the record for runs/; its settings would make the whole store, for a repair."""
     record: dict[str, Any] = {
         "added": plan.config.named() | {"fields": report.fields, "agreement": report.agreement},
         "provenance": dict(provenance or {}),

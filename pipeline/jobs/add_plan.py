@@ -1,4 +1,4 @@
-"""The plan of an addition to a store, complete before the target is loaded: what is new, and what it costs."""
+"""The plan of an addition to a store, made before the target is loaded: what is new, and what it costs."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ class AddPlan:
     """What an addition will do.
 
     Attributes:
-        stored: the store's manifest as it is.
-        manifest: as it will be; of a codec that learns, without what the new fields will learn.
-        codec: of all fields; new ones that learn have not learned yet.
+        stored: the store's manifest before the addition.
+        manifest: the manifest after it; of a codec that learns, without what the new fields will learn.
+        codec: codec of all fields; new ones that learn have not learned yet.
         spec: the new activations.
         all_activations: fields of all activations, old and new.
-        n_layers_before: decoder layers that the store keeps.
-        n_layers_kept: that it will keep.
+        n_layers_before: decoder layers that the store keeps before the addition.
+        n_layers_kept: decoder layers that it keeps after it.
         n_tokens: tokens of the committed parts.
-        n_left_tokens: of these, in parts that lack new fields.
-        n_left_parts: of these, lacking new fields.
-        raw_bytes: bytes of the new values of the parts that lack them, before compression.
+        n_left_tokens: tokens of the committed parts that lack new fields.
+        n_parts: committed parts.
+        n_left_parts: committed parts that lack new fields.
+        raw_bytes: bytes of the missing values, before compression.
         stored_bytes: expected bytes of these on disk, and of the layers for target/.
         free_bytes: free bytes on the store's disk.
         left: the plan of the parts that lack new fields.
         model_config: the target's transformers config.
-        memory: what its forwards take.
+        memory: the memory that its forwards take.
     """
 
     config: AddConfig
@@ -106,7 +107,7 @@ class AddPlan:
         return "kv" in self.all_activations
 
     def describe(self) -> str:
-        """The plan as text for people."""
+        """Word the plan for people."""
         kept = f"{self.n_layers_kept} decoder layers instead of {self.n_layers_before}"
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.dtype}, codec "
@@ -124,7 +125,7 @@ class AddPlan:
         return "\n".join(lines)
 
     def check_disk(self) -> None:
-        """Refuse what the disk cannot hold."""
+        """Refuse an addition that the disk cannot hold; raises NotEnoughDisk."""
         if self.stored_bytes > self.free_bytes:
             raise NotEnoughDisk(
                 f"The new fields need about {format_bytes(self.stored_bytes)}, but {self.store} has "
@@ -133,7 +134,7 @@ class AddPlan:
 
 
 def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPlan:
-    """Decide everything; no forward, nothing written.
+    """Plan an addition without running the target or writing anything.
 
     Args:
         progress: called with (bytes done, bytes of the target's weights, message) while these are hashed.
@@ -210,14 +211,14 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
 def refuse_addition(plan: ExtractPlan) -> None:
     """Refuse an extraction to a store that agrees with it but lacks some of its fields or decoder layers.
 
-    An extraction would have to run the target again over parts that are whole, which is more than a resumption.
+    To add them the target must run again over parts that are complete, which a resumption does not do.
 
     Raises:
         AdditionWanted: naming what the store lacks, and the command that adds it.
     """
     path = Path(plan.config.out).expanduser()
     if find_manifest_damage(path):
-        return  # opening the store for writing mends it, or names the damage
+        return  # opening the store for writing repairs it, or names the damage
     try:
         old, old_table = read_manifest(path), read_plan(path / PLAN_NAME)
     except (StoreNotFound, ManifestInvalid, SchemaVersionError):

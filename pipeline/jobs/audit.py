@@ -36,10 +36,10 @@ LOGIT_CHUNK_TOKENS = 512
 TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 """Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored."""
 CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "int6": 0.07, "transform": 0.6}
-"""What a codec may add to it, about twice what it measures in a store's worst layer; a transform codec's error depends
-on the bits that it was given, so that only something else than the codec's error is caught."""
+"""Error that a codec may add, about twice what is measured in a store's worst layer. A transform codec's error depends
+on its bits, so its bound catches only gross errors."""
 LOW_PRECISION_FACTOR = 5.0
-"""The tolerance grows by this where the forward itself computes in 16 bits: batches then differ in many last bits."""
+"""Factor of the tolerance where the forward computes in 16 bits: batches then differ in many last bits."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class AuditRow:
 
     Attributes:
         field: tokens, response_mask, kv, hidden/..., or logits.
+        max_error: largest absolute difference.
         relative_error: |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs.
-        tolerance: most relative error that passes.
+        tolerance: largest relative error that passes.
         ok: whether it passes.
         detail: what was compared with what.
     """
@@ -67,7 +68,7 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All comparisons, and notes of what could not be compared and why."""
+    """All comparisons, and notes on what could not be compared and why."""
 
     store: Path
     model: str
@@ -115,8 +116,8 @@ def audit(
 ) -> AuditReport:
     """Compare random sequences of a store with the live target.
 
-    Tokens and masks are made again from the dataset's rows where the dataset of the last run can still be read;
-    in any case they must give the sequence's content hash. Activations come from a forward of each sequence alone.
+    Tokens and masks must give the sequence's content hash, and are also made again from the dataset's rows where the
+    dataset of the last run can be read. Activations come from a forward of each sequence alone.
 
     Raises:
         OptionInvalid: fewer than one sequence is asked for.
@@ -250,7 +251,7 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
 
 
 def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
-    """Relative L2 error that rounding and the store's codec may make between a stored field and a live one."""
+    """The relative L2 error that rounding and the store's codec may make between a stored field and a live one."""
     computed = stored.manifest.extraction.get("compute_dtype", "float32")
     of_forward = TOLERANCES[dtype] * (1.0 if computed == "float32" else LOW_PRECISION_FACTOR)
     return of_forward + CODEC_TOLERANCES[stored.codec.name.split(":")[0]]

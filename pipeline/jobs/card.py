@@ -1,6 +1,6 @@
 """The dataset card: README.md in the store's root, with the front matter that the Hugging Face Hub reads.
 
-It is a function of the store and its origin, without times or machines: equal inputs give equal bytes.
+It depends on the store and its origin alone, not on times or machines: equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class CardOrigin:
     """What a card says beyond the store's own files.
 
     Attributes:
-        command: what made the store, without paths.
+        command: the command that made the store, without paths.
         target_license: licence of the target, as the Hub names licences; None for the user to fill in.
-        dataset_license: the same of the dataset.
+        dataset_license: licence of the dataset, likewise.
     """
 
     model: str
@@ -79,7 +79,7 @@ def public_name(path_or_id: str) -> str:
 
 
 def size_category(n_sequences: int) -> str:
-    """The Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
+    """Return the Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
     return next((name for limit, name in _SIZE_CATEGORIES if n_sequences < limit), "n>1T")
 
 
@@ -204,7 +204,7 @@ bits = ts.open(spec).result()[start : start + row["n_tokens"]].read().result()
 
 
 def _example_field(fields: list[FieldSummary]) -> FieldSummary | None:
-    """Return the smallest activation, the one a reader would look at first."""
+    """Return the activation that takes the fewest bytes; None where there is none."""
     activations = [field for field in fields if field.token_shape]
     return min(activations, key=lambda field: (field.raw_bytes, field.name), default=None)
 

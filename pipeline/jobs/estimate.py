@@ -1,7 +1,7 @@
-"""How long an extraction takes on this machine: the slowest of its stages, measured, and what would change it.
+"""Estimates how long an extraction takes on this machine: its slowest stage, measured, and what would shorten it.
 
-The stages work beside each other on different batches, so the whole takes as long as the slowest. On a CPU they share
-the cores: then it may be all of them together.
+The stages work in parallel on different batches, so the whole takes as long as the slowest. On a CPU they share the
+cores: their work on all cores together may then be the slowest stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORWARD, COPY, ENCODE, WRITE, DISK, CORES = "forward", "copy", "encode", "write"
 
 @dataclass(frozen=True)
 class Work:
-    """What an extraction has to do.
+    """The work of an extraction.
 
     Attributes:
         n_padded_tokens: tokens of all batches, padding included.
@@ -48,12 +48,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long each stage takes, and with what it was measured.
+    """The time of each stage, and what it depends on.
 
     Attributes:
-        seconds: stage -> seconds that it would take alone.
+        seconds: stage -> seconds that it takes alone.
         is_whole: whether all stages could be measured; a codec that learns encodes nothing before it has learned.
-        sync_share: share of the disk's time that is spent waiting for single files rather than bytes.
+        sync_share: share of the disk's time that goes to syncing files rather than writing bytes.
     """
 
     seconds: dict[str, float]
@@ -76,7 +76,7 @@ class Estimate:
         return max(self.seconds, key=lambda stage: self.seconds[stage])
 
     def describe(self) -> str:
-        """The estimate as text for people."""
+        """Word the estimate for people."""
         stages = {
             FORWARD: "forward", COPY: "copy to host", ENCODE: f"encode on {self.n_encode_threads} threads",
             WRITE: "write (one thread)", DISK: "disk", CORES: f"all work on {self.n_cores} cores",
@@ -165,7 +165,7 @@ def _estimate(
 
 
 def stage_seconds(speeds: Speeds, work: Work, n_cores: int) -> dict[str, float]:
-    """Seconds of each stage on its own; on a CPU also of all their work on its cores."""
+    """Compute the seconds of each stage on its own; on a CPU also of all their work on its cores."""
     forward_s = speeds.forward_s_per_token * work.n_padded_tokens
     write_s = speeds.write_s_per_byte * work.stored_bytes
     seconds = {
@@ -198,7 +198,7 @@ def count_padded(lengths: Iterable[np.ndarray]) -> int:
 
 
 def count_files(codec: StoreCodec, part_tokens: Iterable[int]) -> int:
-    """Count the files of parts: metadata of all, and the shards and the commit of each."""
+    """Count the files of parts: the metadata of each array, and the shards and the commit of each part."""
     lengths = list(part_tokens)
     total = len(lengths)
     for array in codec.arrays:

@@ -1,6 +1,6 @@
 """Run the target over every pending part of the plan and write the store.
 
-The way of one chat::
+What becomes of one chat::
 
     row of the dataset      {"messages": [...]}                        dataset, chats
       -> tokens, mask       int32 [T], uint8 [T], named by their hash  rendering, prompts, sequences
@@ -9,7 +9,7 @@ The way of one chat::
       -> forward            kv [B, T, L, H_kv, 2, d], hidden [B, T, E] capture.capture
       -> codes              on the device, if the codec is lossy       Capture.encode
       -> host memory        a copy beside the next forward             Capture.to_host
-    then on the writer's thread
+    on the writer's thread
       -> chunks             handed to the encoders, written in order   PartWriter.write
       -> commit             the part exists                            PartWriter.commit
 """
@@ -51,9 +51,10 @@ class ExtractReport:
         raw_bytes: bytes of all activations before compression.
         stored_bytes: bytes of all parts on disk.
         rejections: reason -> rows that gave no sequence.
-        rejection_lines: the same as text, with examples.
+        rejection_lines: the rejections as text, with examples.
+        n_rows: rows of the dataset that were read.
         n_duplicates: rows whose sequence was there already.
-        dataset: the dataset, and which split and files of it were read, for people.
+        dataset: the dataset, and which split and files of it were read, as text.
     """
 
     store: Path
@@ -71,7 +72,7 @@ class ExtractReport:
     dataset: str = ""
 
     def describe(self) -> str:
-        """The report as text for people."""
+        """Word the report for people."""
         t = self.timings
         lines = [
             f"store        {self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens, "
@@ -103,11 +104,11 @@ def extract(
     Args:
         progress: called with (done, total, message). The message begins with the phase: tokenise (chats), hash and
             load (bytes of weights), learn and extract (tokens).
-        redo: what is extracted again although it is committed, if it is still damaged when the store is opened.
+        redo: parts to extract again although they are committed, if they are damaged when the store is opened.
 
     Raises:
         PipelineError: the input cannot be used, or Interrupted after Ctrl-C.
-        AdditionWanted: all that the store lacks are fields or decoder layers, which `add` gives it.
+        AdditionWanted: the store lacks fields or decoder layers, which `add` adds.
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
     """
@@ -219,7 +220,7 @@ def _report(plan: ExtractPlan, store: StoreWriter, n_parts_done: int, timings: T
 
 
 def _run_record(plan: ExtractPlan, report: ExtractReport, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What runs/ keeps: everything that may differ between runs that give equal data."""
+    """Make the record for runs/: everything that may differ between runs that give equal data."""
     return {
         "config": plan.config.named(),
         "provenance": dict(provenance or {}),

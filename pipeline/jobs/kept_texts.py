@@ -1,8 +1,8 @@
-"""Tokens and masks beside a store's plan, so that chats are tokenised once and not at every start.
+"""Keeps tokens and masks beside a store's plan, so that chats are tokenised once and not at every start.
 
 ``texts.arrow`` is an Arrow file with a row for each sequence (sequence_id, source_row, tokens, response_mask), which
-readers map into memory. Its metadata holds what the tokens came from, what became of the other rows, and a sha256 of
-all of it. A file that does not fit, or is damaged, is made again.
+readers map into memory. Its metadata holds the origin of the tokens, the counts of rejected rows, and a sha256 of all
+of it. A file of another origin, or a damaged one, is made again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..config import ExtractConfig
 
 _ORIGIN, _SHA256 = b"origin", b"sha256"
 _VERSION = 1
-"""Raised when equal chats give other tokens than before."""
+"""Part of the origin; raise it when a change of the code makes equal chats give other tokens."""
 
 
 def texts_origin(
     source: ChatSource, identities: Mapping[str, str], config: ExtractConfig, sizes: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return all that decides which tokens come of a dataset; None where its rows must be read to tell.
+    """Return everything that decides the tokens of a dataset; None where only its rows tell.
 
     Args:
-        identities: of the tokenizer and its template (``identity.target_identities``).
-        sizes: the target's (``bundle.target_sizes``).
+        identities: hashes of the tokenizer and its template (``identity.target_identities``).
+        sizes: sizes of the target (``bundle.target_sizes``).
     """
     dataset = source.origin()
     if dataset is None:
@@ -72,7 +72,7 @@ def read_texts(store: Path, origin: Mapping[str, Any] | None) -> Sequences | Non
 
 
 def keep_texts(store: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
-    """Write sequences beside a store's plan, and return them as they are there: no longer in this process's memory.
+    """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory.
 
     Raises:
         DiskFull: no room.

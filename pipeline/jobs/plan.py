@@ -1,4 +1,4 @@
-"""The plan of an extraction, complete before the first forward: what will be written, where, and what it costs."""
+"""The plan of an extraction, made before the first forward: what will be written, where, and what it costs."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class ExtractPlan:
         manifest: content of store.json; of a codec that learns, without what it will learn.
         table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
         sequences: the tokens and masks.
-        texts_origin: what they came from; None where that is not known without reading all rows.
+        texts_origin: their origin (``kept_texts``); None where only reading all rows tells it.
         keeps_texts: whether the output folder holds them.
-        dataset: the dataset, and which split and files of it are read, for people.
+        dataset: the dataset, and which split and files of it are read, as text.
         compute_dtype: dtype of the forward, resolved.
         batch_tokens: tokens per forward, resolved.
         raw_bytes: field -> bytes of the planned tokens before compression.
@@ -67,8 +67,8 @@ class ExtractPlan:
         free_bytes: free bytes on the disk of the output folder.
         present_bytes: bytes that the output folder already holds.
         model_config: the target's transformers config.
-        memory: what its forwards take.
-        learning: what the codec takes to learn; None where it learns nothing.
+        memory: the memory that the forwards take.
+        learning: what learning the codec costs; None where it learns nothing.
     """
 
     config: ExtractConfig
@@ -113,7 +113,7 @@ class ExtractPlan:
         return self.sequences.rejections
 
     def describe(self) -> str:
-        """The plan as text for people."""
+        """Word the plan for people."""
         counts, storage = self.sequences, self.config.storage
         n_response = int(self.table["n_response_tokens"].to_numpy().sum())
         lengths = np.sort(self.table["n_tokens"].to_numpy())
@@ -153,7 +153,7 @@ class ExtractPlan:
         return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
 
     def check_disk(self) -> None:
-        """Refuse what the disk cannot hold."""
+        """Refuse a plan that the disk cannot hold; raises NotEnoughDisk."""
         needed = max(0, self.stored_bytes - self.present_bytes)
         if needed > self.free_bytes:
             raise NotEnoughDisk(
@@ -164,7 +164,7 @@ class ExtractPlan:
 
 
 def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:
-    """Read the dataset and the tokenizer and decide everything; no forward, nothing written.
+    """Plan an extraction from the dataset and the tokenizer, without running the target or writing anything.
 
     Args:
         progress: called with (chats done, chats in all, message), then with bytes of hashed weights.
@@ -282,7 +282,7 @@ def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
 def _extraction(
     config: ExtractConfig, spec: ActivationSpec, compute_dtype: str, device: str, batch_tokens: int
 ) -> dict[str, Any]:
-    """What shapes the data besides the inputs; batches change the last bits of a forward, so they count."""
+    """Return the settings that shape the data; batches change the last bits of a forward, so they are among them."""
     return {
         "activations": (["kv"] if spec.kv else []) + list(spec.hidden_fields),
         "attention": "sdpa",
@@ -300,7 +300,7 @@ def _extraction(
 
 
 def _chat_settings(config: ExtractConfig) -> dict[str, Any]:
-    """Return what shapes the texts beside the inputs, where it is given: columns, arguments of the template."""
+    """Return the settings that shape the texts, where they are given: columns, arguments of the template."""
     settings = {
         "columns": Columns.parse(config.data.columns).describe(),
         "template_kwargs": parse_template_arguments(config.data.template_kwargs),
@@ -309,13 +309,13 @@ def _chat_settings(config: ExtractConfig) -> dict[str, Any]:
 
 
 def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:
-    """Expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
+    """The expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
     bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
     return int(1.03 * bits / 8 * n_tokens)
 
 
 def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
-    """Bytes of the token features in half precision, where keys and values are predicted from them."""
+    """The bytes of the token features in half precision, where keys and values are predicted from them."""
     if not any(field.needs_tokens for field in codec.fields.values()):
         return 0
     return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
@@ -329,7 +329,7 @@ def forward_memory(
     longest_tokens: int,
     device: str,
 ) -> ForwardMemory:
-    """Return what the forwards of a target take that keep these fields."""
+    """Return the memory of a target's forwards that keep these fields."""
     return ForwardMemory(
         sizes=target_sizes(model_config) | {"intermediate_size": model_config.intermediate_size},
         n_weights=count_weights(model_config)[1],
@@ -358,13 +358,13 @@ def kept_weights(model_config: Any, target_layers: int) -> int:
 
 
 def weight_bytes(model_config: Any) -> int:
-    """Bytes of one of the target's weights on disk."""
+    """The bytes of one of the target's weights on disk."""
     dtype = getattr(model_config, "dtype", None)
     return torch.empty(0, dtype=dtype).element_size() if isinstance(dtype, torch.dtype) else 4
 
 
 def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """Return the path, or the nearest folder above it that exists."""
     path = path.expanduser().absolute()
     while not path.exists():
         path = path.parent

@@ -44,7 +44,7 @@ class RecodeReport:
     wall_s: float
 
     def describe(self) -> str:
-        """The report as text for people."""
+        """Word the report for people."""
         return (
             f"{self.out}: codec {self.codec}, {self.n_parts:,} parts ({self.n_parts_done:,} by this run in "
             f"{format_hours(self.wall_s)}), {format_bytes(self.stored_bytes)}, "
@@ -118,7 +118,7 @@ def recode(
 def codec_for(
     source: ActivationStore, name: str, out: Path | None = None, progress: Progress | None = None
 ) -> StoreCodec:
-    """Return a codec that has learned what there is to learn.
+    """Make a codec, and let it learn if it must.
 
     Args:
         source: a lossless store to learn from.

@@ -1,4 +1,4 @@
-"""What a store's runs/ says about the extraction that made it."""
+"""Reads from a store's runs/ and manifest how it was extracted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import RepairRefused
 
 
 def known_split(settings: Mapping[str, Any]) -> str | None:
-    """Return the split of recorded settings; None where it may be the default, which early releases wrote out."""
+    """Return the split of recorded settings; None where it may be the default, which some records spell out."""
     split = settings.get("split")
     return split if isinstance(split, str) and split != DEFAULT_SPLIT else None
 
@@ -32,7 +32,7 @@ def recorded_config(store: Path) -> ExtractConfig:
     """Return the settings of the store's last finished extraction.
 
     Raises:
-        RepairRefused: none is recorded, or what is recorded makes no sense.
+        RepairRefused: none is recorded, or no record can be used.
         OSError: the records cannot be read.
     """
     runs = store / RUNS_NAME

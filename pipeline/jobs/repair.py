@@ -22,19 +22,19 @@ def repair(
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> ExtractReport:
-    """Make the damaged pieces of a store again.
+    """Make the damaged parts and files of a store again.
 
     Nothing is deleted before target and dataset are known to be the ones that the store was made from, and what is
-    deleted is found damaged once more right before.
+    deleted is checked once more right before.
 
     Args:
         model: the target that the store was made with: a folder or a hub id.
-        dataset: the chats; default: where the store's last extraction found them.
-        device: of the forward; default: as in the store's last extraction.
+        dataset: the chats; None for those of the store's last extraction.
+        device: device of the forward; None for that of the store's last extraction.
 
     Raises:
-        RepairRefused: no extraction is recorded, there is damage that this does not mend, or what the codec learns now
-            is not what the parts were written with.
+        RepairRefused: no extraction is recorded, there is damage that this does not mend, or the codec learns something
+            else than the parts were written with.
         StoreMismatch: the store was made from another target or dataset.
         PipelineError: the input cannot be used.
     """

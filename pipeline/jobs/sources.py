@@ -1,4 +1,4 @@
-"""Which commits of the Hub a store was made from, so that later starts take those and not what has come since.
+"""Records which commits of the Hub a store was made from, so that later starts take those and no newer ones.
 
 ``store.json`` records them as ``extraction.sources``; of local folders and files nothing is recorded::
 
@@ -24,7 +24,7 @@ _MAIN = "main"
 
 
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
-    """Return the sources that a manifest's ``extraction`` records; a record that makes no sense is none."""
+    """Return the sources that a manifest's ``extraction`` records; malformed ones are left out."""
     found = extraction.get("sources")
     entries = found.items() if isinstance(found, Mapping) else ()
     return {
@@ -59,12 +59,12 @@ def pinned_revision(sources: Sources | None, kind: str, name: str, revision: str
 def sources_record(
     config: ExtractConfig, folder: Path, dataset: ChatSource, before: Sources | None
 ) -> dict[str, dict[str, dict[str, str]]]:
-    """Return what ``extraction`` is to say of the sources.
+    """Return the record of the sources for ``extraction``.
 
     Args:
-        folder: of the model, as it was found.
-        before: what the store says already. It stays where the commits are the same, or one of the two is not known:
-            the hashes of the content tell whether the data are.
+        folder: folder of the model, as it was found.
+        before: the store's own record. An entry stays where the commits are equal, or where one of the two is unknown:
+            content hashes then tell whether the data are the same.
     """
     now: dict[str, dict[str, str]] = {}
     if not Path(config.model).expanduser().is_dir():
