@@ -1,4 +1,4 @@
-"""Codecs: from the values of a field to one or more stored arrays, each an ordinary Zarr array, and back.
+"""Codecs turn the values of a field into one or more stored arrays, each an ordinary Zarr array, and back.
 
-``registry`` knows them by name. How a stored array becomes bytes is the same for all and lies in ``chunks``.
+``registry`` finds them by name. How a stored array becomes bytes is the same for all, see ``chunks``.
 """

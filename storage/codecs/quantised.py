@@ -1,4 +1,4 @@
-"""``int8`` and ``int6``: each value a small whole number times a scale that some values share.
+"""``int8`` and ``int6``: each value is a small whole number times a scale that several values share.
 
 ===========  =======================================================  ==============================================
 values       one scale for                                            why
@@ -16,7 +16,7 @@ bits against error.
 A scale is a bfloat16 with two bits of mantissa, rounded up: it takes 4 to 5 bits after entropy coding, where a full
 mantissa would take 10 and gain nothing, because a coarser step also needs fewer bits for the codes.
 
-There is one definition for NumPy and torch: only operations that round alike everywhere, so that codes are bit-equal.
+NumPy and torch share one definition, with operations that round alike everywhere, so that codes are bit-equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codecs by name: which field codec each field of a store gets, what is learned, and what ``store.json`` says of it."""
+"""Codecs by name: the field codec of each field of a store, what it has learned, and its record in ``store.json``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOSSLESS = "lossless"
 TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
 NEXT_BASIS_NAME = "next-basis.safetensors"
-"""The basis with further fields while they are added; it takes the other's name once store.json holds its hash."""
+"""The basis with further fields while they are added; it is renamed to the former once store.json holds its hash."""
 _BASIS_HEADER_BYTES = 16 << 20
 
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
@@ -56,7 +56,7 @@ class StoreCodec:
         fields: field name -> its codec.
 
     Raises:
-        CodecUnknown: no codec of that name, or none for a field, or it needs tokens that the store does not have.
+        CodecUnknown: there is no codec of that name, or none for a field, or it needs tokens that the store lacks.
     """
 
     def __init__(self, name: str, specs: Iterable[FieldSpec]) -> None:
@@ -76,8 +76,8 @@ class StoreCodec:
 
         Raises:
             ManifestInvalid: the manifest names a codec that this release does not have.
-            ShardMissing: the learned basis is gone.
-            ShardCorrupt: it is not the one that the parts were written with.
+            ShardMissing: the learned basis is missing.
+            ShardCorrupt: the basis is not the one that the parts were written with.
         """
         name = str(manifest.codec.get("name"))
         if name in _GONE:
@@ -116,7 +116,7 @@ class StoreCodec:
         return {name: codec for name, codec in self.fields.items() if isinstance(codec, LearnedCodec)}
 
     def describe(self) -> dict[str, Any]:
-        """Return what ``store.json`` records about the codec; a change of any value changes the bytes."""
+        """Return the record of the codec in ``store.json``; a change of any value changes the bytes."""
         settings = {name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity}
         document = {"name": self.name, "transform": settings or "identity", "bytes": list(BYTE_CHAIN)}
         if self.learned and all(codec.arrays for codec in self.learned.values()):
@@ -135,7 +135,7 @@ class StoreCodec:
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
     def load(self, content: bytes) -> None:
-        """Take over a basis that :meth:`files` gave."""
+        """Load a basis that :meth:`files` gave; raises ValueError for any other content."""
         try:
             arrays = safetensors.numpy.load(content)
         except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
@@ -145,7 +145,7 @@ class StoreCodec:
             codec.load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
 
     def read_basis(self, path: Path) -> bytes:
-        """Return the content of a file of ``codec/``; nothing of one that is too long for these fields."""
+        """Return the content of a file of ``codec/``; no bytes where it is too long for these fields."""
         n_bytes = _BASIS_HEADER_BYTES + sum(codec.max_state_bytes for codec in self.learned.values())
         try:
             return read_bounded(path, n_bytes)
@@ -166,7 +166,7 @@ class StoreCodec:
         got = hashlib.sha256(content).hexdigest()
         following = folder / NEXT_BASIS_NAME
         if got != expected_sha256 and exists(following):
-            # Fields were added, and a kill came before the new basis had its name, or it has got it right now.
+            # Fields were added: a kill came before the new basis was renamed, or it is being renamed meanwhile.
             for candidate in (following, path):
                 with contextlib.suppress(*MISSING):
                     content = self.read_basis(candidate)

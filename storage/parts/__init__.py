@@ -1,4 +1,4 @@
-"""What a store consists of on disk: the plan, the shards of a part, commits of parts, of target/ and of the manifest.
+"""The files of a store: the plan, the shards of a part, commits of parts, of target/ and of the manifest.
 
-Files and their formats only; reading values lives in ``read``, making parts in ``write``.
+Files and their formats only; values are read in ``read``, parts are written in ``write``.
 """

@@ -1,4 +1,4 @@
-"""Commits: the documents that make a finished part (or the target bundle) exist, and where everything lies."""
+"""Commits: the documents that make a finished part (or the target bundle) exist, and list its files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PartCommit:
 
 
 def read_part_commit(path: Path) -> PartCommit:
-    """Read a part's commit."""
+    """Read a part's commit; raises ManifestInvalid where it is damaged."""
     try:
         text = read_bounded(path)
         document = parse_object(text)
@@ -74,7 +74,7 @@ def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
 
 
 def committed_bytes(store: Path) -> int:
-    """Return the bytes of all files that a store's commits list, without looking at them; 0 for other folders."""
+    """Sum the bytes of all files that a store's commits list, without opening them; 0 for other folders."""
     n_bytes = 0
     for path in (store / COMMITS_NAME).glob("*.json"):
         with contextlib.suppress(KeyError, TypeError, ValueError, OSError):  # what is damaged is written again
@@ -94,12 +94,12 @@ def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:
 
 
 def read_target_commit(path: Path) -> dict[str, FileRecord]:
-    """Read the target bundle's commit."""
+    """Read the target bundle's commit: file name -> its record."""
     return read_file_records(path)
 
 
 def read_file_records(path: Path) -> dict[str, FileRecord]:
-    """Read a commit that holds sizes and checksums of files and nothing else."""
+    """Read a commit that lists files alone; raises ManifestInvalid where it is damaged."""
     try:
         text = read_bounded(path)
         records = _records(parse_object(text))
@@ -111,7 +111,11 @@ def read_file_records(path: Path) -> dict[str, FileRecord]:
 
 
 def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tuple[Path, StoreError]]:
-    """Return (path, error) for each committed file that is missing or has another size; OSError if unknowable."""
+    """Return (path, error) for each committed file that is missing or has another size.
+
+    Raises:
+        OSError: the system failed to look at a file, which says nothing about it.
+    """
     damage: list[tuple[Path, StoreError]] = []
     for name, record in files.items():
         path = folder / name

@@ -1,7 +1,7 @@
 """Threads that encode the chunks of a part beside the thread that writes them, and one that waits for the disk.
 
-zstd, blosc and NumPy's copies release the GIL, so threads are enough. What is written is the same, byte for byte, with
-any number of them: chunks reach the shard in the order in which they were given.
+zstd, blosc and NumPy's copies release the GIL, so threads are enough. The bytes are the same with any number of them:
+chunks reach the shard in the order in which they were given.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EncodePool:
         self._syncer = ThreadPoolExecutor(1, "sync") if n_threads else None
 
     def encode(self, chunks: Sequence[np.ndarray]) -> Future[list[bytes]]:
-        """Start encoding; the values must not change until the future is done."""
+        """Start encoding chunks; their values must not change until the future is done."""
         return _start(self._encoders, lambda: self._encode(chunks))
 
     def sync(self, task: Callable[[], None]) -> Future[None]:
@@ -52,7 +52,7 @@ class EncodePool:
         return _start(self._syncer, task)
 
     def close(self) -> None:
-        """Drop the chunks that wait and end the threads; whoever still waits for a dropped one gets CancelledError."""
+        """Drop the tasks that wait, whose futures raise CancelledError, and end the threads."""
         for executor in (self._encoders, self._syncer):
             if executor is not None:
                 # A sync closes its file, so it is never dropped.

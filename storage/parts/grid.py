@@ -1,9 +1,9 @@
-"""How an array is cut into inner chunks and shards, and the Zarr metadata that says so.
+"""Cuts an array into inner chunks and shards, and writes and reads the Zarr metadata of both.
 
 Tokens of an inner chunk: each chunk costs a reader some fixed time, and of the first and last chunk of a sequence it
 needs only a part. ``chunk_tokens`` weighs one against the other: 64 tokens for wide arrays, more for narrow ones (256
-at 768 bytes per token, 2048 for token ids), so that few chunks are small. The price is what a sequence reads beside
-itself: 208 tokens lie in 1.2 times as many at 64 tokens per chunk, in 2.1 times as many at 256.
+at 768 bytes per token, 2048 for token ids), so that few chunks are small. The price is what a reader decodes beside a
+sequence: for 208 tokens 1.2 times as many at 64 tokens per chunk, 2.1 times as many at 256.
 
 Layers of an inner chunk: as many as make 256 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
 one, so that a drafter that needs one layer reads one layer's bytes.
@@ -45,7 +45,7 @@ MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30
 """Raw bytes of a shard, where a part has more than that in an array."""
 SHARD_BYTES_1 = 128 << 20
-"""The same in schema version 1."""
+"""Raw bytes of a shard in schema version 1."""
 PART_STEP_TOKENS = 8192
 """Parts have room for a multiple of so many tokens: the longest chunk that :func:`chunk_tokens` chooses."""
 MAX_READABLE_CHUNK_BYTES = 256 << 20
@@ -57,11 +57,11 @@ class ArrayGrid:
     """The grid of one array: axis 0 (tokens, or blocks of them) and the layers are the only axes that are cut.
 
     Attributes:
-        shape: whole array.
-        chunk_shape: one inner chunk.
-        shard_shape: one shard, a multiple of ``chunk_shape`` along every axis.
-        part_rows: size along axis 0 of each part's room, a multiple of a shard's; 0 in schema version 1, where the
-            array belongs to one part.
+        shape: shape of the whole array.
+        chunk_shape: shape of an inner chunk.
+        shard_shape: shape of a shard, a multiple of ``chunk_shape`` along every axis.
+        part_rows: rows that each part owns, a multiple of a shard's; 0 in schema version 1, where each part has an
+            array of its own.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class ArrayGrid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Inner chunks that share the same tokens."""
+        """Inner chunks of the same tokens."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
@@ -90,14 +90,14 @@ class ArrayGrid:
         return self.shard_shape[0] // self.chunk_shape[0]
 
     def n_chunk_rows(self, n_rows: int) -> int:
-        """Return how many rows of inner chunks hold the first ``n_rows`` of axis 0; the last may reach beyond them."""
+        """Count the rows of inner chunks that hold the first ``n_rows`` of axis 0; the last may reach beyond them."""
         return math.ceil(n_rows / self.chunk_tokens)
 
     def shard_key(self, part: int, number: int) -> str:
         """Return the path of a part's shard inside the array's folder, e.g. ``"c.7.0.0.0.0"``.
 
         Args:
-            number: of the shard within the part, from 0 on.
+            number: number of the shard within the part, from 0.
         """
         rest = ["0"] * (len(self.shape) - 1)
         if not self.part_rows:
@@ -106,7 +106,7 @@ class ArrayGrid:
 
     @property
     def shards_per_part(self) -> int:
-        """Shards in the room of one part; 0 in schema version 1, where it depends on the part."""
+        """Shards in the rows of one part; 0 in schema version 1, where it depends on the part."""
         return self.part_rows // self.shard_shape[0]
 
 
@@ -200,12 +200,12 @@ def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, b
 
 
 def _separator(grid: ArrayGrid) -> str:
-    """Return what stands between the numbers of a chunk key: no folder for each of them, but in schema version 1."""
+    """Return the separator of a chunk key's numbers; only in schema version 1 each of them is a folder."""
     return "." if grid.part_rows else "/"
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
-    """Read an array's grid from its zarr.json, refusing whatever this reader would misread.
+    """Read an array's grid from its zarr.json, and refuse metadata that this reader would misread.
 
     Raises:
         ShardCorrupt: not valid metadata, or another dtype, shape or codec chain than the manifest declares.

@@ -4,8 +4,8 @@
 metadata of the arrays, so that no flipped byte in them goes unnoticed. It is the manifest's commit, as
 ``commits/target.json`` is that of target/.
 
-It is written to ``commits/store.json`` when a store is begun, or when an extraction goes on that found all files equal
-to what its inputs give. Stores without one (made before there was such a commit) are read as they are.
+It is written when a store is begun, or when a resumed extraction has found all files equal to what its inputs give.
+Stores without one are read unchecked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def metadata_names(arrays: Iterable[str]) -> set[str]:
 
 
 def write_manifest_commit(store: Path, metadata: Collection[str] = ()) -> None:
-    """Record the two files, and the metadata of these names, as they are."""
+    """Record store.json, plan.parquet, and the metadata of these names, as they are."""
     files = {}
     for name in (*_NAMES, *sorted(metadata)):
         content = (store / name).read_bytes()
@@ -68,12 +68,12 @@ def read_manifest_commit(store: Path) -> dict[str, FileRecord] | None:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a name inside a store is that of Zarr's metadata of all parts."""
+    """Whether a name inside a store is that of Zarr metadata that all parts share."""
     return name.startswith(f"{PARTS_NAME}/") and name.endswith(f"/{ZARR_NAME}")
 
 
 def find_manifest_damage(store: Path, metadata: bool = True) -> list[tuple[Path, ManifestInvalid]]:
-    """Return (path, error) for each recorded file that is not as it was, or for the commit itself.
+    """Return (path, error) for each recorded file that has changed, or for the commit itself.
 
     Args:
         metadata: also look at the metadata of the arrays.
@@ -84,7 +84,7 @@ def find_manifest_damage(store: Path, metadata: bool = True) -> list[tuple[Path,
     while True:
         before = _content(manifest_commit_path(store))
         damage = _compare(store, metadata)
-        # A store that is given more fields has this commit taken away and made anew: what was compared may be of both.
+        # An addition of fields replaces this commit meanwhile: files may then have been compared with the old one.
         if not damage or _content(manifest_commit_path(store)) == before:
             return damage
 
@@ -130,13 +130,13 @@ def matches_record(content: bytes, record: FileRecord) -> bool:
 
 
 def check_manifest(store: Path) -> None:
-    """Refuse a store whose store.json or plan.parquet has changed since it was begun."""
+    """Refuse a store whose store.json or plan.parquet has changed; raises ManifestInvalid."""
     for _, error in find_manifest_damage(store, metadata=False):
         raise error
 
 
 def restore_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
-    """Write recorded files anew where they are damaged and their commit confirms the given bytes.
+    """Write recorded files again where they are damaged and their commit confirms the given bytes.
 
     A file that holds the given bytes is left alone: then its record is what is damaged.
 
@@ -144,7 +144,7 @@ def restore_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
         contents: name inside the store -> bytes that the same inputs give; other recorded files are left alone.
 
     Raises:
-        ManifestInvalid: there is no whole commit of them, or it was made of other bytes.
+        ManifestInvalid: their commit is damaged, or records other bytes.
     """
     records = read_manifest_commit(store)
     restored = []
@@ -164,7 +164,7 @@ def check_target_bundle(store: Path, folder: Path) -> None:
     """Compare the target bundle with its commit, byte for byte.
 
     Args:
-        folder: its target bundle, or a local copy of it.
+        folder: the target bundle, or a local copy of it.
 
     Raises:
         ShardMissing: a file is gone.

@@ -1,4 +1,4 @@
-"""The plan: which sequence lies where, fixed before the first forward.
+"""The plan: the part and position of each sequence, fixed before the first forward.
 
 Parts are filled in source order, so that the first parts of a store are an unbiased sample of the dataset; inside a
 part the sequences are sorted by length, so that batches of neighbours hold little padding.
@@ -39,7 +39,7 @@ MAX_PLAN_BYTES = 1 << 30
 
 _MAX_ROW_BYTES = MAX_ID_BYTES + 64
 _PAGE_BYTES = 1 << 20
-"""What columns may have beside their rows: headers, dictionaries of a few values."""
+"""Bytes that columns may have beside their rows: headers, dictionaries of a few values."""
 
 
 def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) -> pa.Table:
@@ -54,7 +54,7 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
         The table with columns part (int32) and first_token (int64), ordered by them.
 
     Raises:
-        PlanInvalid: other columns, no rows, a sequence without tokens, or a repeated id.
+        PlanInvalid: a column is missing, there are no rows, a sequence has no tokens, or an id is repeated.
     """
     if part_tokens < 1 or alignment_tokens < 1:
         raise PlanInvalid(f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1.")
@@ -97,7 +97,7 @@ def _check_sequences(table: pa.Table) -> None:
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Return what a manifest says of a plan: n_sequences, n_parts and n_tokens (without alignment padding)."""
+    """Count what a manifest says of a plan: n_sequences, n_parts and n_tokens (without alignment padding)."""
     return {
         "n_sequences": plan.num_rows,
         "n_parts": int(plan["part"].to_numpy().max()) + 1,
@@ -143,10 +143,10 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def read_plan(path: Path) -> pa.Table:
-    """Read plan.parquet; what it says about its own size is believed only as far as the file's size allows.
+    """Read plan.parquet; sizes that it claims are checked against the file's own before anything is allocated.
 
     Raises:
-        ManifestInvalid: missing, no plan, or with other columns.
+        ManifestInvalid: it is missing, no plan, or has other columns.
         OSError: it cannot be read, which says nothing about its bytes; likewise MemoryError.
     """
     try:
@@ -157,7 +157,7 @@ def read_plan(path: Path) -> pa.Table:
         raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {error}. Restore it.") from error
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
-        # Ids differ, so that a row takes a byte at least; other columns may be packed to next to nothing.
+        # Ids differ, so that a row takes at least a byte; other columns may compress to almost nothing.
         if file.schema_arrow.names != PLAN_SCHEMA.names or file.metadata.num_rows > len(content):
             raise ValueError(f"columns {file.schema_arrow.names}, {file.metadata.num_rows} rows, {len(content)} bytes")
         if (n_bytes := _unpacked_bytes(file.metadata)) > _MAX_ROW_BYTES * file.metadata.num_rows + _PAGE_BYTES:
@@ -179,7 +179,7 @@ def read_plan(path: Path) -> pa.Table:
 
 
 def _unpacked_bytes(metadata: pq.FileMetaData) -> int:
-    """Bytes of all pages before compression."""
+    """Sum the bytes of all pages before compression."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     return sum(max(column.total_uncompressed_size, column.total_compressed_size) for column in columns)

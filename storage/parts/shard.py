@@ -6,7 +6,7 @@
       layer 0     layer 1           layer 31     layer 0           layer 31
       tokens 0 to 63                             64 to 127         16,320 to 16,383
 
-A chunk of it: 64 tokens x 1 layer x 8 heads x 2 x 128 in bfloat16, 262,144 raw bytes in about 181,000 ::
+One chunk: 64 tokens x 1 layer x 8 heads x 2 x 128 in bfloat16, 262,144 raw bytes in about 181,000 ::
 
     | header 16 | block at byte 20: 4 | size 4 | low bytes 131,072 | size 4 | high bytes, coded 50,000 | crc32c 4 |
     +------------------------------------ a blosc frame ------------------------------------------------+
@@ -36,7 +36,7 @@ from .grid import ArrayGrid
 
 _ABSENT = np.uint64(2**64 - 1)
 TASK_BYTES = 1 << 20
-"""Raw bytes that a thread encodes at a time: about 1.5 ms of work, beside which handing it over costs little."""
+"""Raw bytes that a thread encodes at a time: about 1.5 ms of work, long against the time to hand it over."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FileRecord:
 
 
 class ShardWriter:
-    """Writes one shard front to back; what is held in memory is the index and the chunks that are being encoded.
+    """Writes one shard front to back; memory holds the index and the chunks that are being encoded.
 
     Args:
         pool: encodes the chunks, and syncs the file.
@@ -90,12 +90,12 @@ class ShardWriter:
             self._write_oldest()
 
     def settle(self) -> None:
-        """Wait until no values that were given are needed any more."""
+        """Wait until all given values are encoded; they may then change."""
         for task in self._encoding:
             task.result()
 
     def finish(self) -> tuple[FileRecord, Future[None]]:
-        """Write what is left and the index; return the file's record, and when it is synced and closed."""
+        """Write the remaining chunks and the index; return the file's record, and a future of its sync and closing."""
         while self._encoding:
             self._write_oldest()
         index = self._index.tobytes()

@@ -1,4 +1,4 @@
-"""Making a store: parts written, committed and added to by one process at a time.
+"""Writes stores: one process at a time writes parts, commits them and adds fields to them.
 
 Every change of a store that is not a repair goes through here.
 """

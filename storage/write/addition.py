@@ -1,10 +1,9 @@
-"""Adding fields to a store that is there, without touching what it holds.
+"""Adds fields to an existing store, without touching its other files.
 
-At every moment the store is the old one, whole, or the new one:
+At every moment readers see the whole old store or the whole new one:
 
 1. The new arrays' shards of a part are written, synced and given their names. Then its commit is replaced by one that
-   lists them too. A reader of the old manifest does not ask for them; a part that says more than the manifest is still
-   a part of that store.
+   lists them too. A reader of the old manifest does not ask for them, so that the part stays valid.
 2. When every committed part has them, store.json is replaced by one that names the new fields.
 
 A kill leaves parts that have the new arrays and parts that have not; the same addition goes on with the latter. At the
@@ -29,7 +28,7 @@ from .store import StoreWriter
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
-    """Return what an addition has written to some parts, but store.json does not name yet."""
+    """Count the parts that have fields which store.json does not name yet: field -> parts."""
     found: dict[str, int] = {}
     for commit in commits:
         arrays = {array for array in map(array_of, commit.files) if array is not None}
@@ -40,20 +39,20 @@ def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the fields that a committed part does not have."""
+    """Return the fields, of those given, that a committed part lacks."""
     # A field's arrays have its name, or lie in a folder of that name.
     return tuple(name for name in fields if not any(file.startswith(f"{name}/") for file in commit.files))
 
 
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
-    """Return a store's codec for more fields: the old ones keep what they have learned, new ones know nothing yet."""
+    """Return a store's codec for more fields: the old ones keep what they learned, new ones have not learned yet."""
     codec = StoreCodec(old.name, specs)
     codec.fields |= old.fields
     return codec
 
 
 def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
-    """Take over what an unfinished addition of the same fields has learned into ``codec``, of old and new fields."""
+    """Load into ``codec`` what an unfinished addition of the same fields has learned; returns whether there is any."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     found = StoreCodec(codec.name, (field.spec for field in codec.fields.values()))
     try:
@@ -67,7 +66,7 @@ def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
 
 
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
-    """Keep what the new fields have learned beside the store's own basis, and drop what others had encoded."""
+    """Save what the new fields have learned beside the store's own basis; drop shards encoded with another one."""
     for part in writer.committed_parts():
         path = commit_path(writer.path, part)
         commit = read_part_commit(path)
@@ -91,11 +90,11 @@ class StoreAddition:
 
     Args:
         writer: the store, opened for writing with its own manifest and plan.
-        manifest: the store's with more fields, and what goes with them in ``extraction`` and ``codec``.
-        codec: of that manifest, with what it has learned.
+        manifest: the store's manifest with more fields, and their settings in ``extraction`` and ``codec``.
+        codec: codec of that manifest, with what it has learned.
 
     Raises:
-        WriteInvalid: the manifest takes away or changes something else.
+        WriteInvalid: the manifest removes a field or changes anything else.
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
@@ -120,7 +119,7 @@ class StoreAddition:
 
     @property
     def n_parts(self) -> int:
-        """Committed parts, which are the ones that fields are added to."""
+        """Committed parts: fields are added to these."""
         return len(self._lacking)
 
     def pending_parts(self) -> list[int]:
@@ -128,14 +127,14 @@ class StoreAddition:
         return [part for part, fields in self._lacking.items() if fields]
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
-        """Open a part to write to it the new fields that it lacks (its ``fields``); use it in ``with``.
+        """Open a part to write the new fields that it lacks (its ``fields``); use it in ``with``.
 
         Args:
             pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
 
         Raises:
             WriteInvalid: there is no such part, or it lacks nothing.
-            LinkRefused: a symbolic link has come to stand inside the store.
+            LinkRefused: there is a symbolic link inside the store.
         """
         if not self._lacking.get(part):
             raise WriteInvalid(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
@@ -149,7 +148,7 @@ class StoreAddition:
         self._lacking[part] = ()
 
     def finish(self) -> None:
-        """Make the new fields exist.
+        """Make the new fields exist for readers.
 
         Raises:
             PartIncomplete: a committed part lacks them.

@@ -1,4 +1,4 @@
-"""The Zarr metadata of a store's arrays, which all parts share: written before the first part, and then kept."""
+"""Writes the Zarr metadata of a store's arrays, which all parts share, before the first part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..parts.manifest_commit import find_manifest_damage, restore_files
 def lay_out(store: Path, arrays: Iterable[StoredArray], n_parts: int, longest_part: int) -> dict[str, ArrayGrid]:
     """Write the metadata of arrays where it is missing, and return the grid of each by its name.
 
-    What is there already may be of an earlier release that chose another grid: it holds for the parts to come.
+    Existing metadata stays, also where another release chose another grid: later parts follow it.
 
     Args:
         longest_part: tokens of the longest part, padding included.
@@ -32,7 +32,7 @@ def lay_out(store: Path, arrays: Iterable[StoredArray], n_parts: int, longest_pa
     contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
     with check_guard(store):
         if all(path != manifest_commit_path(store) for path, _ in find_manifest_damage(store)):
-            restore_files(store, contents)  # else nothing tells what was written: what can be read is believed
+            restore_files(store, contents)  # else no commit tells the original bytes, and readable metadata is taken
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):  # groups before their members
         path = store / name
         with check_guard(store):

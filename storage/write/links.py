@@ -1,4 +1,4 @@
-"""Symbolic links inside a store, which writers refuse: what lies behind one belongs to somebody else."""
+"""Refuses symbolic links inside a store, as files behind them do not belong to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..names import KNOWN_NAMES
 def refuse_links(store: Path, folders: Iterable[Path] | None = None) -> None:
     """Refuse symbolic links among the names in a store's folder, and below some of them.
 
-    Names that no store has are not looked at, for no writer touches them; the store's folder may be a link itself.
+    Names that no store has are passed over, as no writer touches them; the store's folder itself may be a link.
 
     Args:
         folders: folders of the store below which to look; None for all.
@@ -38,10 +38,10 @@ def refuse_links(store: Path, folders: Iterable[Path] | None = None) -> None:
 
 
 def refuse_linked_folders(store: Path, folder: Path, names: Iterable[str]) -> None:
-    """Refuse symbolic links among the names in a store's folder, and on the ways to folders in one of its folders.
+    """Refuse symbolic links among the names in a store's folder, and on the paths to folders in one of its folders.
 
-    Unlike :func:`refuse_links` it does not look at what lies in these folders, of which a store has tens of thousands:
-    a writer makes new files there, and replaces or deletes a name, never what stands behind it.
+    Unlike :func:`refuse_links` it does not look at the files in these folders, which are tens of thousands: a writer
+    makes new files there, and replaces or deletes names, never the files behind them.
     """
     refuse_links(store, folders=())
     ways = {parent for name in names for parent in (PurePosixPath(name), *PurePosixPath(name).parents)}

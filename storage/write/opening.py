@@ -1,4 +1,4 @@
-"""Opening a store for writing: the lock, and whether the folder holds a store of the same inputs."""
+"""Opens a store for writing: takes the lock, and checks that the folder holds a store of the same inputs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ..schema import READABLE_VERSIONS, StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
-    """Compare the manifest's counts with the plan's."""
+    """Compare the manifest's counts with the plan's; raises ManifestInvalid."""
     for key, value in plan_counts(plan).items():
         if getattr(manifest, key) != value:
             raise ManifestInvalid(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
 
 
 def check_unoccupied(store: Path) -> None:
-    """Refuse a folder that is neither empty nor a store of this version nor the unfinished start of one."""
+    """Refuse a folder that is not empty, a readable store, or the unfinished start of one."""
     if not exists(store):
         return
     if not store.is_dir():
@@ -49,10 +49,10 @@ def check_unoccupied(store: Path) -> None:
             read_manifest(store)
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
-                raise  # else no release wrote that version: a bit flipped in it
+                raise  # else the version is a damaged byte
         except ManifestInvalid as error:
             if exists(manifest_commit_path(store)):
-                return  # a store whose manifest is damaged: it is restored, or the damage is named
+                return  # a store whose manifest is damaged: `restore` repairs it, or names the damage
             raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
     commits = os.listdir(store / COMMITS_NAME) if exists(store / COMMITS_NAME) else []
@@ -98,7 +98,7 @@ def lock_store(store: Path) -> int:
 
 
 def stored_version(store: Path, manifest: StoreManifest) -> int:
-    """Return the schema version of a store, which the given manifest is of where nothing tells.
+    """Return the schema version of a store; where nothing tells it, that of the given manifest.
 
     Where store.json is damaged, its commit tells which version's bytes it had, if the inputs are the same.
     """
@@ -114,7 +114,7 @@ def stored_version(store: Path, manifest: StoreManifest) -> int:
 
 
 def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
-    """Write a damaged or lost store.json or plan.parquet anew if these inputs are the store's, else name the damage."""
+    """Write damaged or lost store.json and plan.parquet again if these inputs are the store's; else name the damage."""
     if not exists(manifest_commit_path(store)):
         return
     contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
@@ -127,7 +127,7 @@ def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
 
 
 def check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
-    """Compare everything that shapes the data."""
+    """Compare everything that shapes the data; raises StoreMismatch with every key that differs."""
     old = flatten(json.loads(read_manifest(store).to_json()))
     new = flatten(json.loads(manifest.to_json()))
     absent = "(absent)"

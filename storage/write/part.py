@@ -1,4 +1,4 @@
-"""Writing one part: sequences arrive in order, inner chunks are encoded as they fill, the commit comes last."""
+"""Writes one part: sequences arrive in order, inner chunks are encoded as they fill, the commit comes last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..parts.shard import FileRecord, ShardWriter
 
 
 class ArrayWriter:
-    """Streams one stored array of a part into shards, one row of chunks buffered at most.
+    """Streams one stored array of a part into shards, buffering at most one row of chunks.
 
     Args:
         folder: the array's own folder, in which the shards get names that end in ``.partial``.
@@ -81,7 +81,7 @@ class ArrayWriter:
             self._flush_rows(row)
             n = min(size - offset, len(values) - at)
             if n == size:
-                self._append(values[at : at + n])  # a whole row of chunks is encoded where it lies
+                self._append(values[at : at + n])  # a whole row of chunks is encoded without a copy
             else:
                 self._row[offset : offset + n] = values[at : at + n]
                 self._row_is_clean = False
@@ -110,7 +110,7 @@ class ArrayWriter:
         while self._n_rows_done < row:
             self._append(self._row)
             if not self._row_is_clean:
-                self._row = np.zeros_like(self._row)  # a fresh one: the other may still be encoded from
+                self._row = np.zeros_like(self._row)  # a new one: an encoder may still read the other
                 self._row_is_clean = True
 
     def _append(self, values: np.ndarray) -> None:
@@ -135,7 +135,7 @@ class ArrayWriter:
         return self._grid.shard_key(self._part, self._shard_index)
 
     def settle(self) -> None:
-        """Wait until no values that were given to :meth:`write` are needed any more."""
+        """Wait until all values given to :meth:`write` are encoded."""
         if self._shard is not None:
             self._shard.settle()
 
@@ -150,7 +150,7 @@ class ArrayWriter:
             synced.result()
 
     def abort(self) -> None:
-        """Close what is open and delete what has no final name."""
+        """Close the open shard and delete the shards that have no final name."""
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
@@ -164,7 +164,7 @@ class PartPlace:
     """Where a part's files go.
 
     Attributes:
-        folder: what the names in the part's commit start from.
+        folder: folder that the names in the part's commit are relative to.
         grids: array name -> its grid.
         existing: files that the part's commit lists already, where fields are added.
         documents: in schema version 1 the metadata of the part's own group, name -> content; else empty.
@@ -177,7 +177,7 @@ class PartPlace:
 
 
 class PartWriter:
-    """One part in the making, or more fields of one. Leaving the ``with`` block without :meth:`commit` discards it.
+    """Writes a part, or more fields of one. Leaving the ``with`` block without :meth:`commit` discards it.
 
     Not safe for several threads at once; different parts of one store may be written by different threads.
 
@@ -229,7 +229,7 @@ class PartWriter:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that are to be written."""
+        """Names of the fields to write."""
         return tuple(self._codec.fields)
 
     def _write_documents(self) -> dict[str, FileRecord]:
@@ -257,8 +257,8 @@ class PartWriter:
         Args:
             first_token: position of the first of them on the part's token axis (``first_token`` of the plan); within a
                 field it only grows. Tokens that are skipped become zero.
-            values: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16), or what the field's codec made of
-                them: the rows of each stored array.
+            values: [n, *token_shape] in the storage dtype (uint16 bits for bfloat16), or what the field's codec encoded
+                them to: the rows of each stored array.
             tokens: int32 [n], the sequence's token ids; only for values whose codec ``needs_tokens``.
 
         Raises:
@@ -298,12 +298,12 @@ class PartWriter:
         return self._codec.fields[field]
 
     def settle(self) -> None:
-        """Wait until no values that were given to :meth:`write` are needed any more; they may then change."""
+        """Wait until all values given to :meth:`write` are encoded; they may then change."""
         for array in self._arrays.values():
             array.settle()
 
     def commit(self) -> PartCommit:
-        """Make the part exist: index and sync every shard, give it its name, write the commit.
+        """Make the part exist: finish and sync every shard, give it its name, write the commit.
 
         Raises:
             PartIncomplete: a planned sequence was not written to every field.
@@ -364,7 +364,7 @@ class PartWriter:
                 )
 
     def discard(self) -> None:
-        """Delete what was written, unless it is committed: a part stays pending, or without the fields to be added."""
+        """Delete the files of an uncommitted part: it stays pending, or without the new fields."""
         if not self._is_open:
             return
         self._is_open = False
@@ -375,9 +375,9 @@ class PartWriter:
             path = commit_path(self._store, self.part)
             committed = read_part_commit(path).files if exists(path) else {}
         except (OSError, ManifestInvalid):
-            return  # it can't be told; whoever opens the store next deletes what no commit lists
+            return  # unknown; the next run that opens the store deletes what no commit lists
         if committed and committed != self._place.existing:
-            # An interrupt can arrive right after the commit appeared: what was written is finished and stays.
+            # An interrupt can arrive right after the commit was written: the part is finished and stays.
             self._on_commit(self.part)
             return
         for name, array in self._arrays.items():

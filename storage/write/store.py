@@ -1,22 +1,22 @@
-"""Writing a store: one process, part by part, each part committed atomically.
+"""Writes a store: one process, part by part, each part committed atomically.
 
-The order of what is made durable (every file is synced before its rename, and its folder after it)::
+Files become durable in this order (each is synced before its rename, and its folder after it)::
 
     1  store.lock                        locked; held until the process ends, however it ends
     2  codec/basis.safetensors           before the manifest, which holds its sha256
     3  plan.parquet                      before the manifest, which a folder without is an unfinished start
     4  store.json                        now the folder is a store
-    5  parts/kv/zarr.json, ...           what the arrays of all parts look like
+    5  parts/kv/zarr.json, ...           Zarr metadata of the arrays of all parts
     6  commits/store.json                sizes and checksums of 3 to 5, which are equal to what the inputs give
     7  target.partial/ -> target/        commits/target.json after it, and taken away before a replacement
     8  parts/kv/c.K.0.0.0.0.partial      each shard of part K, synced when it is full
        parts/kv/c.K.0.0.0.0              renamed, and the array's folder synced: whole, but nobody's yet
        commits/part-K.json               now the part exists for readers; 8 again for each part, in any order
 
-In a store of schema version 1, which is gone on with as it is, 5 belongs to 8: each part has a group of its own.
+In a store of schema version 1, which is continued in that version, 5 belongs to 8: each part has a group of its own.
 
-A commit comes after what it lists and goes before it: so at every moment what has a commit is whole. Whatever a kill
-leaves behind without one is deleted by the next run, which then redoes exactly the parts that are missing.
+A commit is written after the files that it lists, and deleted before them: so at every moment what has a commit is
+whole. Files that a kill leaves without one are deleted by the next run, which redoes exactly the missing parts.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class StoreWriter:
     """The one process that writes to a store. Make it with :meth:`create_or_resume` and use it in ``with``.
 
     Attributes:
-        manifest: what shapes its data.
+        manifest: settings that shape its data.
         plan: all sequences (see ``plan.PLAN_SCHEMA``).
-        repaired_parts: parts that had a commit but lost files or bytes since; they are pending again.
+        repaired_parts: parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
     """
 
     def __init__(self, path: Path, manifest: StoreManifest, plan: pa.Table, lock_fd: int) -> None:
@@ -106,7 +106,7 @@ class StoreWriter:
             StoreLocked: another process is writing to it.
             LocksUnsupported: its file system has no locks.
             LinkRefused: a symbolic link stands inside it; nothing was changed.
-            CheckIncomplete: a file could not be read, so that it is not known what is whole; nothing was deleted.
+            CheckIncomplete: a file could not be read, so that damage is unknown; nothing was deleted.
             StoreMismatch: it was made from other inputs; names every key that changed.
             PlanInvalid: the plan breaks a rule.
             ManifestInvalid: manifest and plan disagree, or the store's own files are damaged.
@@ -151,7 +151,7 @@ class StoreWriter:
 
     @property
     def target_path(self) -> Path:
-        """Folder of the target bundle."""
+        """The folder of the target bundle."""
         return self.path / TARGET_NAME
 
     @property
@@ -165,7 +165,7 @@ class StoreWriter:
 
         Raises:
             DiskFull: no room; nothing of the bundle is left behind.
-            LinkRefused: a symbolic link has come to stand inside the store.
+            LinkRefused: there is a symbolic link inside the store.
         """
         partial = self.path / (TARGET_NAME + PARTIAL_SUFFIX)
         refuse_links(self.path, folders=())
@@ -208,7 +208,7 @@ class StoreWriter:
 
         Raises:
             WriteInvalid: no such part, or it is committed already.
-            LinkRefused: a symbolic link has come to stand inside the store.
+            LinkRefused: there is a symbolic link inside the store.
         """
         if not 0 <= part < self.n_parts:
             raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
@@ -227,7 +227,7 @@ class StoreWriter:
         """Open a part for writing fields to it that it lacks.
 
         Args:
-            codec: of these fields; their arrays must have been laid out.
+            codec: codec of these fields; :meth:`lay_out` must have written their metadata.
             existing: files that the part's commit lists.
             on_commit: called with the part's number once it is committed.
             pool: as for :meth:`part`.
@@ -293,10 +293,10 @@ class StoreWriter:
         _remove(self.target_path)
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
-        """Give the store another store.json, of which every file is there already.
+        """Replace store.json by one whose files all exist already.
 
-        The commit of the old one goes first and that of the new one comes last: a store without one is read as it
-        is, so that at every moment readers find the old manifest or the new one.
+        The old one's commit is deleted first and the new one's written last: a store without a commit is read
+        unchecked, so that at every moment readers find the old manifest or the new one.
 
         Raises:
             DiskFull: no room; the store is the old one, or the new one without its commit until it is opened again.
@@ -352,21 +352,21 @@ class StoreWriter:
         return part_folder(self.path, part, self.manifest.schema_version)
 
     def _refuse_links(self, part: int, codec: StoreCodec) -> None:
-        """Refuse links that have come to stand where a part's files are written or deleted."""
+        """Refuse symbolic links where a part's files are written or deleted."""
         if self._has_part_groups:
             refuse_links(self.path, [self._folder(part)])
         else:
             refuse_linked_folders(self.path, self._folder(part), (array.name for array in codec.arrays))
 
     def _retract(self, commit: Path) -> None:
-        """Delete a file of commits/, durably, before what it names changes."""
+        """Delete a commit durably, before the files that it lists change."""
         commit.unlink(missing_ok=True)
         fsync_directory(self.path / COMMITS_NAME)
 
     def _clean(self) -> None:
         """Delete what a kill left behind; make parts with lost files pending again.
 
-        Everything is looked at before the first deletion, so that nothing is deleted where something can't be told.
+        Everything is checked before the first deletion, so that a failed check deletes nothing.
         """
         with disk_full_guard(self.path):
             for name in (PARTS_NAME, COMMITS_NAME):
@@ -387,7 +387,7 @@ class StoreWriter:
         self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
 
     def remove_uncommitted(self) -> None:
-        """Delete what no commit of a part lists, while no part is being written."""
+        """Delete files of parts that no commit lists; call it while no part is being written."""
         self._remove_unlisted(read_part_commit(commit_path(self.path, part)) for part in self._committed)
 
     def _remove_unlisted(self, commits: Iterable[PartCommit]) -> None:
@@ -401,7 +401,7 @@ class StoreWriter:
         remove_uncommitted(parts, kept)
 
     def _commits(self) -> dict[int, PartCommit | None]:
-        """Return the commits of planned parts; None for one that is damaged, or whose part is not as it says."""
+        """Return the commits of planned parts; None for one that is damaged, or does not match plan or files."""
         part_of = self.plan["part"].to_numpy()
         n_sequences = np.bincount(part_of, minlength=self.n_parts)
         n_tokens = np.bincount(part_of, self.plan["n_tokens"].to_numpy(), self.n_parts).astype(np.int64)
@@ -431,7 +431,7 @@ class StoreWriter:
 
 
 def name_next_basis(store: Path, manifest: StoreManifest) -> None:
-    """Let the basis that was learned for added fields take its name, once store.json is the one with these fields."""
+    """Rename the basis that was learned for added fields, once store.json names these fields."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     if not exists(path):
         return
@@ -466,7 +466,7 @@ def _sync_tree(folder: Path) -> dict[str, FileRecord]:
 
 
 def _replace_tree(source: Path, target: Path, files: Collection[str]) -> None:
-    """Put the files of a synced folder in the place of another's, one at a time, so that none is ever missing."""
+    """Replace the files of a folder by those of a synced one, one at a time, so that none is ever missing."""
     if not target.is_dir():
         _remove(target)
         os.rename(source, target)

@@ -1,9 +1,9 @@
-"""How finely each component is quantised, so that a given number of bits buys the least error.
+"""Chooses how finely each component is quantised, so that a given number of bits leaves the least error.
 
-Every component has a list of options (step, rounding, number of levels), each with the bits and the squared error that
-it takes on a sample. :func:`allocate` takes one option per component: the exact minimum of error + multiplier * bits,
-with the multiplier found by bisection. This is the optimum over all allocations for the bits that it spends, and
-within one component's smallest change of the optimum for any other budget.
+Every component has a list of options (step, rounding, number of levels), each with its bits and squared error on a
+sample. :func:`allocate` takes one option per component: the exact minimum of error + multiplier * bits, with the
+multiplier found by bisection. This is the optimum over all allocations for the bits that it spends, and within one
+component's smallest change of the optimum for any other budget.
 
 Quantiser: ``q = sign(x) * floor(|x| / step + rounding)``, clipped to the levels. A rounding below 0.5 widens the zone
 around zero, which costs little error and many fewer bits where most codes are zero. Decoded value:
@@ -29,8 +29,8 @@ DROPPED = 1
 _HUFFMAN_REDUNDANCY_BITS = 0.03
 # Magnitudes that the finest step of a component far above the others spans, with room for values beyond the sample's.
 _WIDEST_SPAN = 0.8 * (WIDE_LEVELS // 2) * STEP_RATIOS[0]
-# What one more stored array costs for each inner chunk: Huffman's table, headers, checksum and index entry take about
-# 120 bytes; the rest stands for the time of reading one more chunk.
+# Bits of one more stored array for each inner chunk: Huffman's table, headers, checksum and index entry take about 120
+# bytes; the rest stands for the time of reading one more chunk.
 _ARRAY_PENALTY_BITS = 8 * 200
 _MAX_SEGMENTS = 64
 
@@ -44,7 +44,7 @@ class Quantisers:
         step: float32, width of a level in the component's units.
         rounding: float32, 0.5 for the nearest level.
         shift_one: float32, how far values of code 1 or -1 lie towards zero on average, in steps.
-        shift_more: float32, the same for all larger codes.
+        shift_more: float32, likewise for all larger codes.
     """
 
     levels: np.ndarray
@@ -65,7 +65,7 @@ class Quantisers:
 
 @dataclass(frozen=True)
 class Options:
-    """What each option of each component costs.
+    """The cost of each option of each component.
 
     Attributes:
         quantisers: arrays [n_components, n_options].
@@ -98,7 +98,7 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 
     Args:
         sample: float32 [n_tokens, n_components], components around their means.
-        weights: [n_components], what an error of a component counts.
+        weights: [n_components], weight of a component's error.
         base_step: step of a component with weight 1; others use ``base_step / sqrt(weight)``.
     """
     scales = np.sqrt(weights)
@@ -110,10 +110,10 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 
 
 def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
-    """Options of one component, not stored at all being the first: arrays [1 + len(LEVELS) * steps * roundings].
+    """Measure the options of one component, the first being not to store it.
 
     Returns:
-        levels, step, rounding, bits, error, shift_one, shift_more.
+        levels, step, rounding, bits, error, shift_one, shift_more: arrays [1 + len(LEVELS) * steps * roundings].
     """
     n = len(magnitude)
     ordered = np.sort(magnitude).astype(np.float64)
@@ -144,7 +144,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
 def _bits_and_error(
     counts: np.ndarray, sums: np.ndarray, squares: np.ndarray, steps: np.ndarray, levels: int
 ) -> list[np.ndarray]:
-    """Bits, error and the two shifts from the moments of each magnitude level: arrays [n_options, n_magnitudes]."""
+    """Compute bits, error and the two shifts of options from the moments [n_options, n_magnitudes] of magnitudes."""
     n = counts[0].sum()
     magnitude = np.arange(counts.shape[1])
     scaled = sums / steps[:, None]
@@ -161,7 +161,7 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Bits per code that Huffman coding of packed bytes takes above the entropy, given the share of zeros."""
+    """Estimate the bits per code that Huffman coding of packed bytes takes above the entropy, by the share of zeros."""
     if levels == WIDE_LEVELS:
         return np.full(zero.shape, np.log2(256 / LOW_LEVELS) + 0.2)
     per_byte = CODES_PER_BYTE[levels]
@@ -221,7 +221,7 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
 
 def _code_bits(counts: np.ndarray) -> np.ndarray:
-    """Entropy and packing loss of histograms [n, 256], in bits."""
+    """Estimate the bits of Huffman codes for histograms [n, 256]: entropy and loss, [n]."""
     totals = np.maximum(counts.sum(1), 1e-12)
     probability = counts / totals[:, None]
     entropy = -(probability * np.log2(np.where(counts > 0, probability, 1.0))).sum(1)

@@ -1,8 +1,8 @@
-"""What a transform codec learns from a sample: means, principal components, and the metric that errors count in.
+"""What a transform codec learns from a sample: means, principal components, and the metric of errors.
 
-A *part* of a field is quantised on its own: the keys (rotation taken off), the values, or a hidden state. A *group* is
-a run of layers that share one basis. The sample's sequences are split in two: the basis comes from the first, what its
-components cost from the second, so that the figures hold for sequences that the basis never saw.
+A *part* of a field is quantised on its own: the keys (before RoPE), the values, or a hidden state. A *group* is a run
+of layers that share one basis. The sample's sequences are split in two: the basis comes from the first, the cost of its
+components from the second, so that it holds for sequences that the basis never saw.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
 
 
 def on_host(array: Array) -> np.ndarray:
-    """Bring an array back from where it was placed."""
+    """Return an array on any device as a NumPy array."""
     return np.asarray(to_device(array, "cpu"))
 
 
@@ -90,9 +90,9 @@ def learn_basis(sample: Rows, metric: np.ndarray | None = None, place: Place = n
     """Learn the mean and the principal components of a part.
 
     Args:
-        sample: each sequence from position 0 on; the means are taken off its values in place.
-        metric: symmetric and not negative [width, width]; an error ``e`` counts ``e @ metric @ e``. None for the sum
-            of squares. The components are the principal ones in this metric.
+        sample: each sequence from position 0 on; the means are subtracted from its values in place.
+        metric: [width, width], symmetric and positive semidefinite; an error ``e`` counts ``e @ metric @ e``. None for
+            the sum of squares. The components are the principal ones in this metric.
         place: where the products run.
 
     Returns:
@@ -123,10 +123,10 @@ class Embeddings(Protocol):
 
 
 def token_features(embeddings: Embeddings, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
-    """Return what of a token's identity its keys and values are predicted from.
+    """Return the features of each token from which its keys and values are predicted.
 
     The first layer's keys and values are a function of the normalised embedding of the token, and those of the other
-    layers lean on it.
+    layers depend on it in part.
 
     Args:
         embeddings: float32 [vocab_size, width], the target's input embeddings.
@@ -218,7 +218,7 @@ def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 
 
 def _matrix_roots(metric: np.ndarray, place: Place) -> tuple[np.ndarray, np.ndarray]:
-    """Symmetric square root of a metric, made safe to invert, and its inverse: float64 [width, width]."""
+    """Compute the symmetric square root of a metric, regularised, and its inverse: float64 [width, width] each."""
     width = len(metric)
     scale = np.trace(metric) / width
     even = (1 - _METRIC_RIDGE) * np.asarray(metric, np.float64) / max(scale, 1e-30) + _METRIC_RIDGE * np.eye(width)

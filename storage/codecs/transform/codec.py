@@ -2,13 +2,13 @@
 
 ::
 
-    keys    -> take the rotation off -+
+    keys    -> undo RoPE -------------+
     values  --------------------------+-> minus the mean -> times the basis -> quantise -> several codes to a byte
     hidden  --------------------------+                                                  -> arrays of similar statistics
 
 Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
 rotation of the keys at the positions that are read. Where keys and values are predicted from tokens, the prediction is
-taken off before the mean and put back after it: one more matrix product.
+subtracted before the mean and added after it: one more matrix product.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class TransformCodec:
     Args:
         spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
-        metric: what errors of a hidden state count, [width, width], e.g. ``calibration.logit_metric`` for
+        metric: metric of a hidden state's errors, [width, width], e.g. ``calibration.logit_metric`` for
             ``hidden/last``; None for relative error.
         embeddings: the target's input embeddings [vocab_size, width]; :meth:`calibrate` needs them where the settings
             say ``from_tokens``.
 
     Attributes:
-        arrays: what is stored; empty until :meth:`calibrate` or :meth:`load_state`.
+        arrays: the stored arrays; empty until :meth:`calibrate` or :meth:`load_state`.
 
     Raises:
         ValueError: another kind of field, or a basis would be too wide.
@@ -175,7 +175,7 @@ class TransformCodec:
         return n_bytes
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what :meth:`state` returned."""
+        """Load what :meth:`state` returned; raises ValueError where it does not fit the field."""
         try:
             if self.is_kv and "rope/inv_freq" in state:
                 scaling = np.asarray(state["rope/scaling"]).reshape(-1)
@@ -272,7 +272,7 @@ class TransformCodec:
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
-        """Make encoding and decoding go by what was learned: a fit of each group, float16 [vocab_size, n_features]."""
+        """Use what was learned from here on: a fit of each group, and features float16 [vocab_size, n_features]."""
         self._features, self._feature_tables = features, {}
         prefix = f"{self.spec.name}/codes_"
         names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
@@ -280,7 +280,7 @@ class TransformCodec:
         self.arrays = tuple(array for transform in self._groups for array in transform.arrays)
 
     def parts(self, values: Array) -> list[list[Array]]:
-        """Cut a sequence into groups and parts, with the rotation off the keys: [n_tokens, width] each."""
+        """Cut a sequence into groups and parts, with keys before RoPE: [n_tokens, width] each."""
         if not self.is_kv:
             return [[values]]
         xp = array_namespace(values)
@@ -347,7 +347,7 @@ class Observation:
         self._sample = Sample(learning.folder)
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
-        """Take a sequence; see ``Observing``.
+        """Add a sequence to the sample; see ``Observing``.
 
         Raises:
             WriteInvalid: a value is NaN or infinite.
@@ -387,7 +387,7 @@ class Observation:
         self.close()
 
     def close(self) -> None:
-        """Drop what was observed."""
+        """Drop the sample."""
         self._sample.scratch.close()
 
 

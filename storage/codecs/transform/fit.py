@@ -1,4 +1,4 @@
-"""Fitting a transform codec to a sample: bases, quantisers, and which codes are stored together.
+"""Fits a transform codec to a sample: bases, quantisers, and which codes are stored together.
 
 The budget is met in stored bytes, not in entropy: codes of the sample are packed and go through the byte chain, and the
 budget of the allocation is corrected until the two agree.
@@ -70,7 +70,7 @@ class Columns:
 
     @property
     def limit(self) -> np.ndarray:
-        """Largest magnitude of the component's code: int32 [n_columns]."""
+        """The largest magnitude of the component's code: int32 [n_columns]."""
         wide = (self.is_high > 0) | np.isin(
             self.part * (1 << 20) + self.component, (self.part * (1 << 20) + self.component)[self.is_high > 0]
         )
@@ -84,8 +84,8 @@ class GroupFit:
     Attributes:
         bases: one per part.
         columns: the codes of all parts.
-        regressions: for each part, float32 [n_features, width]: what token features times this say of the values is
-            taken off before the basis. Empty where tokens are not used.
+        regressions: for each part, float32 [n_features, width]: token features times this are subtracted from the
+            values before the basis. Empty where tokens are not used.
     """
 
     bases: tuple[Basis, ...]
@@ -95,7 +95,7 @@ class GroupFit:
 
 @dataclass(frozen=True)
 class _FittedPart:
-    """One part of one group with its basis; ``components`` [n_tokens, n_components] are those of other sequences."""
+    """One part of one group with its basis, and components [n_tokens, n_components] of sequences not learned from."""
 
     regression: np.ndarray | None
     basis: Basis
@@ -112,10 +112,10 @@ def fit_groups(
     features: Sequence[np.ndarray] | None = None,
     learning: Learning | None = None,
 ) -> list[GroupFit]:
-    """Fit all groups of a field together, so that each bit goes where it buys the least relative error.
+    """Fit all groups of a field together, so that the bits leave the least relative error.
 
-    The error is the sum over parts of the part's squared error over its sum of squares, all layers taken together.
-    One part of one group is in memory at a time, or the components of one group.
+    The error is the sum over parts of squared error / sum of squares, over all layers. One part of one group is in
+    memory at a time, or the components of one group.
 
     Args:
         sample: sequences of the field.
@@ -123,7 +123,7 @@ def fit_groups(
         bits_per_token: bytes of the stored arrays times 8, of all groups together.
         metric: see ``learn_basis``; for fields of one part.
         features: float32 [n_tokens, n_features] of each sequence, to predict the values from; None to do without.
-        learning: where products run, and who is told of progress.
+        learning: where products run, and the progress callback.
 
     Returns:
         One fit per group; unused components are gone from its bases.
@@ -178,7 +178,7 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn a basis from most sequences, and put aside the components of the others."""
+    """Learn a basis from most sequences, and keep the components of the others on disk."""
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
     most = [i for i in range(n) if i % _STATISTICS_EVERY] or list(range(n))
@@ -202,7 +202,7 @@ def _fit_part(
 
 
 def _hopeful_components(scratch: Scratch, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
-    """Put the components aside that may get bits: float32 [n_tokens, len(hopeful)], part after part."""
+    """Keep on disk the components that may get bits: float32 [n_tokens, len(hopeful)], part after part."""
     first, chosen = 0, []
     for part in parts:
         own = hopeful[(hopeful >= first) & (hopeful < first + len(part.variances))] - first
@@ -251,7 +251,7 @@ def _place_codes(
         columns += [(c, 1) for c in wide] if levels == HIGH_LEVELS else []
         if not columns:
             continue
-        # Alike neighbours: by how often the code is zero. High digits are zero for nearly all tokens, low ones hardly.
+        # Neighbours should be alike, so sort by how often a code is zero; high digits nearly always are.
         columns.sort(key=lambda entry: (-2.0 if entry[1] else -zero_share[entry[0]], entry[0]))
         ids, high_flags = (np.array(x, np.int64) for x in zip(*columns, strict=True))
         packed = pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
@@ -284,13 +284,13 @@ def _place_codes(
 
 
 def _stored_bits(rows: np.ndarray) -> float:
-    """Bits per token of packed codes after the byte chain, index entries included: uint8 [n_tokens, n_bytes]."""
+    """Measure the bits per token of packed codes, uint8 [n_tokens, n_bytes], after the byte chain, index included."""
     chunks = [rows[start : start + CHUNK_TOKENS] for start in range(0, len(rows), CHUNK_TOKENS)]
     return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
 
 
 def _compact(parts: Sequence[_FittedPart], columns: Columns) -> GroupFit:
-    """Keep the components that some column uses."""
+    """Drop the components that no column uses."""
     component = columns.component.copy()
     compacted = []
     for part, fitted in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Encoding and decoding of one group of layers of a transform codec, on whatever device the numbers are."""
+"""Encodes and decodes one group of layers of a transform codec, on the device of the values."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class GroupTransform:
         }
 
     def _table(self, run: _Run) -> np.ndarray:
-        """Decoded components of every byte of a stored array: float32 [n_bytes * 256, codes of a byte]."""
+        """Compute the components that each value of each byte decodes to: float32 [n_bytes * 256, codes of a byte]."""
         per_byte = CODES_PER_BYTE[run.levels]
         n_bytes = run.array.row_shape[0]
         padding = n_bytes * per_byte - (run.last - run.first)

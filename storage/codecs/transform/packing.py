@@ -1,8 +1,8 @@
-"""Codes with few levels to bytes and back: several to a byte, so that an entropy coder of bytes can go below one bit.
+"""Packs several codes with few levels into a byte, so that an entropy coder of bytes can go below one bit per code.
 
 A Huffman code spends at least one bit on a symbol. Five codes of three levels are one symbol of 243 values, and cost
-as little as 0.2 bit each. Of the numbers of levels that pack alike only the largest odd one is used: a Huffman code
-does not charge for levels that never occur (7 or 9 levels pack as 15 do, 31 or 127 as 255 do).
+as little as 0.2 bit each. Of the numbers of levels that pack alike only the largest odd one is used, as levels that
+never occur cost nothing in a Huffman code (7 or 9 levels pack as 15 do, 31 or 127 as 255 do).
 
 A code ``q`` in ``-(levels - 1) / 2 .. (levels - 1) / 2`` is the digit ``q mod levels``, so that zero, the most frequent
 one, is zero in the byte as well, as the padding between sequences is.

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) as a codec needs it: taking the rotation off keys and putting it back.
+"""Rotary position embedding (RoPE) as a codec needs it: undoing the rotation of keys, and redoing it.
 
 The rotation is the one of Llama and its relatives in ``transformers``: dimension ``i`` turns with dimension
 ``i + rotary_dim / 2`` by ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except for
@@ -47,7 +47,7 @@ class Rope:
             raise ValueError("inv_freq must be finite, and scaling finite and positive. Read both from the target.")
 
     def unrotate(self, keys: Array, first_position: int = 0, layers: list[int] | None = None) -> Array:
-        """Take the rotation off.
+        """Undo the rotation of keys.
 
         Args:
             keys: [n_tokens, n_layers, n_kv_heads, head_dim], rotated, at consecutive positions.
@@ -60,7 +60,7 @@ class Rope:
         return self._turn(keys, first_position, layers, -1.0)
 
     def rotate(self, keys: Array, first_position: int = 0, layers: list[int] | None = None) -> Array:
-        """Put the rotation back: the inverse of :meth:`unrotate`."""
+        """Rotate keys: the inverse of :meth:`unrotate`."""
         return self._turn(keys, first_position, layers, 1.0)
 
     def _turn(self, keys: Array, first_position: int, layers: list[int] | None, sign: float) -> Array:
@@ -77,7 +77,7 @@ class Rope:
     def _tables(
         self, first_position: int, n_tokens: int, layers: list[int] | None, sign: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Cosines and sines times the scaling, float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2]."""
+        """Compute cosines and sines times the scaling, float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2]."""
         frequencies, scaling = self.inv_freq, self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies

@@ -56,7 +56,7 @@ class Scratch:
         return found
 
     def close(self) -> None:
-        """Give the disk space back."""
+        """Free the disk space."""
         self._file.close()
 
 
@@ -79,18 +79,18 @@ class Rows:
 
     @property
     def sequences(self) -> list[np.ndarray]:
-        """Views of ``values``, one for each sequence."""
+        """The views of ``values``, one for each sequence."""
         return np.split(self.values, np.cumsum(self.lengths)[:-1])
 
 
 class Sample:
-    """Sequences of a field, cut into groups and parts; see :meth:`TransformCodec.sample`.
+    """Sequences of a field, cut into groups and parts (``TransformCodec.parts``).
 
     Args:
         folder: see :class:`Scratch`.
 
     Attributes:
-        scratch: also holds what learning puts aside.
+        scratch: also holds intermediate arrays of learning.
         lengths: tokens of each sequence.
         tokens: int [n_tokens] of each sequence; empty where they are not used.
     """

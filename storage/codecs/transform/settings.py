@@ -1,8 +1,8 @@
 """The name of a transform codec: bits, scope, and whether keys and values are predicted from tokens.
 
-Which layers share a basis, the *scope*, trades bytes for what a reader of one layer pays. Layers say much the same
-thing about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but a reader
-of one layer then reads the codes of all layers of the group, and multiplies by its own layer's share of the basis.
+Which layers share a basis, the *scope*, trades stored bytes for the cost of reading one layer. Layers hold much the
+same information about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but
+a reader of one layer then reads the codes of all layers of the group, and multiplies by its layer's share of the basis.
 
 ============  ==========================================================================================
 scope         a reader of one layer of L reads
@@ -14,9 +14,9 @@ scope         a reader of one layer of L reads
 (none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
 ============  ==========================================================================================
 
-With ``,tokens`` what a token's identity says of its keys and values is predicted instead of stored: less error at equal
+With ``,tokens`` keys and values are predicted from the token ids, and only the rest is stored: less error at equal
 bits. Decoding then needs the tokens, which every store has, and costs one more matrix product; the basis holds up to
-``2 * 512`` bytes for each token of the vocabulary more (131 MB at the 128,256 tokens of Llama 3).
+``2 * 512`` bytes more for each token of the vocabulary (131 MB at the 128,256 tokens of Llama 3).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from dataclasses import dataclass
 AUTO_GROUP_WIDTH = 4_096
 MAX_BASIS_WIDTH = 16_384
 """Widest part of one group. A basis takes up to ``width * MAX_COMPONENTS`` numbers; learning it, several times that. A
-wider one would keep too small a share of its components, and see fewer tokens than it has dimensions: at the shares of
-a target of 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis (``transform_rate.py``)."""
+wider one would keep too small a share of its components, and see fewer tokens than it has dimensions: in the
+proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis
+(``transform_rate.py``)."""
 HIDDEN_BITS_RATIO = 1.7
 """Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
 
@@ -38,7 +39,7 @@ _NAME = re.compile(r"transform:(\d+(?:\.\d+)?)(?:,hidden=(\d+(?:\.\d+)?))?(,toke
 
 @dataclass(frozen=True)
 class TransformSettings:
-    """What the name of a transform codec says.
+    """The settings that the name of a transform codec spells.
 
     Attributes:
         kv_bits: stored bits per value of keys and values.
