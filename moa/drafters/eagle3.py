@@ -92,7 +92,7 @@ class Eagle3Sizes(DrafterSizes):
 
 
 def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer of L: 1, L // 2 - 1 and L - 4, as SpecForge, SGLang and vLLM have them.
+    """The default fused layers, low, middle and high: 1, L // 2 - 1 and L - 4, as in SpecForge, SGLang and vLLM.
 
     Raises:
         DrafterError: the target is so small that these are no three layers.

@@ -84,7 +84,7 @@ class DrafterSizes:
 
     @classmethod
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Sizes that follow from the target's transformers config and the given ones; by default none."""
+        """Choose sizes by the target's transformers config and the given sizes; by default none."""
         return {}
 
     @classmethod

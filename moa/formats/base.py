@@ -42,7 +42,7 @@ class DrafterLayout(ABC):
 
     @abstractmethod
     def refusals(self, sizes: Any) -> list[str]:
-        """List why a drafter of these sizes would be another one in the reading program; empty if it is the same."""
+        """List why the reading program would run a drafter of these sizes differently; empty if it would not."""
 
     @abstractmethod
     def tensors(self, sizes: Any) -> TensorList:
@@ -69,11 +69,11 @@ class DrafterLayout(ABC):
         """Read the sizes of the drafter of a folder that is not ours."""
 
     def canonical(self, weights: Weights) -> Weights:
-        """Rename the tensors of a folder that is not ours to those of the list; leave out those nobody reads."""
+        """Rename the tensors of a folder that is not ours to those of the list; leave out tensors that nobody reads."""
         return {name: value for name, value in weights.items() if not name.endswith("rotary_emb.inv_freq")}
 
     def notes(self, sizes: Any) -> list[str]:
-        """List what to know before the folder is used."""
+        """List what to know before using the folder."""
         return []
 
 
@@ -88,7 +88,7 @@ def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
 
 
 def is_rope_scaled(sizes: DrafterSizes) -> bool:
-    """Return whether the target's rotation is another than the plain one."""
+    """Return whether the target's RoPE is scaled."""
     return bool(sizes.rope_parameters.get("rope_type", "default") != "default")
 
 
@@ -96,9 +96,7 @@ def split_heads(sizes: DrafterSizes, who: str) -> list[str]:
     """Return a refusal where the heads do not fill the width, for programs whose head dim is width / heads."""
     if sizes.n_heads * sizes.head_dim == sizes.hidden_size:
         return []
-    return [
-        f"the head dim is {sizes.head_dim} and {who} takes {sizes.hidden_size} / {sizes.n_heads} heads, width by heads"
-    ]
+    return [f"the head dim is {sizes.head_dim}, and {who} takes width / heads, {sizes.hidden_size} / {sizes.n_heads}"]
 
 
 def drafter_facts(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def refusals(self, sizes: EagleSizes) -> list[str]:
-        """Refuse rotations but the plain one (the code's linear one ignores rope_theta) and odd head dims."""
+        """Refuse scaled RoPE (the code's linear one ignores rope_theta) and heads that do not fill the width."""
         found = split_heads(sizes, self.reader)
         if is_rope_scaled(sizes):
             kind = sizes.rope_parameters["rope_type"]
@@ -136,7 +136,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
-        """Look for a joining layer in front of numbered layers, which are not vLLM's name of EAGLE-3's."""
+        """Look for a joining layer and numbered layers, which in vLLM's names EAGLE-3 has too."""
         is_eagle3 = "layers.0.hidden_norm.weight" in names
         return "fc.weight" in names and any(name.startswith("layers.0.") for name in names) and not is_eagle3
 
@@ -158,7 +158,7 @@ class EagleAuthorsLayout(DrafterLayout):
 
     @override
     def notes(self, sizes: EagleSizes) -> list[str]:
-        """Name the price of the layer that hands its input on."""
+        """Tell what the layer that hands its input on costs."""
         if not _n_before(sizes):
             return []
         return [
@@ -181,7 +181,7 @@ class VllmEagleLayout(EagleAuthorsLayout):
 
     @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
-        """Return it without ``bias``, which would give the attention biases."""
+        """Return the config without ``bias``, which would give the attention biases."""
         return self.base_config(sizes) | {"bias": False}
 
     @override
@@ -208,7 +208,7 @@ class SglangEagleLayout(EagleAuthorsLayout):
 
     @override
     def config(self, sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
-        """Return it without ``bias``, which gives the attention biases; those of q, k and v come with Qwen2's layer."""
+        """Return the config without ``bias``, which adds attention biases; Qwen2's layer has those of q, k and v."""
         family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
         own = {"architectures": [f"{family}ForCausalLMEagle"], "model_type": model_type, "bias": False}
         return self.base_config(sizes) | own
@@ -254,7 +254,7 @@ class MoaEagleLayout(DrafterLayout):
 
     @override
     def canonical(self, weights: Weights) -> Weights:
-        """Number the layer where there is one, too."""
+        """Number the layer also where there is a single one."""
         return {_numbered(name): value for name, value in super().canonical(weights).items()}
 
     @override
@@ -279,7 +279,7 @@ class MoaEagleLayout(DrafterLayout):
 
     @override
     def notes(self, sizes: EagleSizes) -> list[str]:
-        """Name the sizes that stand in the folder below our own key alone."""
+        """List the sizes that only our own key of config.json holds."""
         return [
             f"moa_spec's settings have to name the drafter's sizes: {sizes.eagle_layers} layers, "
             f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"

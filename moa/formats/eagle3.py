@@ -176,7 +176,7 @@ class Eagle3Layout(DrafterLayout):
 
     @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> Eagle3Sizes:
-        """Read them from the drafter's config.json, the fused layers included, and from the shapes."""
+        """Read the sizes from the drafter's config.json, the fused layers included, and from the shapes."""
         facts = drafter_facts(config)
         read = {
             "self_attention_kv_heads": rows(weights, "midlayer.self_attn.k_proj.weight") // facts["head_dim"],

@@ -37,7 +37,7 @@ def from_official_keys(weights: Mapping[str, Tensor]) -> Weights:
 
 
 def _unlike_the_paper(sizes: MoASizes, who: str) -> list[str]:
-    """List refusals where the drafter was trained otherwise than in the paper."""
+    """List refusals where the drafter was trained differently from the paper."""
     found = [] if sizes.layer_attention else [f"it has no layer self-attention, which {who} always runs"]
     if sizes.cross_attention_drafts:
         found.append(
@@ -97,7 +97,7 @@ class MoaLayout(DrafterLayout):
 
     @override
     def refusals(self, sizes: MoASizes) -> list[str]:
-        """Refuse sizes that the official code does not read from anywhere, or takes to be others."""
+        """Refuse drafters that the official code would run differently."""
         found = split_heads(sizes, self.reader) + _unlike_the_paper(sizes, self.reader)
         heads, head_dim = sizes.layer_attention_heads, sizes.layer_attention_head_dim
         if (heads, head_dim) != (sizes.n_heads, sizes.kv_width // sizes.n_heads):
@@ -166,7 +166,7 @@ class MoaLayout(DrafterLayout):
 
     @override
     def notes(self, sizes: MoASizes) -> list[str]:
-        """Name the sizes that stand in the folder below our own key alone."""
+        """List the sizes that only our own key of config.json holds."""
         told = (
             f"moa_spec's settings have to name the drafter's sizes: KV heads {sizes.self_attention_kv_heads}, "
             f"{sizes.cross_attention_kv_heads}, {sizes.layer_attention_kv_heads} and MLP widths "
@@ -233,7 +233,7 @@ class MoaVllmLayout(MoaLayout):
 
     @override
     def read_sizes(self, weights: Weights, config: Mapping[str, Any]) -> MoASizes:
-        """Read them from its own keys and the shapes; the number of the target's layers stands nowhere."""
+        """Read the sizes from the config's keys and the shapes; nothing tells the number of the target's layers."""
         facts = drafter_facts(config)
         return _sizes(weights, facts | {"kv_width": rows(weights, "layer_self_attention.input_layernorm.weight")})
 

@@ -1,4 +1,4 @@
-"""Reads and writes folders in the layouts of other programs, by a table of them."""
+"""Reads and writes drafters in the layouts of other programs, which a table lists."""
 
 import json
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from .limits import LIMITS
 
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Cross-entropy to the target's soft labels, the part of the forward KL that depends on the drafter.
+    """Compute the cross-entropy to the target's soft labels, the part of the forward KL that depends on the drafter.
 
     -sum_v softmax(target)_v * log_softmax(draft)_v at temperature 1 (paper equation of the training objective; official
     ``train/moa_spec.py``, lines 253-262). Tokens to which either side gives no probability contribute 0, so that -inf

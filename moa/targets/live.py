@@ -271,7 +271,7 @@ class Target:
         return getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
 
     def _windows(self) -> dict[str, int | None]:
-        """Sliding window in tokens of each kind of layer; None for full attention."""
+        """Map each kind of layer to its sliding window in tokens; None for full attention."""
         return dict(zip(layer_kinds(self.config), layer_windows(self.config), strict=True))
 
     def _attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:

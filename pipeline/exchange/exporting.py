@@ -48,7 +48,7 @@ class ExportReport:
     written_bytes: int
 
     def describe(self) -> str:
-        """Word the report for people."""
+        """Return the report as text."""
         kept = self.n_sequences - self.n_written
         return (
             f"{self.folder}: {self.n_sequences:,} sequences for {self.format} from {', '.join(self.fields)}; "

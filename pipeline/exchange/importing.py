@@ -94,7 +94,7 @@ class ImportReport:
     n_parts_done: int
 
     def describe(self) -> str:
-        """Word the report for people."""
+        """Return the report as text."""
         return (
             f"{self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens from {self.format} with "
             f"{', '.join(self.fields)}; {self.n_parts_done:,} parts written, {self.n_duplicates:,} duplicates left out"

@@ -85,7 +85,7 @@ class ForwardMemory:
         return self.weight_bytes + self._forward_bytes + waiting
 
     def describe(self) -> str:
-        """Word the need for people."""
+        """Return the need as text."""
         device = f" and {format_bytes(self.device_bytes)} on {self.device}" if self.device_bytes else ""
         return (
             f"{format_bytes(self.host_bytes)} of host memory{device}: weights {format_bytes(self.weight_bytes)} in "

@@ -65,7 +65,7 @@ class AddReport:
     timings: Timings = field(repr=False)
 
     def describe(self) -> str:
-        """Word the report for people."""
+        """Return the report as text."""
         kept = f"target/ keeps the last {self.target_layers} decoder layers" if self.target_layers else ""
         if not self.fields:
             return f"added        nothing, {self.store} has it all{f'; {kept}' if kept else ''}"

@@ -107,7 +107,7 @@ class AddPlan:
         return "kv" in self.all_activations
 
     def describe(self) -> str:
-        """Word the plan for people."""
+        """Return the plan as text."""
         kept = f"{self.n_layers_kept} decoder layers instead of {self.n_layers_before}"
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in {self.dtype}, codec "

@@ -82,7 +82,7 @@ class AuditReport:
         return all(row.ok for row in self.rows)
 
     def worst(self) -> dict[str, AuditRow]:
-        """For each field the row with the largest relative error."""
+        """Return for each field the row with the largest relative error."""
         worst: dict[str, AuditRow] = {}
         for row in self.rows:
             if row.field not in worst or not row.relative_error <= worst[row.field].relative_error:

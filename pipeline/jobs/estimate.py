@@ -76,7 +76,7 @@ class Estimate:
         return max(self.seconds, key=lambda stage: self.seconds[stage])
 
     def describe(self) -> str:
-        """Word the estimate for people."""
+        """Return the estimate as text."""
         stages = {
             FORWARD: "forward", COPY: "copy to host", ENCODE: f"encode on {self.n_encode_threads} threads",
             WRITE: "write (one thread)", DISK: "disk", CORES: f"all work on {self.n_cores} cores",

@@ -72,7 +72,7 @@ class ExtractReport:
     dataset: str = ""
 
     def describe(self) -> str:
-        """Word the report for people."""
+        """Return the report as text."""
         t = self.timings
         lines = [
             f"store        {self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens, "

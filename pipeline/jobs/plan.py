@@ -113,7 +113,7 @@ class ExtractPlan:
         return self.sequences.rejections
 
     def describe(self) -> str:
-        """Word the plan for people."""
+        """Return the plan as text."""
         counts, storage = self.sequences, self.config.storage
         n_response = int(self.table["n_response_tokens"].to_numpy().sum())
         lengths = np.sort(self.table["n_tokens"].to_numpy())
@@ -149,7 +149,7 @@ class ExtractPlan:
         ]
 
     def _expected_bits(self) -> dict[str, float]:
-        """Field -> expected stored bits per value, without the fields of one number per token."""
+        """Return field -> expected stored bits per value, without the fields of one number per token."""
         return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
 
     def check_disk(self) -> None:

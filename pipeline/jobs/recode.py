@@ -44,7 +44,7 @@ class RecodeReport:
     wall_s: float
 
     def describe(self) -> str:
-        """Word the report for people."""
+        """Return the report as text."""
         return (
             f"{self.out}: codec {self.codec}, {self.n_parts:,} parts ({self.n_parts_done:,} by this run in "
             f"{format_hours(self.wall_s)}), {format_bytes(self.stored_bytes)}, "

@@ -60,7 +60,7 @@ class StoredArray:
         return int(np.prod(self.row_shape, dtype=np.int64)) * self.storage_dtype.itemsize
 
     def n_rows(self, n_tokens: int) -> int:
-        """Rows that cover ``n_tokens`` tokens from the start of a block on."""
+        """Count the rows that cover ``n_tokens`` tokens from the start of a block on."""
         return -(-n_tokens // self.block_tokens)
 
 

@@ -50,7 +50,7 @@ class DrafterExportReport:
     notes: tuple[str, ...]
 
     def describe(self) -> str:
-        """Word the report for people."""
+        """Return the report as text."""
         line = (
             f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), {self.n_tensors} tensors, "
             f"{self.written_bytes / 1e6:,.1f} MB; loaded again and equal"
@@ -145,7 +145,7 @@ def _store_of(drafter: Path) -> str:
             if (Path(store).expanduser() / "target" / FROZEN_FILE).is_file():
                 return store
             raise TargetUnknown(
-                f"the format needs weights or settings of the target, and the store {store!r} of {folder} is gone. "
+                f"the format needs weights or settings of the target, and the store {store!r} of {folder} is missing. "
                 "Give the target with --model."
             )
     raise TargetUnknown(

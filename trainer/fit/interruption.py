@@ -101,7 +101,7 @@ class StopGuard(L.Callback):
 
 
 def stopped_at(step: int) -> str:
-    """Word the line for a run whose state is saved."""
+    """Return the line for a run whose state is saved."""
     return f"stopped at step {step}; go on with the same command and --resume."
 
 

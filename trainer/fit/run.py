@@ -130,7 +130,7 @@ def train(
 
 
 def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
-    """Word the line for a run that was stopped at once, by the checkpoint that it left."""
+    """Return the line for a run that was stopped at once, by the checkpoint that it left."""
     try:
         step = read_checkpoint(out / LAST)["global_step"]
     except (CheckpointInvalid, OSError):
