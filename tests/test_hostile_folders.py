@@ -131,7 +131,7 @@ def test_a_kernel_of_the_hub_is_refused(room: Path, tmp_path: Path, key: str) ->
     model = Path(shutil.copytree(room / "model", tmp_path / "model"))
     change_json(model / "config.json", **{key: "kernels-community/flash-attn"})
     command = ("plan", "--model", model, "--dataset", room / "chats.jsonl", "--out", tmp_path / "s", "--device", "cpu")
-    refused(run(*command), f"config.json: {key} goes before", f"Take {key} out")
+    refused(run(*command), f"config.json: {key} overrides the attention", f"Take {key} out")
 
 
 def test_code_beside_drafters_and_chats_is_no_input(room: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_every_call_that_loads_refuses_foreign_code() -> None:
 def test_pickled_weights_and_adapters_are_no_weights(room: Path, tmp_path: Path) -> None:
     model = copied(room, "model", tmp_path)
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
-    refused(generate(model), "adapter_config.json: an adapter would be put on top of the weights")
+    refused(generate(model), "adapter_config.json: an adapter would change the weights")
     (model / "adapter_config.json").unlink()
     torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
     (model / "model.safetensors").rename(model / "other.safetensors")

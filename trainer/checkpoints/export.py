@@ -145,8 +145,8 @@ def _store_of(drafter: Path) -> str:
             if (Path(store).expanduser() / "target" / FROZEN_FILE).is_file():
                 return store
             raise TargetUnknown(
-                f"the format needs weights or settings of the target, and the store {store!r} of {folder} is missing. "
-                "Give the target with --model."
+                f"the format needs weights or settings of the target, and the store {store!r} of {folder} is not "
+                "there. Give the target with --model."
             )
     raise TargetUnknown(
         f"the format needs weights or settings of the target, and {drafter} is no run. Give the target with --model."
