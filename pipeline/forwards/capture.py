@@ -87,10 +87,9 @@ class Capture:
             codes={name: {array: move(rows) for array, rows in codes.items()} for name, codes in self.codes.items()},
         )
 
-    def wait(self) -> None:
-        """Block until the copies have arrived."""
-        if self.slot is not None:
-            self.slot.wait()
+    def wait(self) -> float:
+        """Block until the copies have arrived; return the seconds that the device copied."""
+        return 0.0 if self.slot is None else self.slot.wait()
 
     def release(self) -> None:
         """Give the host memory back; the values must not be read afterwards."""

@@ -14,17 +14,21 @@ write a later batch over values that are still being read.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ...moa.targets.clock import DeviceClock, Mark
+
 
 class Arrival(Protocol):
     """A moment on the device, after which copies are complete."""
 
-    def synchronize(self) -> None:
-        """Wait for the moment."""
+    def synchronize(self) -> float:
+        """Wait for it; return the seconds that the device copied."""
+        ...
 
 
 class CopyEngine(Protocol):
@@ -39,11 +43,23 @@ class CopyEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _CopySpan:
+    """The moments around copies in a device's queue."""
+
+    began: Mark
+    ended: Mark
+
+    def synchronize(self) -> float:
+        return DeviceClock.seconds(self.began, self.ended)
+
+
 class CudaCopies:
     """Copies on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._clock = DeviceClock(device)
 
     def allocate(self, n_bytes: int) -> Tensor:
         """Return pinned host memory, uint8 [n_bytes]."""
@@ -53,12 +69,11 @@ class CudaCopies:
         """Start copying after all work that is queued on the current stream, without waiting."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
+            began = self._clock.mark()
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)  # its memory is not given to others before the copy is done
-            arrival = torch.cuda.Event()
-            arrival.record(self._stream)
-        return arrival
+            return _CopySpan(began, self._clock.mark())
 
 
 class HostSlot:
@@ -87,10 +102,9 @@ class HostSlot:
         """Start all copies."""
         self._arrival = self._engine.copy(self._copies)
 
-    def wait(self) -> None:
-        """Wait until all copies are complete."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
+    def wait(self) -> float:
+        """Wait until they are complete; return the seconds that the device copied."""
+        return 0.0 if self._arrival is None else self._arrival.synchronize()
 
     def release(self) -> None:
         """Free the slot for another batch; the values in it must not be read afterwards."""

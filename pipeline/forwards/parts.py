@@ -45,6 +45,7 @@ class Timings:
 
     Attributes:
         forward_s: seconds of forwards, gathering of activations included (device time on a GPU).
+        copy_s: seconds of copies to the host on a GPU, which work beside the forwards.
         wait_s: seconds in which the next forward waited for the writer.
         writer_s: seconds of CPU that the writer thread spent on checking and writing.
         encode_s: seconds of CPU that the encoders spent, all threads together.
@@ -56,6 +57,7 @@ class Timings:
     """
 
     forward_s: float = 0.0
+    copy_s: float = 0.0
     wait_s: float = 0.0
     writer_s: float = 0.0
     encode_s: float = 0.0
@@ -204,7 +206,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table, clock: DeviceClock, slots: H
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
     """Check one batch, and write those of its fields that the part takes; runs on the writer's thread."""
     captured = batch.captured
-    captured.wait()
+    timings.copy_s += captured.wait()
     captured.check_finite(batch.names)
     for index, (first_token, (tokens, mask)) in enumerate(zip(batch.first_tokens, batch.texts, strict=True)):
         text = {"tokens": tokens, "response_mask": mask}

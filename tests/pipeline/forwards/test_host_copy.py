@@ -21,10 +21,11 @@ class LateArrival:
     def __init__(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         self.copies = list(copies)
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> float:
         for source, target in self.copies:
             target.copy_(source)
         self.copies.clear()
+        return 0.5
 
 
 class LateCopies:
@@ -71,7 +72,7 @@ def test_copies_that_arrive_late_hold_the_values_of_their_batch(run: Callable[[i
     copied = [batch.to_host(slots) for batch in batches]
     assert not any(same(late, batch) for late, batch in zip(copied, batches, strict=True))  # nothing has arrived yet
     for late, batch in reversed(list(zip(copied, batches, strict=True))):
-        late.wait()
+        assert late.wait() == 0.5
         late.check_finite(["first", "second"])
         assert same(late, batch)
 
