@@ -10,11 +10,14 @@ DEMO_OUT ?= demo-output
 # One process per core, each with one thread; PYTEST_ARGS= runs them one after the other.
 PYTEST_ARGS ?= -n auto --dist worksteal
 
+# Options of benchmarks/gpu.sh, for example: make bench-gpu GPU_ARGS="--device cpu --tiny"
+GPU_ARGS ?=
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format types docs figures bench check lock release clean
+.PHONY: help setup demo test test-slow test-gpu lint format types docs figures bench bench-gpu check lock release clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -66,8 +69,11 @@ figures: $(STAMP) ## Draw the pictures and write the tables of docs/ from benchm
 	$(BIN)/python benchmarks/tables.py
 	$(BIN)/python benchmarks/figures.py
 
-bench: $(STAMP) ## Measure this machine; results go to benchmarks/results
+bench: $(STAMP) ## Measure stores on this machine; records go to runs/benchmarks
 	$(BIN)/python benchmarks/bench_store.py
+
+bench-gpu: $(STAMP) ## Measure all that waits for a GPU, in ten minutes; records go to runs/benchmarks/gpu-DATE
+	PYTHON=$(BIN)/python benchmarks/gpu.sh runs/benchmarks/gpu-$$(date -u +%Y%m%dT%H%M%SZ) $(GPU_ARGS)
 
 check: lint types docs test ## All that continuous integration runs
 

@@ -12,7 +12,8 @@ are medians. A transform codec learns from the store first.
 --shape takes keys and values of LAYERS x HEADS x HEAD_DIM instead of a store: bfloat16 numbers of 512 directions and
 noise, made here. They show speeds at that shape, bytes and errors of these numbers, and nothing of the rate on a
 target's own activations. A basis must learn from 4/3 of its width in tokens at least, or it has fewer components than
-a real one. Seconds are of the CPU with one thread and of the clock on the wall with more.
+a real one. Seconds are of the CPU with one thread and of the clock on the wall with more, and for learning. With a
+--device the host is measured beside it.
 """
 
 import argparse
@@ -27,8 +28,10 @@ from typing import Any
 import numcodecs.blosc
 import numpy as np
 import torch
+from accelerator import device_name, synchronize
 from records import add_out_option, settings_of, write_record
 
+from moa_data.pipeline.forwards.calibrate import learning_on
 from moa_data.pipeline.jobs.recode import codec_for
 from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
 from moa_data.storage.chunks.field import TOKENS, FieldCodec
@@ -59,19 +62,23 @@ def floor_bits(values: np.ndarray) -> float:
     return order0_bits(planes[:, 0]) + order0_bits(planes[:, 1])
 
 
-def in_turn(works: dict[str, Callable[[], object]], repeats: int, device: str = "cpu") -> dict[str, float]:
+def in_turn(
+    works: dict[str, Callable[[], object]], repeats: int, device: str = "cpu", on_the_wall: bool = False
+) -> dict[str, float]:
     """Median seconds of each piece of work, run one after the other ``repeats`` times.
 
     Seconds of one core, not of the clock on the wall, where the work is on the CPU: others may use the machine too.
     """
-    clock = time.process_time if device == "cpu" else time.perf_counter
+    clock = time.process_time if device == "cpu" and not on_the_wall else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
     for _ in range(repeats):
         for name, work in works.items():
+            synchronize(device)
             started = clock()
             work()
+            synchronize(device)
             taken[name].append(clock() - started)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
@@ -145,14 +152,9 @@ def time_codec(
     ids = [None if some is None else torch.from_numpy(some).to(device) for some in tokens]
     on_device = [{key: torch.from_numpy(part).to(device) for key, part in item.items()} for item in inputs]
 
-    def synchronised(work: Callable[..., object], *arguments: object) -> None:
-        work(*arguments)
-        if device != "cpu":
-            torch.cuda.synchronize()
-
     works: dict[str, Callable[[], object]] = {
-        "torch_encode": partial(synchronised, encode_all, codec, tensors, ids),
-        "torch_decode": partial(synchronised, decode_all, codec, on_device, lengths),
+        "torch_encode": partial(encode_all, codec, tensors, ids),
+        "torch_decode": partial(decode_all, codec, on_device, lengths),
     }
     if device == "cpu":
         works["numpy_encode"] = partial(encode_all, codec, values, tokens)
@@ -192,14 +194,19 @@ def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray
     return made
 
 
-def stored_bytes(arrays: list[np.ndarray]) -> int:
-    """Bytes of arrays in chunks of about 256 KiB after the byte chain."""
-    n_bytes = 0
+def chunked(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Cut arrays into chunks of about 256 KiB."""
+    chunks = []
     for rows in arrays:
         per_chunk = max(1, CHUNK_BYTES // rows[0].nbytes)
-        chunks = [np.ascontiguousarray(rows[at : at + per_chunk]) for at in range(0, len(rows), per_chunk)]
-        n_bytes += sum(len(encode_chunk(chunk)) for chunk in chunks)
-    return n_bytes
+        chunks += [np.ascontiguousarray(rows[at : at + per_chunk]) for at in range(0, len(rows), per_chunk)]
+    return chunks
+
+
+def decode_each(encoded: list[bytes], chunks: list[np.ndarray]) -> None:
+    """Decode chunks, each to memory of its shape."""
+    for buffer, chunk in zip(encoded, chunks, strict=True):
+        decode_chunk(np.frombuffer(buffer, np.uint8), np.empty_like(chunk))
 
 
 def relative_error(values: np.ndarray, other: np.ndarray) -> float:
@@ -208,48 +215,57 @@ def relative_error(values: np.ndarray, other: np.ndarray) -> float:
 
 
 def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> Rows:
-    """Bytes, errors and speed of one codec on made-up keys and values, a row for each number of threads."""
+    """Bytes, errors and speed of one codec on made-up keys and values: a row for each number of threads, and a device.
+
+    On the host the byte chain, which is all of a lossless codec, is timed apart from the codes.
+    """
     n_layers, n_kv_heads, head_dim = shape
     spec = kv_field(n_layers, n_kv_heads, head_dim)
     codec = StoreCodec(name, (spec,)).fields["kv"]
-    sample = made_up(spec, options.tokens, -(-options.learn_tokens // options.tokens) + 1)
+    is_learned = isinstance(codec, TransformCodec)
+    n_sequences = -(-options.learn_tokens // options.tokens) if is_learned else 0
+    sample = made_up(spec, options.tokens, n_sequences + 1)
     values = sample.pop()
     bits = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
-    learned_s, threads = 0.0, options.threads
+    started = time.perf_counter()
     if isinstance(codec, TransformCodec):
-        started = time.process_time()
-        codec.calibrate(sample)
-        learned_s = time.process_time() - started
+        codec.calibrate(sample, learning=learning_on(options.device, None, None))
+    learn_s = time.perf_counter() - started
     del sample
-    tensor = torch.from_numpy(values).to(options.device)
-    codes = {} if codec.is_identity else {key: rows.cpu() for key, rows in codec.encode(tensor).items()}
-    arrays = [bits] if codec.is_identity else [rows.numpy() for rows in codes.values()]
-    on_device = {key: rows.to(options.device) for key, rows in codes.items()}
-    decoded = values if codec.is_identity else codec.decode(on_device, 0, len(values)).cpu().numpy()
+    codes = {} if codec.is_identity else codec.encode(torch.from_numpy(values))
+    decoded = values if codec.is_identity else codec.decode(codes, 0, len(values)).numpy()
+    chunks = chunked([bits] if codec.is_identity else [rows.numpy() for rows in codes.values()])
+    encoded = encode_each(encode_chunk, chunks)
+    n_bytes = sum(map(len, encoded))
+    known = {
+        "codec": name,
+        "bytes_per_token": n_bytes / len(values),
+        "of_raw": n_bytes / bits.nbytes,
+        "key_error": relative_error(values[:, :, :, 0], decoded[:, :, :, 0]),
+        "value_error": relative_error(values[:, :, :, 1], decoded[:, :, :, 1]),
+        "learn_s": learn_s,
+    }
     rows: Rows = []
-    for n_threads in threads:
+    for device, n_threads in places(options.device, options.threads, codec.is_identity):
         torch.set_num_threads(n_threads)
-        works: dict[str, Callable[[], object]] = {"chunks": partial(stored_bytes, arrays)}
+        works: dict[str, Callable[[], object]] = {}
+        if device == "cpu":
+            works["chunks"] = partial(encode_each, encode_chunk, chunks)
+            works["chunks_decode"] = partial(decode_each, encoded, chunks)
         if not codec.is_identity:
-            works |= {
-                "encode": partial(codec.encode, tensor),
-                "decode": partial(codec.decode, on_device, 0, len(values)),
-            }
-        clock = "cpu" if options.device == "cpu" and n_threads == 1 else "wall"
-        seconds = in_turn(works, options.repeats, clock)
-        rows.append(
-            {
-                "codec": name,
-                "threads": n_threads,
-                "bytes_per_token": stored_bytes(arrays) / len(values),
-                "of_raw": stored_bytes(arrays) / bits.nbytes,
-                "key_error": relative_error(values[:, :, :, 0], decoded[:, :, :, 0]),
-                "value_error": relative_error(values[:, :, :, 1], decoded[:, :, :, 1]),
-                "learn_cpu_s": learned_s,
-                **{f"{work}_gb_per_s": bits.nbytes / taken / 1e9 for work, taken in seconds.items()},
-            }
-        )
+            on_device = {key: part.to(device) for key, part in codes.items()}
+            works["encode"] = partial(codec.encode, torch.from_numpy(values).to(device))
+            works["decode"] = partial(codec.decode, on_device, 0, len(values))
+        seconds = in_turn(works, options.repeats, device, on_the_wall=n_threads > 1)
+        speeds = {f"{work}_gb_per_s": bits.nbytes / taken / 1e9 for work, taken in seconds.items()}
+        rows.append(known | {"device": device_name(device), "threads": n_threads, **speeds})
     return rows
+
+
+def places(device: str, threads: list[int], is_host_only: bool) -> list[tuple[str, int]]:
+    """List where a codec is timed, with the threads of torch: on the host, and on a device beside it."""
+    hosts = [("cpu", n_threads) for n_threads in threads]
+    return hosts if is_host_only or device == "cpu" else [*hosts, (device, threads[0])]
 
 
 def main() -> None:

@@ -5,26 +5,26 @@
     python benchmarks/decode.py --shape llama-3-8b --kind eagle                        of another drafter
 
 Drafts and target calls are timed alone, in alternation, and the least of all repeats counts; rounds are timed
-while decoding. With random weights nothing is accepted, which leaves the costs as they are. Writes JSON with --out.
+while decoding. With random weights nothing is accepted, which leaves the costs as they are.
 """
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from records import provenance
+from accelerator import device_name, synchronize
+from records import add_out_option, settings_of, write_record
+from shapes import SHAPES, shape_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from moa_data.moa.decoding.loop import OnRound, generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
@@ -35,20 +35,6 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.trainer.config import PRESETS, MoASettings
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
-    },
-    "llama-3.2-1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
-    },
-    "tiny": {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048,
-    },
-}  # fmt: skip
 FORM = ("cross_attention_drafts", "layer_groups", "unrotated_keys")
 """The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
 ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
@@ -113,16 +99,12 @@ class _Text:
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     # One thread's own time leaves out what other programs take of a CPU.
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    synchronize()
+    synchronize(device)
     began = clock()
     call()
-    synchronize()
+    synchronize(device)
     return clock() - began
 
 
@@ -157,9 +139,9 @@ def measure_costs(target: Target, proposer: Proposer, prompt: list[int], n_repea
     )
 
 
-def random_target(shape: str, dtype: torch.dtype, device: str) -> Target:
+def random_target(shape: str, n_layers: int | None, dtype: torch.dtype, device: str) -> Target:
     """A Llama with random weights, made on the device."""
-    config = LlamaConfig(**SHAPES[shape], eos_token_id=None, tie_word_embeddings=False)
+    config = shape_config(shape, n_layers, eos_token_id=None)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
@@ -202,78 +184,89 @@ def rounds(
         "verify_ms": verify_ms,
         "rest_ms": 1e3 * (stats.total_s - stats.prefill_s - stats.draft_s - stats.verify_s) / n_calls,
         "tokens_per_call": stats.acceptance_length,
+        "tokens_per_s": 1e3 * stats.acceptance_length / round_ms,
     }
+
+
+def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
+    """Load target and drafter, or make them with random weights."""
+    dtype = getattr(torch, options.dtype)
+    if options.model:
+        target = Target.load(options.model, dtype, options.device)
+        return target, load_drafter(options.drafter, dtype, target.device)
+    target = random_target(options.shape, options.layers, dtype, options.device)
+    return target, random_drafter(target, options.kind, options.target_layers, options.preset == "paper")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
-    dtype = getattr(torch, options.dtype)
-    if options.model:
-        target = Target.load(options.model, dtype, options.device)
-        drafter = load_drafter(options.drafter, dtype, target.device)
-    else:
-        target = random_target(options.shape, dtype, options.device)
-        drafter = random_drafter(target, options.kind, options.target_layers, options.preset == "paper")
+    target, drafter = load(options)
+    shapes = (None, *options.drafts)
     if options.compile:
-        target.compile(options.prompt_tokens + options.max_new_tokens + 128)
-        for shape in (None, *ROUNDS):  # each size once, and the sizes of the last rounds
+        target.compile(options.prompt_tokens + options.max_new_tokens + 128, options.compile)
+    if options.compile or options.rounds_only:
+        for shape in shapes:  # each size once, and the sizes of the last rounds
             rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
-    costs = measure_costs(target, DrafterProposer(target, drafter), prompt, options.repeats)
-    device = target.device
     found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "device": device_name(target.device),
         "n_threads": torch.get_num_threads(),
         "dtype": options.dtype,
         "target": options.model or options.shape,
-        "compiled": options.compile,
+        "n_layers": target.config.num_hidden_layers,
+        "compiled": bool(options.compile),
         "drafter": drafter.kind,
         "target_layers": options.target_layers if not options.model else None,
         "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "prompt_tokens": options.prompt_tokens,
-        "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
-        "draft_root_ms": {b: 1e3 * s for b, s in costs.root_s.items()},
-        "draft_level_ms": {b: 1e3 * s for b, s in costs.level_s.items()},
         "rounds": {},
     }
+    if not options.rounds_only:
+        costs = measure_costs(target, DrafterProposer(target, drafter), prompt, options.repeats)
+        found |= {
+            "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
+            "draft_root_ms": {b: 1e3 * s for b, s in costs.root_s.items()},
+            "draft_level_ms": {b: 1e3 * s for b, s in costs.level_s.items()},
+        }
     repeats: dict[str, list[dict[str, float]]] = {}
     for _ in range(0 if options.parts_only else options.repeats):
-        for shape in (None, *ROUNDS):
+        for shape in shapes:
             one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
             repeats.setdefault(str(shape or "plain"), []).append(one)
     for name, runs in repeats.items():
         found["rounds"][name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    return found | {"provenance": provenance()}
+    return found
 
 
 def describe(found: dict[str, Any]) -> str:
     """The figures as Markdown."""
     lines = [
-        f"{found['target']}, {found['dtype']} on {found['device']} ({found['n_threads']} threads)"
-        f"{', compiled' if found['compiled'] else ''}, {found['drafter']} of "
+        f"{found['target']} of {found['n_layers']} layers, {found['dtype']} on {found['device']} "
+        f"({found['n_threads']} threads){', compiled' if found['compiled'] else ''}, {found['drafter']} of "
         f"{found['drafter_parameters']:,} weights, {found['prompt_tokens']} tokens of context",
         "",
     ]
     if found["rounds"]:
         lines += [
-            "| drafts | round, ms | draft | verify | rest | round over a plain step |",
-            "|---|---|---|---|---|---|",
+            "| drafts | round, ms | draft | verify | rest | round over a plain step | tokens/s |",
+            "|---|---|---|---|---|---|---|",
         ]
     for name, one in found["rounds"].items():
         parts = " | ".join(f"{one[key]:.2f}" for key in ("round_ms", "draft_ms", "verify_ms", "rest_ms"))
-        lines.append(f"| {name} | {parts} | {one['round_ms'] / found['rounds']['plain']['round_ms']:.2f} |")
-    verify = ", ".join(f"{n}: {ms:.2f}" for n, ms in found["verify_ms"].items())
-    root = ", ".join(f"{b}: {ms:.2f}" for b, ms in found["draft_root_ms"].items())
-    level = ", ".join(f"{b}: {ms:.2f}" for b, ms in found["draft_level_ms"].items())
-    return "\n".join(
-        [
-            *lines,
+        over = one["round_ms"] / found["rounds"]["plain"]["round_ms"]
+        lines.append(f"| {name} | {parts} | {over:.2f} | {one['tokens_per_s']:.1f} |")
+    if "verify_ms" in found:
+        verify, root, level = (
+            ", ".join(f"{n}: {ms:.2f}" for n, ms in found[key].items())
+            for key in ("verify_ms", "draft_root_ms", "draft_level_ms")
+        )
+        lines += [
             "",
             f"Target call by tokens, ms: {verify}.",
             f"First level of drafts by breadth, ms: {root}; each further one: {level}.",
         ]
-    )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -282,6 +275,7 @@ def main() -> None:
     parser.add_argument("--model", help="a target; without it --shape is built with random weights")
     parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, help="of --shape; default: all")
     parser.add_argument("--kind", choices=DRAFTERS, default="moa", help="of the drafter, with --shape")
     parser.add_argument("--target-layers", type=int, default=0, help="of moa, with --shape: target layer inference")
     parser.add_argument("--preset", choices=["paper"], help="with --shape: moa as published, not as `train` makes it")
@@ -289,10 +283,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--compile", action="store_true", help="static shapes, compiled; CUDA graphs on a CUDA device")
+    parser.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND",
+        help="static shapes, compiled (by inductor unless said otherwise); CUDA graphs on a CUDA device",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts-only", action="store_true", help="no whole rounds: drafts and target calls alone")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds-only", action="store_true", help="whole rounds alone, after a generation of each")
+    parser.add_argument("--drafts", nargs="+", type=TreeShape.parse, default=ROUNDS, help="shapes of rounds")
+    add_out_option(parser)
     options = parser.parse_args()
     if bool(options.model) != bool(options.drafter):
         parser.error("--model and --drafter belong together")
@@ -300,8 +299,9 @@ def main() -> None:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     found = measure(options)
     print(describe(found))
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    settings = settings_of(options, "drafts") | {"drafts": [str(shape) for shape in options.drafts]}
+    name = "decode-compiled" if options.compile else "decode"
+    print(write_record(options.out, name, {"figures": found, "settings": settings}))
 
 
 if __name__ == "__main__":

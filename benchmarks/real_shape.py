@@ -19,34 +19,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from records import settings_of, write_record
-from safetensors.torch import save_file
-from transformers import GenerationConfig, LlamaConfig
+from shapes import make_target
 
 from moa_data import Target, generate, load_drafter
 from moa_data.demo.corpus import generate_corpus, opening, write_jsonl
-from moa_data.demo.target import train_tokenizer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.registry import DRAFTERS
 
-LLAMA_3_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128_256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500_000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+SHAPE = "llama-3-8b"
 N_CHATS = 64
 NEW_TOKENS = 4
-STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -58,51 +43,6 @@ class Stage:
     peak_gb: float
     n_bytes: int = 0
     n_files: int = 0
-
-
-def make_target(folder: Path, n_layers: int) -> None:
-    """Write a model folder with random weights, one file a layer, and a small tokenizer of its own."""
-    folder.mkdir(parents=True)
-    rows = generate_corpus(N_CHATS * 4, 1, seed=0).train
-    tokenizer = train_tokenizer([json.dumps(row["messages"]) for row in rows], 2048)
-    tokenizer.model_max_length = LLAMA_3_8B["max_position_embeddings"]
-    tokenizer.save_pretrained(folder)
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = LlamaConfig(num_hidden_layers=n_layers, architectures=["LlamaForCausalLM"], **LLAMA_3_8B, **special)
-    config.save_pretrained(folder)
-    GenerationConfig(do_sample=False, **special).save_pretrained(folder)
-    write_weights(folder, n_layers)
-
-
-def write_weights(folder: Path, n_layers: int) -> None:
-    """Write norms of 1 and matrices from N(0, 0.02), in bfloat16."""
-    wide, inner, vocabulary = (LLAMA_3_8B[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
-    narrow = wide * LLAMA_3_8B["num_key_value_heads"] // LLAMA_3_8B["num_attention_heads"]
-    layer = {
-        "self_attn.q_proj": (wide, wide), "self_attn.k_proj": (narrow, wide), "self_attn.v_proj": (narrow, wide),
-        "self_attn.o_proj": (wide, wide), "mlp.gate_proj": (inner, wide), "mlp.up_proj": (inner, wide),
-        "mlp.down_proj": (wide, inner), "input_layernorm": (wide,), "post_attention_layernorm": (wide,),
-    }  # fmt: skip
-    files: list[dict[str, tuple[int, ...]]] = [
-        {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()} for index in range(n_layers)
-    ]
-    files += [{"model.embed_tokens.weight": (vocabulary, wide)}, {"lm_head.weight": (vocabulary, wide)}]
-    files[0]["model.norm.weight"] = (wide,)
-    generator = torch.Generator().manual_seed(0)
-    places: dict[str, str] = {}
-    for number, shapes in enumerate(files):
-        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        tensors = {name: random_weight(shape, generator) for name, shape in shapes.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-
-
-def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Draw a matrix, or give the ones of a norm: bfloat16."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, STD, generator=generator)
 
 
 def run_stage(name: str, command: list[str], log: Path, measured: Path | None = None) -> Stage:
@@ -186,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     out: Path = options.out
     parts: dict[str, Callable[[], None]] = {
-        "target": lambda: make_target(out / "target", options.layers),
+        "target": lambda: make_target(out / "target", SHAPE, options.layers),
         "generate": lambda: generate_with_each(out),
     }
     if options.part:

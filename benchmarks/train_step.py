@@ -1,44 +1,54 @@
 """Measures one forward, backward and step of each drafter at the sizes of a real target, and the loader beside it.
 
-The target is Llama-3-8B's config with random weights: a store of a few long sequences with all layers' keys and values,
-the bundle of embeddings and LM head, and no target. Each drafter trains one micro-batch of one sequence in a process of
-its own. Reported are the process's peak memory and the seconds, and what the trial foretold: the bytes of a step and
-the micro-batches of a batch of 32, here and with 80 GB. The loader reads the same sequences with 1 and 2 threads in
-turn; GB are 10^9 raw bytes.
+The target is a shape with random weights, by default Llama-3-8B's: a store of two long sequences with all layers' keys
+and values, the bundle of embeddings and LM head, and no target. Each drafter trains in a process of its own, on a CPU
+a micro-batch of one sequence, elsewhere the one that a run would choose, from the stored sequences over and over.
+Reported are seconds, the peak memory (of the process; on a GPU, what torch allocated for the steps), and what the
+trial foretold: the bytes of a step and the micro-batches of a batch of 32, here and with 80 GB. The share of the
+device's peak counts all products that a step executes, attention as if each query saw each key; the kernels of
+attention are those of the last step. The loader reads the same sequences with 1 and 2 threads in turn; GB are 10^9 raw
+bytes.
 
     python benchmarks/train_step.py [--tokens 2048] [--drafters moa eagle3] [--layers 32] [--folder DIR] [--threads 2]
         [--foretell]
+    python benchmarks/train_step.py --device cuda --steps 4
 """
 
 import argparse
 import contextlib
-import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from accelerator import add_peak_option, executed_flops, peak_flops, synchronize, utilisation, watched_attention
 from records import add_out_option, settings_of, write_record
 from safetensors.torch import save_file
+from shapes import SHAPES, shape_config
 from transformers import LlamaConfig
 
 from moa_data.machine import keep_freed_memory
+from moa_data.moa.drafters.eagle3 import default_fused_layers
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.names import TARGET_NAME
 from moa_data.storage.parts.plan import plan_parts
-from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
+from moa_data.trainer.batches.batch import Batch
 from moa_data.trainer.batches.batch_reader import BatchReader
 from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
 from moa_data.trainer.config import TrainConfig
@@ -47,25 +57,18 @@ from moa_data.trainer.fit.run import build_module, measure_run
 from moa_data.trainer.step.module import DrafterModule
 
 N_SEQUENCES = 2
-PAPER_SIZES: dict[str, dict[str, Any]] = {"eagle3": {"draft_vocabulary": 32_000}}
-"""Where a paper's sizes are not the defaults: EAGLE-3 drafts the 32,000 most frequent tokens."""
+BATCH = 32
+DRAFT_VOCABULARY = 32_000
+"""EAGLE-3 drafts the most frequent tokens alone, so many in its paper."""
 
 
-def target_config(n_layers: int, vocab_size: int) -> LlamaConfig:
-    """Llama-3-8B's config, with so many layers and tokens."""
-    return LlamaConfig(
-        hidden_size=4096, intermediate_size=14_336, num_hidden_layers=n_layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=vocab_size, max_position_embeddings=8192, rms_norm_eps=1e-5, head_dim=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )  # fmt: skip
-
-
-def write_store(path: Path, n_layers: int, n_tokens: int, vocab_size: int) -> None:
+def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
     """Write drawn activations with the bundle of a drawn target."""
-    config, rng = target_config(n_layers, vocab_size), np.random.default_rng(0)
-    layers = (1, n_layers // 2 - 1, n_layers - 4)
-    hidden = ["last", *(f"layer_{layer}" for layer in layers)]
-    activations = (kv_field(n_layers, 8, 128), *(hidden_field(name, 4096) for name in hidden))
+    rng, sizes = np.random.default_rng(0), target_sizes(config)
+    wide, vocab_size = config.hidden_size, config.vocab_size
+    hidden = ["last", *(f"layer_{layer}" for layer in default_fused_layers(sizes["n_layers"]))]
+    kv = kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"])
+    activations = (kv, *(hidden_field(name, wide) for name in hidden))
     fields = (tokens_field(), response_mask_field(), *activations)
     columns = {
         "sequence_id": [f"ffffffff{row:056x}" for row in range(N_SEQUENCES)],
@@ -75,15 +78,15 @@ def write_store(path: Path, n_layers: int, n_tokens: int, vocab_size: int) -> No
     }
     plan = plan_parts(pa.table(columns), 1 << 40, 64)
     manifest = StoreManifest(
-        fields=fields, target=target_sizes(config), identities={}, extraction={}, n_sequences=N_SEQUENCES, n_parts=1,
+        fields=fields, target=sizes, identities={}, extraction={}, n_sequences=N_SEQUENCES, n_parts=1,
         n_tokens=N_SEQUENCES * n_tokens, codec=StoreCodec("lossless", fields).describe(),
     )  # fmt: skip
     with StoreWriter.create_or_resume(path, manifest, plan) as writer:
         with writer.target() as folder:
             config.save_pretrained(folder)
-            matrix = torch.empty(vocab_size, 4096, dtype=torch.bfloat16).normal_(0, 0.02)
+            matrix = torch.empty(vocab_size, wide, dtype=torch.bfloat16).normal_(0, 0.02)
             weights = {"embed_tokens.weight": matrix, "lm_head.weight": matrix.flip(0).contiguous()}
-            save_file(weights | {"norm.weight": torch.ones(4096, dtype=torch.bfloat16)}, folder / FROZEN_FILE)
+            save_file(weights | {"norm.weight": torch.ones(wide, dtype=torch.bfloat16)}, folder / FROZEN_FILE)
         with writer.part(0) as part:
             for row in part.sequences.to_pylist():
                 part.write("tokens", row["first_token"], rng.integers(0, vocab_size, n_tokens).astype(np.int32))
@@ -96,50 +99,100 @@ def write_store(path: Path, n_layers: int, n_tokens: int, vocab_size: int) -> No
             part.commit()
 
 
-def settings(store: Path, kind: str, **changes: Any) -> TrainConfig:
-    """The defaults, with what a batch of one sequence needs."""
-    own = {"batch_size": 1, "validation_fraction": 0.0, "accelerator": "cpu", "drafter": kind}
-    return TrainConfig.of(store=str(store), out="unused", **(own | PAPER_SIZES.get(kind, {}) | changes))
+def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> TrainConfig:
+    """The defaults, with what a batch of one sequence needs, and the precision of a run on the device."""
+    own: dict[str, Any] = {"batch_size": 1, "validation_fraction": 0.0, "drafter": kind}
+    own |= {"accelerator": "cpu", "precision": "32-true"} if device == "cpu" else {"precision": "bf16-mixed"}
+    if kind == "eagle3":
+        vocab_size = read_manifest(store).target["vocab_size"]
+        own["draft_vocabulary"] = min(DRAFT_VOCABULARY, int(vocab_size))
+    return TrainConfig.of(store=str(store), out="unused", **(own | changes))
 
 
-def measure_one(store_path: Path, kind: str, foretell: bool) -> dict[str, Any]:
-    """Run the trials, and then one micro-batch of one sequence, in this process."""
+def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the trials, and then the steps, in this process."""
+    torch.set_num_threads(options.threads)
     keep_freed_memory()
-    config, store = settings(store_path, kind), ActivationStore(store_path)
-    free_before = free_bytes(torch.device("cpu"), 1)
+    device = torch.device(options.device)
+    config, store = settings(store_path, kind, device.type), ActivationStore(store_path)
+    free_before = free_bytes(device, 1)
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
     vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
     began = time.perf_counter()
     memory = measure_run(module, data)
     trial_s = time.perf_counter() - began
-    held = memory.weight_bytes + memory.frozen_bytes
+    held = memory.weight_bytes + memory.frozen_bytes if device.type == "cpu" else 0
+    chosen = memory.micro_batch_size(BATCH, data.longest, free_before and free_before - held, held)
+    micro_batch = options.micro_batch or (1 if device.type == "cpu" else chosen)
     found = {
         "n_parameters": sum(weight.numel() for weight in module.drafter.parameters()),
         "trial_s": trial_s,
         "fixed_bytes": memory.fixed_bytes,
         "sequence_bytes": memory.sequence_bytes(data.longest),
-        "foretold_bytes": memory.fixed_bytes + memory.sequence_bytes(data.longest),
-        "micro_batch_of_32_here": memory.micro_batch_size(32, data.longest, (free_before or 0) - held, held),
-        "micro_batch_of_32_in_80_gb": memory.micro_batch_size(32, data.longest, 80 * 10**9),
+        "foretold_bytes": memory.fixed_bytes + micro_batch * memory.sequence_bytes(data.longest),
+        "micro_batch_of_32_here": chosen,
+        "micro_batch_of_32_in_80_gb": memory.micro_batch_size(BATCH, data.longest, 80 * 10**9),
+        "micro_batch": micro_batch,
     }
-    if not foretell:
-        found |= _step(module, store, config, data)
+    if not options.foretell:
+        found |= _steps(module, data, device, micro_batch, options)
+    if device.type == "cuda":
+        return found | {"peak_bytes": torch.cuda.max_memory_allocated(device)}
     return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def _step(module: DrafterModule, store: ActivationStore, config: TrainConfig, data: StoreDataModule) -> dict[str, Any]:
-    """Take one step of one sequence."""
-    optimizer = module.build_optimizer("32-true")
-    reader, lengths = BatchReader(store, config, torch.device("cpu")), store.lengths.astype(np.int64)
-    batch = next(iter(TrainingStream(reader, data.train_sequences, lengths, 2, 0, 1)))
-    began = time.perf_counter()
-    loss = module.training_step(batch, 0)
-    forward_s = time.perf_counter() - began
-    torch.autograd.backward(loss)
-    torch.nn.utils.clip_grad_norm_(module.drafter.parameters(), 1.0)
-    optimizer.step()
-    return {"loss": float(loss.detach()), "forward_s": forward_s, "step_s": time.perf_counter() - began}
+def _steps(
+    module: DrafterModule, data: StoreDataModule, device: torch.device, micro_batch: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Count the operations of one sequence, take the steps on one micro-batch, and report the last."""
+    module.to(device)
+    module.frozen.to(device)
+    one = partial(_loss, module, _batch(data, device, 1))
+    flops = micro_batch * executed_flops(lambda: torch.autograd.backward(one()))
+    module.zero_grad()
+    optimizer = module.build_optimizer(module.config.machine.precision)
+    batch = _batch(data, device, micro_batch)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(options.steps):
+        synchronize(device)
+        began = time.perf_counter()
+        with watched_attention() as kernels:
+            loss = _loss(module, batch)
+            synchronize(device)
+            forward_s = time.perf_counter() - began
+            torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(module.drafter.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        step_s = time.perf_counter() - began
+    return {
+        "loss": float(loss.detach()),
+        "forward_s": forward_s,
+        "step_s": step_s,
+        "tokens_per_s": batch.n_tokens / step_s,
+        "flops": flops,
+        "mfu": utilisation(flops, step_s, peak_flops(device, options.peak_tflops)),
+        "attention_kernels": dict(kernels),
+    }
+
+
+def _loss(module: DrafterModule, batch: Batch) -> torch.Tensor:
+    """Run the forward in the precision of a run."""
+    device = batch.inputs.tokens.device.type
+    is_mixed = module.config.machine.precision == "bf16-mixed"
+    with torch.autocast(device, torch.bfloat16, enabled=is_mixed):
+        return module.training_step(batch, 0)
+
+
+def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Batch:
+    """Read a micro-batch as a run does, of the stored sequences over and over."""
+    reader = BatchReader(data.store, data.config.replaced(batch_size=n_sequences, prefetch_batches=1), device)
+    rows = np.resize(data.train_sequences, n_sequences)
+    stream = TrainingStream(reader, rows, data.store.lengths.astype(np.int64)[rows], 2, 0, 1)
+    return data.on_after_batch_transfer(next(iter(stream)), 0)
 
 
 def measure_loader(store_path: Path, turns: int) -> dict[str, list[float]]:
@@ -159,42 +212,81 @@ def measure_loader(store_path: Path, turns: int) -> dict[str, list[float]]:
     return found
 
 
+def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
+    """Measure one drafter in a process of its own, for so many seconds at most.
+
+    It comes from a server that has imported everything and computed nothing: neither CUDA nor OpenMP survive a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moa_data.trainer.fit.run", "moa_data.demo.target", "torch.utils.flop_counter"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, *arguments))
+    process.start()
+    sender.close()
+    found: dict[str, Any] | None = None
+    if not receiver.poll(limit_s):
+        found = {"error": f"took longer than {limit_s:.0f} s"}
+        process.kill()
+    else:
+        with contextlib.suppress(EOFError):  # it ended without a word
+            found = receiver.recv()
+    process.join()
+    return found or {"error": f"ended with exit status {process.exitcode}"}
+
+
+def _send(sender: Connection, *arguments: Any) -> None:
+    try:
+        sender.send(measure_one(*arguments))
+    except Exception as error:  # noqa: BLE001  # one drafter that fails must not hide the others
+        traceback.print_exc()
+        sender.send({"error": f"{type(error).__name__}: {error}"[:300]})
+
+
+def measure_each(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measure the drafters one after the other; each has an equal share of the time that is left."""
+    steps: dict[str, dict[str, Any]] = {}
+    ends = time.perf_counter() + options.limit_s if options.limit_s else None
+    for number, kind in enumerate(options.drafters):
+        share_s = ends and max(1.0, (ends - time.perf_counter()) / (len(options.drafters) - number))
+        steps[kind] = in_a_process(share_s, folder, kind, options)
+        print(kind, steps[kind], flush=True)
+    return steps
+
+
 def main() -> None:
     """Write the store, measure each drafter in a process of its own, and write the figures."""
     parser = argparse.ArgumentParser(description="Measure a training step at the sizes of a real target.")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the target")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--layers", type=int, default=32, help="layers of the target")
-    parser.add_argument("--vocabulary", type=int, default=128_256, help="tokens of the target's vocabulary")
+    parser.add_argument("--layers", type=int, help="layers of the target; default: those of its shape")
+    parser.add_argument("--vocabulary", type=int, help="tokens of the target's vocabulary; default: as its shape")
     parser.add_argument("--foretell", action="store_true", help="run the trials alone, and no step")
     parser.add_argument("--drafters", nargs="*", choices=list(DRAFTERS), default=list(DRAFTERS))
+    parser.add_argument("--device", default="cpu", help="device of the steps (default cpu)")
+    parser.add_argument(
+        "--micro-batch", type=int, help="sequences of a step; default: 1 on a CPU, else as a run chooses"
+    )
+    parser.add_argument("--steps", type=int, default=1, help="steps, of which the last is reported (default 1)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--turns", type=int, default=5, help="turns of the loader")
     parser.add_argument("--folder", type=Path, help="keep the store there, and use one that is there")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--limit-s", type=float, help="seconds for all drafters together; default: no limit")
+    add_peak_option(parser)
     add_out_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.one:
-        print(json.dumps(measure_one(options.folder, options.one, options.foretell)))
-        return
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         if not (folder / TARGET_NAME).exists():
-            write_store(folder, options.layers, options.tokens, options.vocabulary)
+            more = {"vocab_size": options.vocabulary} if options.vocabulary else {}
+            write_store(folder, shape_config(options.shape, options.layers, **more), options.tokens)
         loader = measure_loader(folder, options.turns)
         print("loader GB/s", {n: round(statistics.median(speeds), 2) for n, speeds in loader.items()})
-        steps = {}
-        for kind in options.drafters:
-            chosen = ["--folder", str(folder), "--one", kind, "--threads", str(options.threads)]
-            chosen += ["--foretell"] if options.foretell else []
-            done = subprocess.run([sys.executable, __file__, *chosen], capture_output=True, text=True)
-            if done.returncode:
-                steps[kind] = {"error": f"exit status {done.returncode}: {done.stderr[-300:]}"}
-            else:
-                steps[kind] = json.loads(done.stdout.splitlines()[-1])
-            print(kind, steps[kind], flush=True)
-    record = {"steps": steps, "loader_gb_per_s": loader, "settings": settings_of(options, "folder", "one")}
+        steps = measure_each(folder, options)
+    record = {"steps": steps, "loader_gb_per_s": loader, "settings": settings_of(options, "folder")}
     print(write_record(options.out, "train-step", record))
+    if any("error" in found for found in steps.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""The benchmark of a GPU runs on a CPU at tiny sizes, and counts operations and kernels as they are."""
+
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaModel
+
+from moa_data.moa.nn import attention
+from moa_data.moa.nn.masks import Mask
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a file of benchmarks/ as the others there do."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the script with this interpreter."""
+    environment = os.environ | {"PYTHON": sys.executable}
+    return subprocess.run([SCRIPT, *words], env=environment, capture_output=True, text=True)
+
+
+def positive(found: dict[str, Any], *names: str) -> None:
+    """Check that figures are there, finite and above 0."""
+    for name in names:
+        values = found[name] if isinstance(found[name], list) else [found[name]]
+        assert values, name
+        assert all(math.isfinite(value) and value > 0 for value in values), (name, values)
+
+
+@pytest.mark.slow
+def test_every_step_writes_its_record(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(out, "--device", "cpu", "--tiny", "--peak-tflops", "0.05", "--limit-s", "1800")
+    logs = "\n".join(f"{log.name}\n{log.read_text()[-2000:]}" for log in out.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    records: dict[str, list[Any]] = {}
+    for file in sorted(out.glob("*.json")):
+        records.setdefault(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), []).append(json.loads(file.read_text()))
+    assert {name: len(found) for name, found in records.items()} == {
+        "gpu-tests": 1, "extract": 1, "train-step": 1, "codec-shape": 2, "sampling": 1, "decode": 1,
+        "decode-compiled": 1,
+    }  # fmt: skip
+    positive(records["gpu-tests"][0]["figures"], "collected", "seconds")
+    seconds = ("forwards_and_gathering_s", "encoders_cpu_s", "writer_thread_cpu_s", "extract_s", "forward_s")
+    positive(records["extract"][0]["figures"], *seconds, "flops", "forward_mfu", "extract_mfu", "extract_tokens_per_s")
+    assert records["extract"][0]["figures"]["copies_s"] == [0.0], "nothing is copied on a CPU"
+    steps = records["train-step"][0]["steps"]
+    assert list(steps) == ["moa", "eagle", "eagle3", "glide", "medusa", "independent"]
+    for kind, found in steps.items():
+        positive(found, "mfu", "flops", "step_s", "forward_s", "peak_bytes", "foretold_bytes", "micro_batch", "loss")
+        assert bool(found["attention_kernels"]) == (kind != "medusa"), "Medusa's heads do not attend"
+    rows = [row for record in records["codec-shape"] for row in record["codecs"]]
+    assert [row["codec"] for row in rows] == ["lossless", "int8", "int6", "transform:1"]
+    for row in rows:
+        positive(row, "chunks_gb_per_s", "chunks_decode_gb_per_s")
+    for row in rows[1:]:
+        positive(row, "encode_gb_per_s", "decode_gb_per_s")
+    positive(records["sampling"][0]["figures"], *records["sampling"][0]["figures"])
+    for name, shapes in (("decode", ["plain", "5", "4x4x16"]), ("decode-compiled", ["plain", "3"])):
+        rounds = records[name][0]["figures"]["rounds"]
+        assert list(rounds)[: len(shapes)] == shapes
+        for one in rounds.values():
+            positive(one, "tokens_per_s", "round_ms", "verify_ms")
+    for line in ("MFU", "short products", "transform:1 on cpu", "4x4x16", "verify tree_of_60", "pytest -m gpu"):
+        assert line in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Give a folder OUT"),
+        (["--device"], "--device needs a value"),
+        (["OUT", "--device", "tpu"], "cuda or cpu, not tpu"),
+        (["OUT", "--fast"], "no option --fast"),
+        (["OUT", "--limit-s", "1m"], "whole number of seconds"),
+        (["OUT", "OTHER"], "One OUT is enough"),
+        ([str(ROOT / "tests"), "--device", "cpu"], "is not empty"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(words: list[str], said: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not done.stdout
+
+
+def test_the_usage_names_every_option() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for option in ("OUT", "--device", "--tiny", "--peak-tflops", "--limit-s"):
+        assert option in done.stdout
+
+
+def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$1" in *train_step.py) echo broken; exit 3;; *gpu_report.py) echo table;; esac\n'
+    )
+    python.chmod(0o755)
+    words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--tiny"]
+    done = subprocess.run(words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    names = re.findall(r"^(\w+): (?:\d+ s|FAILED \(3\))", done.stdout, re.MULTILINE)
+    assert names == ["tests", "extract", "train", "codecs", "transform", "sampling", "decode", "compiled"]
+    assert "train: FAILED (3)" in done.stdout
+    assert "broken" in done.stdout
+    assert done.stdout.endswith("table\nFAILED: train\n")
+
+
+def test_a_step_writes_a_record_that_the_table_reads(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    sampling, report = benchmark("sampling"), benchmark("gpu_report")
+    words = ["sampling.py", "--vocabulary", "100", "--repeats", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    sampling.main()
+    (record,) = tmp_path.glob("sampling-*.json")
+    positive(json.loads(record.read_text())["figures"], "draw_ms", "multinomial_ms")
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", str(tmp_path)])
+    report.main()
+    assert len(re.findall(r"^sampling +\w.* [\d.]+$", capsys.readouterr().out, re.MULTILINE)) == 8
+
+
+def test_operations_from_shapes_are_those_that_a_model_executes(benchmark: Callable[[str], ModuleType]) -> None:
+    accelerator = benchmark("accelerator")
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50,
+    )  # fmt: skip
+    model: Any = LlamaModel(config).eval()
+
+    def executed(n_tokens: int) -> int:
+        with torch.inference_mode():
+            count: int = accelerator.executed_flops(lambda: model(torch.zeros(1, n_tokens, dtype=torch.int64)))
+        return count
+
+    assert accelerator.body_flops(config, [1, 1]) == 2 * executed(1)
+    unseen = 9 * 9 - 9 * 10 // 2  # pairs of a token with a later one, which plain products compute too
+    assert accelerator.body_flops(config, [9]) == executed(9) - 3 * 4 * 32 * unseen
+
+
+def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = benchmark("accelerator")
+    for name, tflops in {
+        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989, "NVIDIA H200 NVL": 835,
+        "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L4": 121, "NVIDIA L40S": 362,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(accelerator, "device_name", lambda _, name=name: name)
+        assert accelerator.peak_flops("cuda", None) == tflops * 1e12
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    assert accelerator.peak_flops("cpu", None) is None
+    assert accelerator.utilisation(1e12, 2.0, None) is None
+    assert accelerator.utilisation(1e12, 2.0, accelerator.peak_flops("cpu", 2.0)) == 0.25
+
+
+def test_attention_is_counted_by_the_kernel_that_it_takes(benchmark: Callable[[str], ModuleType]) -> None:
+    q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    short_q, short_k = torch.randn(40, 4, 2, 16), torch.randn(40, 2, 2, 16)
+    with benchmark("accelerator").watched_attention() as kernels:
+        attention.attend(q, k, k, None)
+        attention.attend(q, k, k, Mask.up_to(torch.arange(8)[None], 8))
+        attention.attend(short_q, short_k, short_k, None)
+    assert kernels == {"flash_attention": 2, "short products": 1}
