@@ -90,7 +90,7 @@ if [ -n "$tiny" ]; then
   compiled=(--shape tiny --layers 2 --prompt-tokens 32 --max-new-tokens 4 --repeats 1 --drafts 3 --compile aot_eager)
 else
   extract=(--shape llama-3-8b --layers 8 --max-sequences 64 --repeats 2)
-  train=(--steps 4 --turns 2 --threads 8 --limit-s $(( total_s * 35 / 100 )))
+  train=(--steps 4 --turns 2 --threads 8 --limit-s $(( total_s * 40 / 100 )))
   codecs=(--shape 32 8 128 --tokens 1024 --repeats 3 --threads 1)
   transform=(--shape 4 8 128 --tokens 1024 --repeats 3 --threads 1)
   sampling=()
@@ -99,7 +99,7 @@ else
 fi
 step tests 15 gpu_tests.py "${tests[@]}"
 step extract 20 extract.py "${extract[@]}" "${on[@]}" "${peak[@]}"
-step train 45 train_step.py "${train[@]}" "${on[@]}" "${peak[@]}"
+step train 50 train_step.py "${train[@]}" "${on[@]}" "${peak[@]}"
 step codecs 12 codec_speed.py "${codecs[@]}" "${on[@]}" --codecs lossless int8 int6
 step transform 12 codec_speed.py "${transform[@]}" "${on[@]}" --codecs transform:1
 step sampling 8 sampling.py "${sampling[@]}" "${on[@]}"
