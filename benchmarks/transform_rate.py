@@ -59,13 +59,14 @@ def stored_bits(codec: TransformCodec, encoded: list[dict[str, np.ndarray]], ali
     n_tokens = sum(len(next(iter(codes.values()))) for codes in encoded)
     n_bytes = 0
     for array in codec.arrays:
-        rows = [codes[array.name] for codes in encoded]
+        rows = [codes[array.name].reshape(-1, array.row_bytes) for codes in encoded]
         padded = np.concatenate([np.pad(part, ((0, -len(part) % alignment_tokens), (0, 0))) for part in rows])
-        chunk_rows = array_grid(array, 1, len(padded)).chunk_tokens
-        for start in range(0, len(padded), chunk_rows):
-            chunk = padded[start : start + chunk_rows]
-            chunk = np.pad(chunk, ((0, chunk_rows - len(chunk)), (0, 0)))
-            n_bytes += len(encode_chunk(chunk)) + INDEX_ENTRY_BYTES
+        grid = array_grid(array, 1, len(padded))
+        for start in range(0, len(padded), grid.chunk_tokens):
+            chunk = padded[start : start + grid.chunk_tokens]
+            chunk = np.pad(chunk, ((0, grid.chunk_tokens - len(chunk)), (0, 0)))
+            pieces = np.split(chunk, grid.chunks_per_row if "piece" in array.axes else 1, axis=1)
+            n_bytes += sum(len(encode_chunk(piece)) + INDEX_ENTRY_BYTES for piece in pieces)
     return 8 * n_bytes / n_tokens / math.prod(codec.spec.token_shape)
 
 

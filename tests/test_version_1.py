@@ -13,6 +13,7 @@ from moa_data.pipeline.jobs.recode import recode
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
+from moa_data.storage.codecs.transform import pieces
 from moa_data.storage.parts.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
@@ -140,6 +141,30 @@ def test_recoding_gives_the_newest_version(store: Path, tmp_path: Path) -> None:
     recode(store, "int8", tmp_path / "small")
     recode(tmp_path / "same", "int8", tmp_path / "small-2")
     assert read_tree(tmp_path / "small") == read_tree(tmp_path / "small-2")
+
+
+def test_runs_of_a_transform_codec_stay_arrays_of_their_own(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "MIN_GROUP_BYTES", 1)
+    recode(store, "transform:3@all", tmp_path / "new")
+    with ActivationStore(tmp_path / "new") as new, ActivationStore(store) as source:
+        manifest = replace(new.manifest, schema_version=1)
+        with StoreWriter.create_or_resume(tmp_path / "old", manifest, new.sequences, new.codec.files()) as writer:
+            for part in writer.pending_parts():
+                with writer.part(part) as out:
+                    for i, row in enumerate(source.sequences.to_pylist()):
+                        for field in source.fields if row["part"] == part else ():
+                            out.write(field, row["first_token"], source.read(i, field), source.read(i, "tokens"))
+                    out.commit()
+        assert [array.name for array in new.codec.fields["kv"].arrays] == ["kv/codes"]
+    assert (tmp_path / "old/parts/part-00000.zarr/kv/codes_00/zarr.json").exists()
+    assert not (tmp_path / "old/parts/part-00000.zarr/kv/codes").exists()
+    assert every_value(tmp_path / "old") == every_value(tmp_path / "new")
+    assert verify_store(tmp_path / "old").ok
+    with ActivationStore(tmp_path / "old") as old:
+        wider = extended_codec(old.codec, (*old.manifest.fields, hidden_field("layer_0", 8)))
+        assert wider.schema_version == 1
 
 
 def test_its_card_shows_how_to_read_it(store: Path) -> None:

@@ -130,6 +130,7 @@ def extract(
         ) from error
     out = Path(config.out).expanduser()
     with StoreWriter.create_or_resume(out, plan.manifest, plan.table, plan.codec.files()) as store:
+        plan = dataclasses.replace(plan, codec=store.codec)  # of the schema version that the store has
         if not plan.keeps_texts:
             plan = dataclasses.replace(plan, sequences=keep_texts(out, plan.sequences, plan.texts_origin))
         if redo is not None:

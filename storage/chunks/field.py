@@ -18,6 +18,9 @@ Array = Any
 BLOCK_AXIS = "block"
 """Name of axis 0 of a stored array that has one row for several tokens."""
 
+PIECE_AXIS = "piece"
+"""Name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own."""
+
 TOKENS = "tokens"
 """The field of the token ids, of which some codecs need rows to decode another field."""
 
@@ -111,7 +114,8 @@ class FieldCodec(Protocol):
 
         Args:
             codes: array name -> the rows that cover the tokens, from ``first_position`` on. Arrays with a layer axis
-                hold the chosen layers only, in the order of ``layers``; the others hold whole rows. Where the codec
+                hold the chosen layers only, in the order of ``layers``, arrays with pieces the pieces that these
+                layers need; the others hold whole rows. Where the codec
                 ``needs_tokens``, ``"tokens"`` holds the tokens' ids, int [at least n_tokens].
             first_position: position of the first token in its sequence, a multiple of 64.
             n_tokens: tokens wanted; the last block's row may cover more.

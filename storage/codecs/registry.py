@@ -19,7 +19,7 @@ from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
 from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
 from ..names import CODEC_NAME
-from ..schema import FieldSpec, StoreManifest, tokens_field
+from ..schema import SCHEMA_VERSION, FieldSpec, StoreManifest, tokens_field
 from .lossless import LosslessCodec
 from .quantised import SCHEMES, QuantisedCodec
 from .transform.codec import TransformCodec
@@ -51,6 +51,7 @@ class StoreCodec:
     Args:
         name: e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: the store's fields. Fields of integers are lossless in every codec.
+        schema_version: of the store, which decides how codes lie in arrays.
 
     Attributes:
         fields: field name -> its codec.
@@ -59,10 +60,10 @@ class StoreCodec:
         CodecUnknown: there is no codec of that name, or none for a field, or it needs tokens that the store lacks.
     """
 
-    def __init__(self, name: str, specs: Iterable[FieldSpec]) -> None:
-        self.name = name
+    def __init__(self, name: str, specs: Iterable[FieldSpec], schema_version: int = SCHEMA_VERSION) -> None:
+        self.name, self.schema_version = name, schema_version
         _check_name(name)
-        self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec) for spec in specs}
+        self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec, schema_version) for spec in specs}
         for field, codec in self.fields.items():
             if codec.needs_tokens and not self._has_tokens():
                 raise CodecUnknown(
@@ -86,7 +87,7 @@ class StoreCodec:
                 "is the last that does. Read it with that, or extract again with another --codec."
             )
         try:
-            codec = cls(name, manifest.fields)
+            codec = cls(name, manifest.fields, manifest.schema_version)
         except CodecUnknown as error:
             raise ManifestInvalid(f"{store}: {error} Install a release of moa-data that knows it.") from error
         if codec.learned:
@@ -95,7 +96,7 @@ class StoreCodec:
 
     def only(self, names: Iterable[str]) -> StoreCodec:
         """Return the codec of some of the fields; what they have learned is shared."""
-        part = StoreCodec(self.name, ())
+        part = StoreCodec(self.name, (), self.schema_version)
         part.fields = {name: self.fields[name] for name in names}
         return part
 
@@ -191,12 +192,12 @@ def _check_name(name: str) -> None:
         raise CodecUnknown(str(error)) from error
 
 
-def _field_codec(name: str, spec: FieldSpec) -> FieldCodec:
+def _field_codec(name: str, spec: FieldSpec, schema_version: int) -> FieldCodec:
     if name == LOSSLESS or spec.dtype not in FLOAT_DTYPES:
         return LosslessCodec(spec)
     if name in SCHEMES:
         return QuantisedCodec(spec, SCHEMES[name])
     try:
-        return TransformCodec(spec, TransformSettings.parse(name))
+        return TransformCodec(spec, TransformSettings.parse(name), joins_runs=schema_version > 1)
     except ValueError as error:
         raise CodecUnknown(f"Codec {name!r}: {error}") from error

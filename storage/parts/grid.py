@@ -6,7 +6,8 @@ at 768 bytes per token, 2048 for token ids), so that few chunks are small. The p
 sequence: for 208 tokens 1.2 times as many at 64 tokens per chunk, 2.1 times as many at 256.
 
 Layers of an inner chunk: as many as make 256 KiB to 1 MiB, large enough to decode fast, and on real targets exactly
-one, so that a drafter that needs one layer reads one layer's bytes.
+one, so that a drafter that needs one layer reads one layer's bytes. An array of pieces (of transform codes) has one
+piece in a chunk, and as many tokens as suit a piece's width.
 
 All parts share one array: part k owns the rows from ``k * part_rows`` on, in shards of its own. ``kv`` of Llama-3-8B in
 parts of 65,536 tokens, where four shards of 2 GiB make a part::
@@ -31,7 +32,7 @@ import zarr
 from zarr.storage import MemoryStore
 
 from ..chunks.chunk import zarr_codecs
-from ..chunks.field import StoredArray
+from ..chunks.field import PIECE_AXIS, StoredArray
 from ..documents import parse_object, whole_number, whole_numbers
 from ..errors import ShardCorrupt
 
@@ -136,6 +137,9 @@ def array_grid_1(array: StoredArray, n_tokens: int) -> ArrayGrid:
 
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
+    if array.axes[1:2] == (PIECE_AXIS,):
+        # Pieces of the same tokens lie side by side and are read at once: one costs less than a chunk that lies alone.
+        return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
         return (chunk_rows, *array.row_shape)

@@ -38,9 +38,9 @@ class RowRange:
 
     Attributes:
         start: first row, counted from the beginning of the part.
-        out: [at least stop - start, *row_shape] (layer axis of ``len(layers)`` if given), the array's dtype. Rows
+        out: [at least stop - start, *row_shape] (axis 1 of ``len(layers)`` if given), the array's dtype. Rows
             beyond ``stop - start`` may be overwritten: with room for the whole last chunk it is decoded in place.
-        layers: non-negative indices along the layer axis, in the order wanted; None for all.
+        layers: non-negative indices along the layer (or piece) axis, in the order wanted; None for all.
     """
 
     part: int

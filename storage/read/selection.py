@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..chunks.field import FieldCodec, StoredArray
+from ..chunks.field import PIECE_AXIS, FieldCodec, StoredArray
 from ..codecs.lossless import LosslessCodec
 from ..codecs.transform.codec import TransformCodec
 from ..dtypes import from_float32
@@ -44,11 +44,19 @@ def token_shape(spec: FieldSpec, layers: list[int] | None) -> tuple[int, ...]:
     return spec.token_shape if layers is None else (len(layers), *spec.token_shape[1:])
 
 
-def row_shape(array: StoredArray, layers: list[int] | None) -> tuple[int, ...]:
-    """Return the shape of one row of a stored array with these layers."""
-    if layers is None or array.layer_axis is None:
-        return array.row_shape
-    return (len(layers), *array.row_shape[1:])
+def row_indices(codec: FieldCodec, array: StoredArray, layers: list[int] | None) -> list[int] | None:
+    """Return the indices along axis 1 of a stored array that hold what these layers need; None for whole rows."""
+    if layers is None:
+        return None
+    if isinstance(codec, TransformCodec) and array.axes[1:2] == (PIECE_AXIS,):
+        return codec.pieces_of(layers)
+    return None if array.layer_axis is None else layers
+
+
+def row_shape(codec: FieldCodec, array: StoredArray, layers: list[int] | None) -> tuple[int, ...]:
+    """Return the shape of one row of a stored array with what these layers need."""
+    indices = row_indices(codec, array, layers)
+    return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
 
 def own_arrays(codec: FieldCodec, layers: list[int] | None) -> tuple[StoredArray, ...]:
@@ -66,7 +74,7 @@ def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | No
     """Return buffers for the rows of ``decoding_arrays`` that cover the tokens [start, stop) of a sequence."""
     return {
         array.name: np.empty(
-            (array.n_rows(stop) - start // array.block_tokens, *row_shape(array, layers)), array.storage_dtype
+            (array.n_rows(stop) - start // array.block_tokens, *row_shape(codec, array, layers)), array.storage_dtype
         )
         for array in decoding_arrays(codec, layers)
     }

@@ -211,8 +211,8 @@ class ActivationStore:
         Returns:
             [n_tokens, *token_shape] in the storage dtype (uint16 bits for bfloat16, see ``dtypes.to_float32``). With
             ``decoded=False`` the rows of each stored array that cover the tokens, from the last multiple of 64 tokens
-            at or before the first one; arrays with a layer axis have the chosen layers only. Where the field is
-            predicted from tokens, they are there too.
+            at or before the first one; arrays with a layer axis have the chosen layers only, arrays with pieces those
+            that these layers need. Where the field is predicted from tokens, they are there too.
 
         Raises:
             UnknownField: no such field, or it has no layers.
@@ -303,7 +303,7 @@ class ActivationStore:
             if codec.is_identity or not decoded:
                 arrays = selection.own_arrays(codec, chosen)
                 for array in arrays:
-                    shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, chosen))
+                    shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(codec, array, chosen))
                     batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
                 for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
                     places = {array.name: batch[array.name][b] for array in arrays}
@@ -387,10 +387,10 @@ class ActivationStore:
         """Yield what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
         part, first_token = int(self._parts[i]), int(self._first_tokens[i])
         for array in (array for array in decoding_arrays(codec) if array.name in out):
-            chosen = None if layers is None or array.layer_axis is None else tuple(layers)
+            indices = selection.row_indices(codec, array, layers)
             first_row = first_token // array.block_tokens
             rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)
-            yield RowRange(part, array, *rows, out[array.name], chosen)
+            yield RowRange(part, array, *rows, out[array.name], None if indices is None else tuple(indices))
 
 
 def read_manifest(store: Path) -> StoreManifest:

@@ -114,7 +114,7 @@ class BatchReader:
         """
         n_rows, n_tokens = len(sequences), int(lengths.max())
         buffers = {
-            array.name: self._buffer(array, row_shape(array, layers), codec.is_identity, n_rows, n_tokens)
+            array.name: self._buffer(array, row_shape(codec, array, layers), codec.is_identity, n_rows, n_tokens)
             for codec, layers in ((self.store.codec.fields[name], self._layers[name]) for name in self._layers)
             for array in own_arrays(codec, layers)
         }

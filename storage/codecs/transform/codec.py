@@ -29,6 +29,7 @@ from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, E
 from .fit import Columns, GroupFit, fit_groups
 from .group import GroupTransform
 from .packing import CODES_PER_BYTE
+from .pieces import Pieces, piece_bytes
 from .rope import Rope
 from .sample import Sample
 from .settings import TransformSettings, check_width
@@ -47,6 +48,7 @@ class TransformCodec:
             ``hidden/last``; None for relative error.
         embeddings: the target's input embeddings [vocab_size, width]; :meth:`calibrate` needs them where the settings
             say ``from_tokens``.
+        joins_runs: whether codes lie in one array where they are wide enough; else each run has its own (``pieces``).
 
     Attributes:
         arrays: the stored arrays; empty until :meth:`calibrate` or :meth:`load_state`.
@@ -64,6 +66,7 @@ class TransformCodec:
         rope: Rope | None = None,
         metric: np.ndarray | None = None,
         embeddings: Embeddings | None = None,
+        joins_runs: bool = True,
     ) -> None:
         self.spec = spec
         self.settings = settings
@@ -73,6 +76,8 @@ class TransformCodec:
         self.rope = rope if self.is_kv else None
         self.metric = metric
         self.embeddings = embeddings
+        self._joins_runs = joins_runs
+        self._pieces: Pieces | None = None
         self._features: np.ndarray | None = None
         self._feature_tables: dict[str, Array] = {}
         self.arrays: tuple[StoredArray, ...] = ()
@@ -207,7 +212,7 @@ class TransformCodec:
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), self.parts(xp.astype(values, xp.float32)), strict=True):
             codes |= transform.encode(parts, features)
-        return codes
+        return codes if self._pieces is None else {self._pieces.array.name: self._pieces.join(codes)}
 
     def decode(
         self,
@@ -219,6 +224,8 @@ class TransformCodec:
         """Decode consecutive tokens of one sequence; only the arrays of :meth:`arrays_of` need be in ``codes``."""
         groups = self._learned()
         features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
+        if self._pieces is not None:
+            codes = self._pieces.split(codes[self._pieces.array.name], self._groups_of(layers))
         if not self.is_kv:
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         chosen = list(range(self._n_layers)) if layers is None else layers
@@ -240,13 +247,19 @@ class TransformCodec:
 
     def arrays_of(self, layers: list[int] | None) -> tuple[StoredArray, ...]:
         """Return the stored arrays that :meth:`decode` needs for these layers; None for all."""
+        groups = self._learned()
+        if self._pieces is not None:
+            return self.arrays
+        return tuple(array for group in self._groups_of(layers) for array in groups[group].arrays)
+
+    def pieces_of(self, layers: list[int]) -> list[int] | None:
+        """Return the pieces that :meth:`decode` needs for these layers; None where the runs are arrays of their own."""
+        return None if self._pieces is None else self._pieces.of_groups(self._groups_of(layers))
+
+    def _groups_of(self, layers: list[int] | None) -> list[int]:
+        """Return the groups that hold these layers; None for all."""
         wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
-        return tuple(
-            array
-            for transform, members in zip(self._learned(), self.groups, strict=True)
-            if any(layer in members for layer in wanted)
-            for array in transform.arrays
-        )
+        return [group for group, members in enumerate(self.groups) if any(layer in members for layer in wanted)]
 
     def _learned(self) -> list[GroupTransform]:
         if not self._groups:
@@ -277,7 +290,12 @@ class TransformCodec:
         prefix = f"{self.spec.name}/codes_"
         names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
         self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
-        self.arrays = tuple(array for transform in self._groups for array in transform.arrays)
+        runs = [transform.arrays for transform in self._groups]
+        self.arrays = tuple(array for group in runs for array in group)
+        n_bytes = piece_bytes([sum(array.row_bytes for array in group) for group in runs]) if self._joins_runs else 0
+        self._pieces = Pieces(f"{self.spec.name}/codes", runs, n_bytes) if n_bytes else None
+        if self._pieces is not None:
+            self.arrays = (self._pieces.array,)
 
     def parts(self, values: Array) -> list[list[Array]]:
         """Cut a sequence into groups and parts, with keys before RoPE: [n_tokens, width] each."""

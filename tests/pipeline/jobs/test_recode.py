@@ -15,6 +15,7 @@ from moa_data.pipeline.jobs.audit import audit
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.recode import recode
 from moa_data.storage.care.verify import verify_store
+from moa_data.storage.codecs.transform import pieces
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 
@@ -139,8 +140,13 @@ def test_keys_and_values_are_predicted_from_tokens(lossless: Path, config: Extra
         assert 0.01 < error < 0.03, f"{name}: {error}"  # without tokens 0.077
 
 
-def test_the_format_document_decodes_transform_codes(lossless: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("array", ["kv/codes_00", "kv/codes"])
+def test_the_format_document_decodes_transform_codes(
+    lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str
+) -> None:
     """The document's own code, which knows nothing of this package, gives the keys and values of the reader."""
+    if array == "kv/codes":
+        monkeypatch.setattr(pieces, "MIN_GROUP_BYTES", 1)
     recode(lossless, "transform:3@all", tmp_path / "small")
     text = (Path(__file__).parents[3] / "docs" / "format.md").read_text(encoding="utf-8")
     block = next(part.split("```")[0] for part in text.split("```python")[1:] if "def decode_kv" in part)
@@ -152,7 +158,7 @@ def test_the_format_document_decodes_transform_codes(lossless: Path, tmp_path: P
         for i in range(0, len(store), 7):
             row = {name: store.sequences[name][i].as_py() for name in ("part", "first_token", "n_tokens")}
             arrays = zarr.open_group(tmp_path / "small" / "parts", mode="r")
-            first = row["part"] * arrays["kv/codes_00"].attrs["part_rows"] + row["first_token"]
+            first = row["part"] * arrays[array].attrs["part_rows"] + row["first_token"]
             got = scope["decode_kv"](arrays, basis, first, row["n_tokens"], (n_layers, n_kv_heads, head_dim))
             kv = to_float32(store.read(i, "kv"), "bfloat16")
             for which, values in enumerate(got):

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.chunks.chunk import encode_chunk
 from moa_data.storage.chunks.field import TOKENS, LearnedCodec, Learning
 from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.codecs.transform import pieces
 from moa_data.storage.codecs.transform.calibration import early_means, mean_rows
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
@@ -26,7 +28,7 @@ from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip
 
 from .. import contract
-from ..contract import CodecContract
+from ..contract import RECIPE, CodecContract
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
 # One object: Rope holds arrays, so that the cache below goes by its identity.
@@ -111,6 +113,23 @@ class TestTransformWithTokens(TransformContract):
             assert last.keys() == {array.name for array in codec.arrays_of([3])}
             assert last.keys() < store.read_batch([2], "kv", decoded=False).keys()
 
+    def test_a_reader_of_one_layer_reads_the_pieces_of_its_group(
+        self, codec: StoreCodec, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pieces, "MIN_GROUP_BYTES", 1)
+        joined = StoreCodec(self.name, RECIPE.manifest.fields)
+        joined.load(codec.files()["basis.safetensors"])
+        with ActivationStore(self.write(tmp_path / "store", joined)) as store:
+            for i in (2, 0):
+                before = store.n_bytes_read
+                whole = store.read(i, "kv")
+                all_bytes = store.n_bytes_read - before
+                self.equal(store.read(i, "kv", [3]), whole[:, [3]])
+                assert store.n_bytes_read - before - all_bytes < 0.8 * all_bytes
+            batch = store.read_batch([2, 0], "kv", layers=[-1])["kv"]
+            np.testing.assert_array_equal(batch[0, : store.lengths[2]], store.read(2, "kv", [3]))
+        assert verify_store(tmp_path / "store").ok
+
     def test_another_table_of_features_is_damage(self, written: Path, tmp_path: Path) -> None:
         shutil.copytree(written, tmp_path / "store")
         flip(tmp_path / "store/codec/basis.safetensors", -1)
@@ -173,6 +192,28 @@ def test_a_reader_of_one_layer_needs_its_group_only() -> None:
         of_layers = [codec.arrays_of([layer]) for layer in range(N_LAYERS)]
         assert len(set(of_layers)) == n_groups
         assert set().union(*of_layers) == set(codec.arrays) == set(codec.arrays_of(None))
+
+
+def test_codes_in_pieces_are_those_of_the_runs_and_a_layer_needs_those_of_its_group(
+    codec: TransformCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "MIN_GROUP_BYTES", 1)
+    joined, apart = (TransformCodec(SPEC, codec.settings, joins_runs=joins_runs) for joins_runs in (True, False))
+    for other in (joined, apart):
+        other.load_state(codec.state())
+    assert apart.arrays == codec.arrays
+    assert [(array.name, array.axes) for array in joined.arrays] == [("kv/codes", ("token", "piece", "byte"))]
+    values = TEST[0]
+    (rows,), codes = joined.encode(values).values(), apart.encode(values)
+    np.testing.assert_array_equal(joined.decode({"kv/codes": rows}, 0, 50), apart.decode(codes, 0, 50))
+    for layers in ([2], [3, 0], [1, 3, 2]):
+        own = joined.pieces_of(layers)
+        assert own is not None
+        needed = {"kv/codes": rows[64:, own]}
+        np.testing.assert_array_equal(
+            joined.decode(needed, 64, 20, layers),
+            apart.decode({name: part[64:] for name, part in codes.items()}, 64, 20, layers),
+        )
 
 
 def test_learned_state_decodes_the_same_and_is_reproducible(codec: TransformCodec) -> None:
