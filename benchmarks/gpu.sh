@@ -82,7 +82,7 @@ on=(--device "$device")
 if [ "$device" = cuda ]; then tests=(); else tests=(tests/moa/nn --collect-only); fi
 if [ -n "$tiny" ]; then
   extract=(--layers 2 --max-sequences 4 --max-length 128 --repeats 1)
-  train=(--shape tiny --layers 8 --tokens 96 --micro-batch 4 --steps 2 --turns 1 --threads 1)
+  train=(--shape tiny --layers 8 --tokens 96 --micro-batch 4 --steps 2 --turns 1 --threads 1 --count-flops)
   codecs=(--shape 2 2 32 --tokens 128 --repeats 1 --threads 1)
   transform=(--shape 2 2 32 --tokens 128 --learn-tokens 512 --repeats 1 --threads 1)
   sampling=(--vocabulary 1000 --repeats 3)

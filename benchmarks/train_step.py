@@ -10,7 +10,7 @@ attention are those of the last step. The loader reads the same sequences with 1
 bytes.
 
     python benchmarks/train_step.py [--tokens 2048] [--drafters moa eagle3] [--layers 32] [--folder DIR] [--threads 2]
-        [--foretell]
+        [--does auto]
     python benchmarks/train_step.py --device cuda --steps 4
 """
 
@@ -45,21 +45,19 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.names import TARGET_NAME
 from moa_data.storage.parts.plan import plan_parts
-from moa_data.storage.read.store import ActivationStore, read_manifest
+from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.trainer.batches.batch import Batch
 from moa_data.trainer.batches.batch_reader import BatchReader
 from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit.callbacks import free_bytes
+from moa_data.trainer.fit.callbacks import plan_memory
 from moa_data.trainer.fit.run import build_module, measure_run
 from moa_data.trainer.step.module import DrafterModule
 
 N_SEQUENCES = 2
 BATCH = 32
-DRAFT_VOCABULARY = 32_000
-"""EAGLE-3 drafts the most frequent tokens alone, so many in its paper."""
 
 
 def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
@@ -103,9 +101,6 @@ def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> Tra
     """The defaults, with what a batch of one sequence needs, and the precision of a run on the device."""
     own: dict[str, Any] = {"batch_size": 1, "validation_fraction": 0.0, "drafter": kind}
     own |= {"accelerator": "cpu", "precision": "32-true"} if device == "cpu" else {"precision": "bf16-mixed"}
-    if kind == "eagle3":
-        vocab_size = read_manifest(store).target["vocab_size"]
-        own["draft_vocabulary"] = min(DRAFT_VOCABULARY, int(vocab_size))
     return TrainConfig.of(store=str(store), out="unused", **(own | changes))
 
 
@@ -115,43 +110,60 @@ def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dic
     keep_freed_memory()
     device = torch.device(options.device)
     config, store = settings(store_path, kind, device.type), ActivationStore(store_path)
-    free_before = free_bytes(device, 1)
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
     vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
-    began = time.perf_counter()
-    memory = measure_run(module, data)
-    trial_s = time.perf_counter() - began
-    held = memory.weight_bytes + memory.frozen_bytes if device.type == "cpu" else 0
-    chosen = memory.micro_batch_size(BATCH, data.longest, free_before and free_before - held, held)
-    micro_batch = options.micro_batch or (1 if device.type == "cpu" else chosen)
-    found = {
-        "n_parameters": sum(weight.numel() for weight in module.drafter.parameters()),
-        "trial_s": trial_s,
-        "fixed_bytes": memory.fixed_bytes,
-        "sequence_bytes": memory.sequence_bytes(data.longest),
-        "foretold_bytes": memory.fixed_bytes + micro_batch * memory.sequence_bytes(data.longest),
-        "micro_batch_of_32_here": chosen,
-        "micro_batch_of_32_in_80_gb": memory.micro_batch_size(BATCH, data.longest, 80 * 10**9),
-        "micro_batch": micro_batch,
-    }
-    if not options.foretell:
+    found: dict[str, Any] = {"n_parameters": sum(weight.numel() for weight in module.drafter.parameters())}
+    module.recomputes = options.does == "recompute"
+    micro_batch = options.micro_batch or 1
+    if options.does in ("foretell", "auto"):
+        found |= _foretell(module, data, device)
+        module.recomputes = found["recomputes_here"]
+        if device.type != "cpu" and not options.micro_batch:
+            micro_batch = found["micro_batch_of_32_here"]
+    if options.does != "foretell":
+        found |= {"recomputes": module.recomputes, "micro_batch": micro_batch}
         found |= _steps(module, data, device, micro_batch, options)
     if device.type == "cuda":
         return found | {"peak_bytes": torch.cuda.max_memory_allocated(device)}
     return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
+def _foretell(module: DrafterModule, data: StoreDataModule, device: torch.device) -> dict[str, Any]:
+    """Run the trials."""
+    began = time.perf_counter()
+    measured = measure_run(module, data)
+    trial_s = time.perf_counter() - began
+    plan = plan_memory(measured, data, BATCH, device, 1)
+    here, there = plan.here(), plan.on(80 * 10**9)
+    return {
+        "trial_s": trial_s,
+        "plain_bytes": measured.plain.step_bytes(1, data.longest),
+        "recomputing_bytes": measured.recomputing.step_bytes(1, data.longest),
+        "fixed_bytes": measured.plain.fixed_bytes,
+        "recomputes_here": here.memory.recomputes,
+        "micro_batch_of_32_here": here.micro_batch,
+        "micro_batch_of_32_in_80_gb": there.micro_batch,
+    }
+
+
 def _steps(
     module: DrafterModule, data: StoreDataModule, device: torch.device, micro_batch: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Count the operations of one sequence, take the steps on one micro-batch, and report the last."""
+    """Take the steps on one micro-batch, gradients and moments being there, and report the last.
+
+    On a device of its own the operations of one sequence are counted before.
+    """
     module.to(device)
     module.frozen.to(device)
-    one = partial(_loss, module, _batch(data, device, 1))
-    flops = micro_batch * executed_flops(lambda: torch.autograd.backward(one()))
-    module.zero_grad()
+    flops = 0
+    if device.type != "cpu" or options.count_flops:
+        one = partial(_loss, module, _batch(data, device, 1))
+        flops = micro_batch * executed_flops(lambda: torch.autograd.backward(one()))
     optimizer = module.build_optimizer(module.config.machine.precision)
+    for weight in module.drafter.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
     batch = _batch(data, device, micro_batch)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -173,8 +185,8 @@ def _steps(
         "forward_s": forward_s,
         "step_s": step_s,
         "tokens_per_s": batch.n_tokens / step_s,
-        "flops": flops,
-        "mfu": utilisation(flops, step_s, peak_flops(device, options.peak_tflops)),
+        "flops": flops or None,
+        "mfu": utilisation(flops, step_s, peak_flops(device, options.peak_tflops)) if flops else None,
         "attention_kernels": dict(kernels),
     }
 
@@ -264,7 +276,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--layers", type=int, help="layers of the target; default: those of its shape")
     parser.add_argument("--vocabulary", type=int, help="tokens of the target's vocabulary; default: as its shape")
-    parser.add_argument("--foretell", action="store_true", help="run the trials alone, and no step")
+    parser.add_argument(
+        "--does",
+        choices=("foretell", "auto", "plain", "recompute"),
+        default="auto",
+        help="trials alone; a step as they choose; or a step without trials, which keeps the inside of layers or not",
+    )
+    parser.add_argument("--count-flops", action="store_true", help="count the operations on a CPU too: a step more")
     parser.add_argument("--drafters", nargs="*", choices=list(DRAFTERS), default=list(DRAFTERS))
     parser.add_argument("--device", default="cpu", help="device of the steps (default cpu)")
     parser.add_argument(

@@ -1,5 +1,10 @@
 """The command train."""
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
 import click
 
 from ..trainer.config import PRESETS, TrainConfig, earlier_settings
@@ -15,6 +20,24 @@ _SHOWN = {
     "Validation and records": "validation_fraction validate_every draft_length log_every checkpoint_every",
     "Machine": "accelerator devices precision compile",
 }
+
+
+@contextlib.contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Tell in one line what a run warns of; others warn as ever."""
+    from ..trainer.errors import MemoryShort
+
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+            if issubclass(category, MemoryShort):
+                tell(str(message))
+            else:
+                others(message, category, *args, **kwargs)
+
+        warnings.showwarning = show
+        yield
 
 
 @click.command(cls=StageCommand)
@@ -52,7 +75,7 @@ def train(config: TrainConfig) -> None:
         out.print(memory_view(plan_run(config)))
         return
 
-    with ProgressLine("step") as progress:
+    with ProgressLine("step") as progress, _warnings_told():
         report = run_train(config, progress=progress, provenance=collect_provenance())
     out.print(train_view(report))
     if report.n_pending_parts:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..storage.care.findings import VerifyReport
     from ..storage.care.summary import StoreSummary
     from ..trainer.fit.run import TrainReport
-    from ..trainer.step.memory import MemoryPlan
+    from ..trainer.step.memory import Choice, MemoryPlan
 
 BAR_CELLS = 40
 
@@ -182,23 +182,26 @@ def sample_view(
 
 def memory_view(plan: "MemoryPlan") -> RenderableType:
     """What a training step takes of memory, here and on a device of 80 GB."""
-    memory, sequence = plan.memory, plan.memory.sequence_bytes(plan.longest)
 
-    def choice(size: int, free: int | None) -> str:
-        needed = plan.step_bytes(size)
+    def choice(chosen: "Choice", free: int | None) -> str:
+        needed = chosen.step_bytes
         room = "" if free is None else f" of {format_bytes(free)}" + (", which does not fit" if needed > free else "")
-        return f"{size} sequences a forward, {plan.share // size} forwards a step: {format_bytes(needed)}{room}"
+        twice = ", the inside of layers made twice" if chosen.memory.recomputes else ""
+        size = chosen.micro_batch
+        return f"{size} sequences a forward, {plan.share // size} forwards a step{twice}: {format_bytes(needed)}{room}"
 
     # What this process holds of it already is not free any more.
-    here = None if plan.free_bytes is None else plan.free_bytes + plan.held_bytes
+    free = None if plan.free_bytes is None else plan.free_bytes + plan.held_bytes
+    here = plan.here()
+    memory = here.memory
     facts = {
         "weights": format_bytes(memory.weight_bytes),
         "gradients and moments": format_bytes(memory.training_bytes),
         "the target's pieces": format_bytes(memory.frozen_bytes),
         "parts and read ahead": format_bytes(memory.chunk_bytes),
-        f"a sequence of {plan.longest:,} tokens": format_bytes(sequence),
-        "here": choice(plan.size_here(), here),
-        "with 80 GB": choice(plan.size_on(80 * 10**9), 80 * 10**9),
+        f"a sequence of {plan.longest:,} tokens": format_bytes(memory.sequence_bytes(plan.longest)),
+        "here": choice(here, free),
+        "with 80 GB": choice(plan.on(80 * 10**9), 80 * 10**9),
     }
     return pairs_view("Memory of a step", facts)
 

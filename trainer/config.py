@@ -125,7 +125,7 @@ class Eagle3Settings(DrafterSettings):
     fused_layers: tuple[int, ...] | None = None
     """Decoder layers, from 0, whose outputs EAGLE-3 fuses; default: 1, L / 2 - 1 and L - 4 of the target's L."""
     draft_vocabulary: Count | None = None
-    """Tokens that EAGLE-3 can draft, the most frequent ones of the store's responses; default: all."""
+    """Tokens that EAGLE-3 can draft, the most frequent ones of the store's responses; default: 32,000, or all."""
     test_time_steps: Count = 7
     """Draft steps that EAGLE-3's training unrolls, each fed with the output of the one before."""
     self_attention_kv_heads: Count | None = None

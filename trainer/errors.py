@@ -33,3 +33,7 @@ class NonFiniteGradient(TrainingError, FloatingPointError):
 
 class TargetUnknown(TrainingError, LookupError):
     """The target of a drafter is needed and cannot be found."""
+
+
+class MemoryShort(UserWarning):
+    """A run is foretold to take more memory than there is."""

@@ -7,7 +7,7 @@
         provenance.json    command, versions, machine
         report.json        figures of the finished run
         metrics.csv        training and validation, beside tensorboard/ and curves.png
-        memory.json        memory of a step, and the micro-batch that was chosen
+        memory.json        what a step takes of memory, and what was chosen by it
         run.lock           held while a process trains here
         drafter/           the drafter of the best validation
         checkpoints/       last.ckpt to go on from, best.ckpt

@@ -47,6 +47,9 @@ from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 STEP_DECAY = 0.8
 """Weight of a step's loss relative to the step before (official ``traineagle3/main.py``)."""
 
+DEFAULT_DRAFT_VOCABULARY = 32_000
+"""Tokens that can be drafted where the target has more, as the authors take of Llama 3's 128,256."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Sizes(DrafterSizes):
@@ -84,7 +87,7 @@ class Eagle3Sizes(DrafterSizes):
         found = {
             "self_attention_kv_heads": facts["n_kv_heads"],
             "self_attention_mlp_width": config.intermediate_size,
-            "draft_vocabulary": facts["vocab_size"],
+            "draft_vocabulary": min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY),
         }
         if "fused_layers" not in given:  # small targets have no default
             found["fused_layers"] = default_fused_layers(facts["n_layers"])
@@ -301,7 +304,7 @@ def attend_with_own_steps(
     n_queries = max(1, LIMITS.score_bytes // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
     flat = [part for pair in own for part in pair]
-    if n_rows >= q.shape[0]:
+    if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(q, keys, values, seen, *flat)
     # The scores are computed again in the backward pass, so that few of them are held at a time.
     attended = []

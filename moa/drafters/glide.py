@@ -192,12 +192,9 @@ class GlideDrafter(Drafter):
     ) -> Tensor:
         """Run the layer for queries x [B, Q, E]; masks as for ``attention.attend``."""
         block = self.self_attention
-        q = block.self_attn.queries(block.input_layernorm(x), rotation)
-        x = x + block.self_attn(q, *own, own_mask)
+        x = x + block.self_attn(block.queries(x, rotation), *own, own_mask)
         q = self.cross_attention.queries(x, rotation)
-        x = x + self.cross_attention(q, *target, target_mask)
-        out: Tensor = x + block.mlp(block.post_attention_layernorm(x))
-        return out
+        return block.finish(x, self.cross_attention(q, *target, target_mask))
 
     @override
     def new_state(self, n_rows: int) -> GlideState:

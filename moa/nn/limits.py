@@ -28,7 +28,7 @@ def smallest_parts() -> Iterator[list[int]]:
         The bytes of each chunk of logits, added as losses run.
     """
     before = LIMITS.logits_bytes, LIMITS.score_bytes
-    LIMITS.logits_bytes, LIMITS.score_bytes, LIMITS.watched = 1, 1 << 16, []
+    LIMITS.logits_bytes, LIMITS.score_bytes, LIMITS.watched = 1, 1 << 12, []
     try:
         yield LIMITS.watched
     finally:

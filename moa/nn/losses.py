@@ -42,6 +42,7 @@ def chunk_rows(n_rows: int, n_logits: int, chunk_bytes: int | None = None) -> in
     rows = max(1, chunk_bytes // (4 * n_logits), -(-n_rows // MOST_CHUNKS))
     if LIMITS.watched is not None:
         LIMITS.watched.append(4 * n_logits * min(rows, n_rows))
+        return max(1, n_rows)  # a trial needs their bytes alone, and reads the head once
     return rows
 
 

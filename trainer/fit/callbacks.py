@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from ...text import Progress
 from ..batches.batch import Batch
 from ..batches.datamodule import StoreDataModule, TrainingStream, device_share
 from ..checkpoints.saving import export_drafter
-from ..step.memory import StepMemory
+from ..errors import MemoryShort
+from ..step.memory import MeasuredStep, MemoryPlan
 from ..step.module import DrafterModule
 
 
@@ -203,41 +205,59 @@ class WholeSteps(L.Callback):
 
 
 class MicroBatches(L.Callback):
-    """Chooses the sequences per forward by the memory of each device, where the settings don't say.
+    """Chooses by the memory of each device the sequences per forward, and whether the inside of layers is kept.
 
     Args:
-        memory: memory of a step; None where the settings give the micro-batch.
-        file: where the choice is noted; a resumed run takes it again where it fits, and so sums in the same order.
+        measured: what a step takes.
+        file: where the choice is noted; a resumed run takes it again where it fits, and then adds up in the same order.
     """
 
-    def __init__(self, data: StoreDataModule, memory: StepMemory | None, file: Path) -> None:
-        self.data, self.memory, self.file = data, memory, file
+    def __init__(self, data: StoreDataModule, measured: MeasuredStep, file: Path) -> None:
+        self.data, self.measured, self.file = data, measured, file
+        self._has_warned = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Set the micro-batch, and what Lightning counts in micro-batches; all processes have connected."""
+        """Set the micro-batch, and what Lightning counts in micro-batches; all devices have met by now."""
+        assert isinstance(pl_module, DrafterModule)
         share = device_share(self.data.config, trainer.world_size)
-        if self.memory is not None:
-            self.data.micro_batch = self._chosen(trainer, self.memory, share)
+        self._choose(trainer, pl_module, share)
         trainer.accumulate_grad_batches = share // self.data.micro_batch
         if trainer.enable_validation:
             every = self.data.config.validation.validate_every
             trainer.val_check_interval = every * trainer.accumulate_grad_batches
 
-    def _chosen(self, trainer: L.Trainer, memory: StepMemory, share: int) -> int:
-        device = trainer.strategy.root_device
-        free, held = free_bytes(device, trainer.world_size), memory.weight_bytes + memory.frozen_bytes
-        held = held if device.type == "cpu" else 0
-        size = memory.micro_batch_size(share, self.data.longest, free, held)
-        # Devices of different memory take steps together.
-        size = int(trainer.strategy.reduce(torch.tensor(size, device=device), reduce_op="min"))
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is none yet
-            noted = json.loads(self.file.read_text())["micro_batch_size"]
-            if type(noted) is int and 0 < noted <= size and share % noted == 0:
-                size = noted
+    def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
+        device, given = trainer.strategy.root_device, self.data.config.data.micro_batch_size
+        plan = plan_memory(self.measured, self.data, share, device, trainer.world_size)
+        chosen, noted = plan.here(), self._noted()
+        # Devices of unlike memory take steps together.
+        size = int(trainer.strategy.reduce(torch.tensor(chosen.micro_batch, device=device), reduce_op="min"))
+        before = noted.get("micro_batch_size")
+        if not given and type(before) is int and 0 < before <= size and share % before == 0:
+            size = before
+        self.data.micro_batch = size
+        module.recomputes = chosen.memory.recomputes or noted.get("recomputes") is True
         if trainer.is_global_zero:
-            facts = dataclasses.asdict(memory) | {"free_bytes": free, "micro_batch_size": size}
+            facts = dataclasses.asdict(self.measured.recomputing if module.recomputes else self.measured.plain)
+            facts |= {"free_bytes": plan.free_bytes, "micro_batch_size": size}
             write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
-        return size
+        if (shortage := plan.shortage()) and not self._has_warned:
+            self._has_warned = True  # it is asked again for a validation behind the last step
+            warnings.warn(shortage, MemoryShort, stacklevel=2)
+
+    def _noted(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet
+            return dict(json.loads(self.file.read_text()))
+        return {}
+
+
+def plan_memory(
+    measured: MeasuredStep, data: StoreDataModule, share: int, device: torch.device, n_ranks: int
+) -> MemoryPlan:
+    """Plan what a device of this machine does with its share of a step, ``n_ranks`` of which the machine has."""
+    held = measured.plain.weight_bytes + measured.plain.frozen_bytes if device.type == "cpu" else 0
+    given = data.config.data.micro_batch_size
+    return MemoryPlan(measured, data.longest, share, given, free_bytes(device, n_ranks), held)
 
 
 def free_bytes(device: torch.device, n_ranks: int) -> int | None:

@@ -57,7 +57,7 @@ from ..files import (
     RUN_FILE,
     STORE_FILE,
 )
-from ..step.memory import MemoryPlan, StepMemory, measure_step
+from ..step.memory import MeasuredStep, MemoryPlan, measure_step
 from ..step.module import DrafterModule
 from . import callbacks
 from .curves import keep_earlier_metrics, plot_curves
@@ -174,7 +174,7 @@ def _fit(
     guard, throughput = StopGuard(last), callbacks.Throughput()
     best = callbacks.ExportBest(out / DRAFTER, out / BEST)
     validations = callbacks.Validations(data.max_steps)
-    micro_batches = callbacks.MicroBatches(data, _step_memory(module, data), out / MEMORY_FILE)
+    micro_batches = callbacks.MicroBatches(data, measure_run(module, data), out / MEMORY_FILE)
     files = CheckpointFiles()
     _hush_lightning()
     trainer = _build_trainer(
@@ -309,13 +309,8 @@ def _build_trainer(
     return trainer
 
 
-def _step_memory(module: DrafterModule, data: StoreDataModule) -> StepMemory | None:
-    """Measure a step, unless the settings give the micro-batch."""
-    return None if data.config.data.micro_batch_size else measure_run(module, data)
-
-
-def measure_run(module: DrafterModule, data: StoreDataModule) -> StepMemory:
-    """Measure the memory of a step by trial forwards on the longest sequence."""
+def measure_run(module: DrafterModule, data: StoreDataModule) -> MeasuredStep:
+    """Measure what a step takes by trial forwards on the longest sequence."""
     low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(_precision(data.config.machine))
     return measure_step(module.drafter, module.frozen, data.config, data.longest_sequence(), low)
 
@@ -325,11 +320,10 @@ def plan_run(config: TrainConfig) -> MemoryPlan:
     with ActivationStore(config.store) as store:
         data = StoreDataModule(store, config)
         module = build_module(store, config, data)
-        memory = measure_run(module, data)
+        measured = measure_run(module, data)
     on_gpu = _precision(config.machine) != "32-true" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    held = 0 if on_gpu else memory.weight_bytes + memory.frozen_bytes
-    return MemoryPlan(memory, data.longest, device_share(config, 1), callbacks.free_bytes(device, 1), held)
+    return callbacks.plan_memory(measured, data, device_share(config, 1), device, 1)
 
 
 def _hush_lightning() -> None:

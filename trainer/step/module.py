@@ -1,5 +1,6 @@
 """The Lightning module: step, log, optimizer. The mathematics is in ``moa``."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..batches.batch import Batch
 from ..config import TrainConfig
 from ..errors import NonFiniteGradient
 from .muon import Muon
+from .recompute import recomputed_layers
 from .schedule import zero_peak_constant
 from .validation import ValidationSums, sum_in_order, validate_batch
 
@@ -36,12 +38,16 @@ class DrafterModule(L.LightningModule):
 
     Args:
         decay_end_step: step at which the learning rate reaches its final value.
+
+    Attributes:
+        recomputes: whether the backward makes what lies inside layers again, see :mod:`.recompute`.
     """
 
     def __init__(self, drafter: Drafter, frozen: FrozenTarget, config: TrainConfig, decay_end_step: int) -> None:
         super().__init__()
         self.drafter = drafter
         self.config = config
+        self.recomputes = False
         self._decay_end_step = decay_end_step
         self._frozen = [frozen]  # in a list, so that it is not a submodule
         self._weights = LossWeights(**config.drafter.loss_weights())
@@ -62,7 +68,8 @@ class DrafterModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the loss of one micro-batch."""
         step = TrainingStep(self._cast(batch.inputs), batch.draws, self._weights, batch.denominator)
-        terms = self.drafter.objective(self.frozen, step)
+        with recomputed_layers(self.drafter) if self.recomputes else contextlib.nullcontext():
+            terms = self.drafter.objective(self.frozen, step)
         values = {
             "train/loss": terms.total.detach(),
             "train/forward_kl": terms.forward_kl.detach(),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moa_data.moa.decoding.proposer import DrafterProposer
-from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter, default_fused_layers
+from moa_data.moa.drafters import eagle3
+from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter, Eagle3Sizes, default_fused_layers
 from moa_data.moa.drafters.rounds import loss_queries
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.errors import DrafterError
@@ -20,7 +21,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
 
-from .contract import CLOSE, DrafterContract, Rows, batch_of
+from .contract import CLOSE, DrafterContract, Rows, batch_of, one_row
 
 VOCABULARY = SIZES["vocab_size"]
 
@@ -96,20 +97,31 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
         assert goal.abs().max() > 1e-5, name
 
 
-def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of one row give the same loss and gradient."""
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, n_rows: int) -> None:
+    """Parts of one row give the same loss and gradient, and are made where there is one row too."""
     model = build_model(num_hidden_layers=2)
     frozen, drafter = FrozenTarget.from_model(model), build_eagle3(model)
     inputs = batch_of(drafter, model, 22)
+    inputs = inputs if n_rows > 1 else one_row(inputs, 0, 22)
+    n_calls, attend = [0], eagle3._attend
+
+    def counted(*args: Tensor) -> Tensor:
+        n_calls[0] += 1
+        return attend(*args)
+
+    monkeypatch.setattr(eagle3, "_attend", counted)
 
     def gradients() -> tuple[Tensor, ...]:
         total = drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS, denominator=1.0)).total
         return total.detach(), *torch.autograd.grad(total, list(drafter.parameters()))
 
     whole = gradients()
+    n_whole = n_calls[0]
     monkeypatch.setattr(LIMITS, "score_bytes", 1)
     for one, other in zip(whole, gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert n_calls[0] > 2 * n_whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,6 +157,13 @@ def test_a_long_prompt_in_pieces_hands_over_all_layer_outputs(monkeypatch: pytes
     assert not any(layer._forward_hooks for layer in target.model.model.layers)
     with pytest.raises(DrafterError, match="kept no layer outputs"):
         cache.take_layer_outputs()
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(67, 67), (128_256, 32_000)])
+def test_the_default_draft_vocabulary_is_bounded(vocab_size: int, expected: int) -> None:
+    config = build_model("llama").config
+    config.vocab_size = vocab_size
+    assert Eagle3Sizes.defaults(config, {"fused_layers": (0, 1, 2)})["draft_vocabulary"] == expected
 
 
 def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:

@@ -1,20 +1,27 @@
 """What trials say of a step is what a step takes, and micro-batches are chosen by it."""
 
+import json
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moa_data.moa.drafters.training import LossWeights, TrainingStep
+from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.nn.limits import LIMITS, smallest_parts
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.memory import LiveBytes
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.batches.datamodule import StoreDataModule, draw, rows_of
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.fit.run import build_module, measure_run, plan_run
-from moa_data.trainer.step.memory import StepMemory
+from moa_data.trainer.errors import MemoryShort
+from moa_data.trainer.fit import callbacks
+from moa_data.trainer.fit.run import build_module, measure_run, plan_run, train
+from moa_data.trainer.step import recompute
+from moa_data.trainer.step.memory import MeasuredStep, MemoryPlan, StepMemory
+from moa_data.trainer.step.recompute import recomputed_layers
 
 KINDS: dict[str, dict[str, Any]] = {
     "moa": {},
@@ -37,29 +44,37 @@ def settings(store: Path, kind: str = "moa", **changes: Any) -> TrainConfig:
     return TrainConfig.of(store=str(store), **({"out": "unused"} | own | KINDS[kind] | changes))
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trial_foretells_the_peak_of_a_step(store_of_all: Path, kind: str) -> None:
+def test_a_trial_foretells_the_peak_of_a_step(store_of_all: Path, kind: str, recomputes: bool) -> None:
     """Of four sequences three times as long as the trial's; it may say too much, but not by twice."""
     config, store = settings(store_of_all, kind), ActivationStore(store_of_all)
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
-    memory = measure_run(module, data)
-    inputs = data.longest_sequence()
+    measured = measure_run(module, data)
+    step = step_of(config, data.longest_sequence())
+    layers = recomputed_layers(module.drafter) if recomputes else nullcontext()
+    with smallest_parts(), layers, LiveBytes() as live:  # parts of a given size are counted apart
+        LIMITS.watched, LIMITS.score_bytes = None, 1 << 18  # chunks as in a run
+        module.drafter.objective(module.frozen, step).total.backward()
+    gradients = sum(weight.nbytes for weight in module.drafter.parameters())
+    activations = live.peak - gradients
+    memory = measured.recomputing if recomputes else measured.plain
+    # What is made again at once does not grow with the sequence.
+    foretold = 4 * memory.sequence_bytes(step.inputs.tokens.shape[1]) + memory.chunk_bytes - measured.plain.chunk_bytes
+    assert activations < foretold * 1.05
+    assert foretold < 2 * activations
+
+
+def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
+    """Four sequences three times as long, all of them response."""
     for name, value in vars(inputs).items():
         if isinstance(value, torch.Tensor):
             setattr(inputs, name, value.repeat(4, 3, *([1] * (value.ndim - 2))))
     inputs.layer_outputs = tuple(states.repeat(4, 3, 1) for states in inputs.layer_outputs)
     inputs.response_mask = torch.ones_like(inputs.response_mask)
-    step = TrainingStep(
-        inputs, rows_of(draw(config, 0, 2), torch.arange(4)), LossWeights(**config.drafter.loss_weights())
-    )
-    with smallest_parts(), LiveBytes() as live:  # parts of a given size are counted apart
-        module.drafter.objective(module.frozen, step).total.backward()
-    gradients = sum(weight.nbytes for weight in module.drafter.parameters())
-    activations = live.peak - gradients
-    foretold = 4 * memory.sequence_bytes(inputs.tokens.shape[1])
-    assert activations < foretold * 1.05
-    assert foretold < 2 * activations
+    draws = rows_of(draw(config, 0, 2), torch.arange(4))
+    return TrainingStep(inputs, draws, LossWeights(**config.drafter.loss_weights()))
 
 
 def test_parts_are_as_before_after_a_trial(store_of_all: Path) -> None:
@@ -87,7 +102,84 @@ def test_the_most_sequences_that_fit_are_chosen() -> None:
 
 def test_a_plan_trains_nothing(store_of_all: Path, tmp_path: Path) -> None:
     plan = plan_run(settings(store_of_all, out=str(tmp_path / "run")))
-    assert plan.size_here() == plan.size_on(80 * 10**9) == 8
-    assert plan.size_on(1) == 1
-    assert plan.step_bytes(2) - plan.step_bytes(1) == plan.memory.sequence_bytes(plan.longest)
+    assert plan.here().micro_batch == plan.on(80 * 10**9).micro_batch == 8
+    assert plan.on(1).micro_batch == 1
+    assert plan.shortage() is None
     assert not (tmp_path / "run").exists()
+
+
+def test_layers_are_recomputed_where_one_sequence_does_not_fit() -> None:
+    sizes: dict[str, Any] = {"weight_bytes": 100, "training_bytes": 300, "frozen_bytes": 50, "chunk_bytes": 50}
+    plain = StepMemory(**sizes, bytes_per_token=10.0, bytes_per_pair=0.0)
+    recomputing = StepMemory(**sizes, bytes_per_token=1.0, bytes_per_pair=0.0, recomputes=True)
+    measured = MeasuredStep(plain, recomputing)
+
+    def plan(free_bytes: int | None, held_bytes: int = 0, micro_batch: int | None = None) -> MemoryPlan:
+        return MemoryPlan(measured, 100, 8, micro_batch, free_bytes, held_bytes)
+
+    for free, recomputes, size in ((None, False, 8), (10**5, False, 8), (1875, False, 1), (1874, True, 8)):
+        chosen = plan(free).here()
+        assert (chosen.memory.recomputes, chosen.micro_batch) == (recomputes, size)
+    assert plan(10**5, micro_batch=4).here().micro_batch == 4
+    assert plan(4000, micro_batch=4).here().memory.recomputes
+    assert plan(None).shortage() is plan(600).shortage() is plan(500, held_bytes=150).shortage() is None
+    message = plan(599).shortage()
+    assert message is not None
+    assert "1 of the longest sequences (100 tokens) is foretold to take 600 B of 599 B" in message
+    assert "lower --micro-batch-size" in str(plan(700, micro_batch=8).shortage())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputing_changes_no_loss_and_no_gradient(
+    store_of_all: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "_POSITIONS", 1 << 10)  # pieces are added up in another order
+    config, store = settings(store_of_all, kind), ActivationStore(store_of_all)
+    data = StoreDataModule(store, config)
+    module = build_module(store, config, data)
+    step, found = step_of(config, data.longest_sequence()), []
+    before = [set(vars(part)) for part in module.drafter.modules()]
+    for layers in (nullcontext(), recomputed_layers(module.drafter)):
+        module.zero_grad()
+        with layers:
+            loss = module.drafter.objective(module.frozen, step).total
+        loss.backward()
+        found.append([loss.detach(), *(weight.grad for weight in module.drafter.parameters())])
+    for plain, recomputed in zip(*found, strict=True):
+        assert torch.equal(plain, recomputed)
+    assert [set(vars(part)) for part in module.drafter.modules()] == before
+
+
+def test_pieces_of_layer_self_attention_change_no_more_than_rounding(store_of_all: Path) -> None:
+    config, store = settings(store_of_all), ActivationStore(store_of_all)
+    data = StoreDataModule(store, config)
+    module = build_module(store, config, data)
+    kv, found = data.longest_sequence().kv, []
+    assert kv is not None
+    assert kv.shape[1] > recompute._POSITIONS
+    for layers in (nullcontext(), recomputed_layers(module.drafter)):
+        module.zero_grad()
+        with layers:
+            memory = module.drafter.encode_memory(kv)  # type: ignore[operator]
+        memory.square().sum().backward()
+        found.append([memory.detach(), *(p.grad for p in module.drafter.layer_self_attention.parameters())])  # type: ignore[union-attr]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_does_not_fit_warns_in_one_line(
+    store_of_all: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It recomputes, says so in memory.json, and goes on so when it is resumed with more room."""
+    run = tmp_path / "run"
+    options: dict[str, Any] = {"out": str(run), "max_steps": 2, "validation_fraction": 0.0, "warmup_steps": 1}
+    monkeypatch.setattr(callbacks, "free_memory", lambda: 1000)
+    with pytest.warns(MemoryShort, match="1 of the longest sequences .* what helps: ") as warned:
+        train(settings(store_of_all, **options, stop_after_steps=1))
+    assert len([one for one in warned if one.category is MemoryShort]) == 1
+    assert "\n" not in str(warned[0].message)
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MemoryShort)
+        train(settings(store_of_all, **options, resume=True))
+    noted = json.loads((run / "memory.json").read_text())
+    assert (noted["recomputes"], noted["micro_batch_size"]) == (True, 1)
