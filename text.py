@@ -55,3 +55,8 @@ def printable(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type where there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ...text import first_line
 from ..errors import DrafterError, TargetError
 from .tensor_list import TensorHeader
 
@@ -81,7 +82,7 @@ def parsing(trouble: str, error_class: type[Exception], advice: str = "Restore t
     except Exception as error:
         if (cause := _system_error(error)) is not None:
             raise cause from error
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        reason = first_line(error)
         if isinstance(error, KeyError):
             reason = f"it lacks {reason}"
         raise error_class(f"{trouble} ({reason.rstrip('.')}). {advice}") from error

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from ...text import first_line
 from .masks import Mask
 
 _FEWEST_FLEX_QUERIES = 128
@@ -136,7 +137,7 @@ def _flex_works(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_hea
                 for got, expected in zip(*results, strict=True):
                     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
     except Exception as error:  # noqa: BLE001 - compilers fail in many ways, each of which means no
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = first_line(error)
         warnings.warn(f"masked attention goes without FlexAttention, which fails here: {text:.200}", stacklevel=2)
         return False
     return True

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ...machine import free_memory
-from ...text import format_bytes
+from ...text import first_line, format_bytes
 from ..errors import TargetError
 from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..nn import masks
@@ -48,7 +48,7 @@ def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: s
     try:
         return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN))
     except Exception as error:  # the Hub client raises many unrelated types for "cannot be reached"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise TargetError(
             f"there is no folder {path_or_id} here, and the Hub gave no model of that name: {reason.rstrip('.')}. "
             "Check the path or the name."
@@ -152,7 +152,7 @@ def pick_device(device: str) -> str:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise TargetError(f"device {device!r} cannot be used: {reason}. Try --device cpu.") from error
         return device
     if torch.cuda.is_available():

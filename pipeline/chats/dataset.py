@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...text import first_line
 from ..errors import DatasetError
 from .messages import UnreadableRow
 from .splits import DEFAULT_SPLIT, SUFFIXES, ChosenFiles, choose_files
@@ -141,7 +142,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:  # also UnicodeDecodeError, and whole numbers of thousands of digits
-        return UnreadableRow(f"no JSON: {_first_line(error)}")
+        return UnreadableRow(f"no JSON: {first_line(error)}")
     except RecursionError:
         return UnreadableRow("JSON that is nested too deeply")
 
@@ -155,11 +156,11 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         return datasets.load_dataset(dataset, config_name, split=split, revision=revision, trust_remote_code=False)
     except ValueError as error:
         raise DatasetError(
-            f"Dataset {dataset}, split {split!r}: {_first_line(error)} Choose another --split, or a --dataset-config."
+            f"Dataset {dataset}, split {split!r}: {first_line(error)} Choose another --split, or a --dataset-config."
         ) from error
     except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DatasetError(
-            f"Dataset {dataset} is neither a local file or folder nor loadable from the hub ({_first_line(error)}). "
+            f"Dataset {dataset} is neither a local file or folder nor loadable from the hub ({first_line(error)}). "
             "Check the name and the network, or give a local path."
         ) from error
 
@@ -169,10 +170,6 @@ def _commit_of(hub_rows: Any) -> str | None:
     names = {Path(file["filename"]).parent.name for file in hub_rows.cache_files}
     commit = names.pop() if len(names) == 1 else ""
     return commit if _COMMIT.fullmatch(commit) else None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _read_file(path: Path) -> Iterator[Any]:
@@ -189,7 +186,7 @@ def _read_file(path: Path) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno is not None:
             raise DatasetError(f"{path} cannot be read ({error.strerror}). Check the disk and the rights.") from error
         raise DatasetError(
-            f"{path} is no readable {suffix[1:]} file ({_first_line(error)}). Restore or convert it."
+            f"{path} is no readable {suffix[1:]} file ({first_line(error)}). Restore or convert it."
         ) from error
 
 
@@ -245,7 +242,7 @@ def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
         return batch.to_pylist()[0]
     except (ValueError, TypeError, OverflowError) as error:  # no UTF-8, a date beyond Python's
-        return UnreadableRow(_first_line(error))
+        return UnreadableRow(first_line(error))
     except RecursionError:
         return UnreadableRow("values that are nested too deeply")
 

@@ -44,11 +44,6 @@ _parent: int | None = None
 """The process whose forks are workers, while it starts any."""
 
 
-def n_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def tokenise_rows(
     rows: Iterator[tuple[int, Any]], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
 ) -> Iterator[tuple[int, Tokenised]]:

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ...text import first_line
 from ..errors import PromptUnusable, TemplateError
 from .messages import Message, Rejection, RejectReason, tool_name
 from .rendering import (
@@ -105,7 +106,7 @@ def tokenize_chat(
             return Rejection(RejectReason.NOT_SHOWN, left_out)
         spans = _response_spans(tokenizer, template, messages, tools, text)
     except RENDER_ERRORS as error:
-        return Rejection(RejectReason.TEMPLATE_FAILED, _first_line(error))
+        return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
     if isinstance(spans, Rejection):
         return spans
     text, shift = _one_bos(tokenizer, template, text)
@@ -136,7 +137,7 @@ def prompt_tokens(tokenizer: Any, messages: list[Message], tools: Tools = None, 
         raise
     except RENDER_ERRORS as error:
         raise TemplateError(
-            f"The chat template refuses the prompt: {_first_line(error)}. Change the messages' roles."
+            f"The chat template refuses the prompt: {first_line(error)}. Change the messages' roles."
         ) from error
     text, _ = _one_bos(tokenizer, template, text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -358,10 +359,6 @@ def _encode(tokenizer: Any, text: str, spans: list[Span]) -> tuple[np.ndarray, n
             if starts[index] >= start or not text[starts[index] : start].strip():
                 mask[index] = 1
     return tokens, mask
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _cut(tokens: np.ndarray, mask: np.ndarray, max_length: int) -> TokenizedChat | Rejection:

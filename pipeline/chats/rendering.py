@@ -22,6 +22,7 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from ...text import first_line
 from ..errors import TemplateError
 from .messages import Message, RejectReason
 
@@ -85,7 +86,7 @@ def check_program(tokenizer: Any) -> None:
     try:
         tree = _compile_jinja_template(text).environment.parse(text)
     except (JinjaError, RecursionError) as error:
-        raise TemplateError(f"the chat template is no Jinja template ({_first_line(error)}). Restore it.") from error
+        raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
     by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
     by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
     if by_chance:
@@ -96,7 +97,7 @@ def check_program(tokenizer: Any) -> None:
     try:
         render(tokenizer, [{"role": "user", "content": "a"}], add_generation_prompt=True)
     except (OverflowError, RecursionError) as error:
-        raise TemplateError(f"the chat template does not end: {_first_line(error)}. Mend the template.") from error
+        raise TemplateError(f"the chat template does not end: {first_line(error)}. Mend the template.") from error
     except RENDER_ERRORS:
         pass  # the template wants other chats; each is looked at by itself
 
@@ -267,7 +268,3 @@ def _probes(tokenizer: Any) -> Iterator[str]:
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

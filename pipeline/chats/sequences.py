@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...machine import usable_cores
 from ...text import Progress
 from ..config import ExtractConfig
 from ..errors import DatasetError, SequenceTooLong, TooManyRejected
 from .columns import FORMATS, Columns
 from .dataset import ChatSource
 from .messages import Rejection, RejectReason, parse_chat
-from .processes import Tokenised, n_cores, tokenise_rows
+from .processes import Tokenised, tokenise_rows
 from .prompts import TokenizedChat, tokenize_chat
 from .rendering import asked_the_time, forget_the_time, note_the_time
 
@@ -207,7 +208,7 @@ def read_sequences(
     results = tokenise_rows(
         source.rows(),
         partial(_tokenise, tokenizer, config.data.max_length, Columns.parse(config.data.columns)),
-        config.data.tokenize_processes or n_cores(),
+        config.data.tokenize_processes or usable_cores(),
         lambda: most and most - len(sequences),
     )
     for row, (chat, asks_the_time) in results:

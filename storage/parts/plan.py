@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ...text import first_line
 from ..disk.checking import MISSING
 from ..documents import MAX_WHOLE_NUMBER, read_bounded
 from ..errors import ManifestInvalid, PlanInvalid
@@ -171,7 +172,7 @@ def read_plan(path: Path) -> pa.Table:
     except MemoryError:  # of pyarrow too, whose class is also an ArrowException: it says nothing about the bytes
         raise
     except (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {reason}. Restore it.") from error
     if not plan.schema.equals(PLAN_SCHEMA):
         raise ManifestInvalid(f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}.")
