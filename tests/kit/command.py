@@ -23,7 +23,12 @@ DEMO: dict[str, Any] = {
     "drafter_batch_size": 4, "n_eval_prompts": 2, "max_new_tokens": 6, "draft_length": 2,
 }  # fmt: skip
 """Settings of the smallest demo."""
-DEMO_OPTIONS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in DEMO.items())
+_GROUPS = {
+    name: group
+    for group, field in DemoConfig.model_fields.items()
+    for name in getattr(field.annotation, "model_fields", {})
+}
+DEMO_OPTIONS = " ".join(f"--set {_GROUPS[name]}.{name}={value}" for name, value in DEMO.items())
 TRAIN = ("--max-steps", "2", "--batch-size", "2", "--accelerator", "cpu", "--validation-fraction", "0")
 
 
