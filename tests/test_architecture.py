@@ -54,6 +54,20 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.checkpoints": LEAVES | STORAGE | MOA | {"moa.files", "moa.formats", "trainer", "trainer.step"},
     "trainer.fit": LEAVES | STORAGE | MOA | TRAINER,
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
+    "serving": LEAVES,
+    "serving.emulation": LEAVES | {"serving"},
+    "serving.protocol": LEAVES | {"serving"},
+    "serving.engine": LEAVES | MOA | {"serving", "moa.decoding"},
+    "serving.server": LEAVES
+    | {"config"}
+    | MOA
+    | {"serving", "serving.engine", "serving.protocol"}
+    | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
+    "serving.client": LEAVES
+    | {"config"}
+    | MOA
+    | {"serving", "serving.protocol"}
+    | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
     "demo": LEAVES | {"config"} | STORAGE | MOA | PIPELINE | TRAINER | {"storage.care", "trainer.fit", "evaluation"},
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}
