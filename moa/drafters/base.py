@@ -8,11 +8,17 @@ A drafter is a file of this folder with a subclass of :class:`Drafter` and its :
     draft_root(committed tokens)                        -> features of the root, which predict level 1
     draft_level(nodes of level 1)                       -> features of these nodes, which predict level 2
 
+Where the target is on another machine, contexts of its positions take the place of ``observe`` and of its KV::
+
+    encode_context(hidden states, KV)                   beside the target -> [n, W], what drafting needs of n positions
+    take_context(context)                               beside the drafter, before draft_root of the next round
+
 Token positions are absolute. The *root* is the last committed token, which has no target activations yet; *features* of
 a position stand for the target's hidden state there after its final norm, so the LM head turns them into the
 distribution of the next token.
 
-Shapes: B rows, T tokens, Q queries, E target width, V vocabulary, b nodes of one level, n nodes fed in a round.
+Shapes: B rows, T tokens, Q queries, E target width, V vocabulary, b nodes of one level, n nodes fed in a round,
+W numbers of a context, L target layers, D packed KV width.
 """
 
 from abc import ABC, abstractmethod
@@ -23,8 +29,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import TargetCache
+from ..targets.cache import KVSource
+from ..targets.context_cache import ContextCache
 from .rounds import Draws
 from .sizes import DrafterSizes
 from .training import LossTerms, TrainingInputs, TrainingStep
@@ -171,18 +179,104 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
-    def draft_root(
-        self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
-    ) -> Tensor:
+    def draft_root(self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource) -> Tensor:
         """Begin a round: catch up with what was committed, forget what was drafted, and feed the root.
 
+        A round may begin again at the root of the one before.
+
         Args:
-            committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
+            committed: per row prompt and generated tokens; the last one is the root, all others have target KV, or
+                their contexts have been taken.
 
         Returns:
             Features of the root [B, 1, E].
         """
 
     @abstractmethod
-    def draft_level(self, state: Any, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+    def draft_level(self, state: Any, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         """Feed the nodes of one level; returns their features [B, b, E]."""
+
+    @property
+    def context_width(self) -> int | None:
+        """W, numbers of a position's context: what drafting needs of the target there, where the target is elsewhere.
+
+        0 for a drafter that needs nothing; None, the default, for one that drafts beside its target alone.
+        """
+        return None
+
+    @property
+    def context_needs_kv(self) -> bool:
+        """Whether :meth:`encode_context` reads the target's KV."""
+        return False
+
+    def new_context_cache(self) -> ContextCache:
+        """Make an empty cache that :meth:`take_context` fills; it is the ``cache`` of :meth:`draft_root`.
+
+        Raises:
+            DrafterError: the drafter has no contexts.
+        """
+        self._check_context_width()
+        return ContextCache(self.config.n_layers, self.config.target_layer_inference)
+
+    @torch.inference_mode()
+    def encode_context(self, frozen: FrozenTarget, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
+        """Make the contexts of n positions of one text that the target has seen.
+
+        Args:
+            frozen: target pieces, as for :meth:`draft_root`.
+            hidden: [n, E], the target's hidden states after its final norm.
+            kv: [n, L, D], packed KV of all layers; may be None unless :attr:`context_needs_kv`.
+            start: the first of the positions.
+
+        Returns:
+            [n, W], in the drafter's dtype.
+
+        Raises:
+            DrafterError: the drafter has no contexts, or needs the KV.
+        """
+        self._check_context_width()
+        if self.context_needs_kv and kv is None:
+            raise DrafterError(f"contexts of a {self.kind} drafter are made from the target's KV; give it.")
+        return self._make_context(hidden, kv, start).to(self.dtype)
+
+    @torch.inference_mode()
+    def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
+        """Take the contexts of the next n positions; ends the round, so that :meth:`draft_root` comes next.
+
+        State and cache then draft as beside a target that has committed these positions. Rounds begin at a token whose
+        predecessors all have contexts, at least one; known tokens behind it are fed as levels of a chain, as in
+        training, until their contexts are here.
+
+        Args:
+            state: of one row; drafting from it must happen in inference mode.
+            cache: from :meth:`new_context_cache`.
+            context: [n, W] of any dtype and device.
+            start: the first of the positions; those before it have been taken.
+
+        Raises:
+            DrafterError: the drafter has no contexts, or these are not the next ones.
+        """
+        width = self._check_context_width()
+        if context.ndim != 2 or context.shape[1] != width or start != cache.lengths[0]:
+            raise DrafterError(
+                f"contexts {list(context.shape)} from position {start} on do not fit: "
+                f"the next ones are [n, {width}] from {cache.lengths[0]} on."
+            )
+        weight = next(self.parameters())
+        self._take_context(state, cache, context.to(weight.device, weight.dtype))
+
+    def _check_context_width(self) -> int:
+        if self.context_width is None:
+            raise DrafterError(
+                f"a {self.kind} drafter drafts beside its target alone; over a network draft with one of eagle, "
+                "independent, moa."
+            )
+        return self.context_width
+
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
+        """Make what :meth:`encode_context` returns; by default nothing, [n, 0]."""
+        return hidden[:, :0]
+
+    def _take_context(self, state: Any, cache: ContextCache, context: Tensor) -> None:
+        """Take contexts [n, W] behind ``cache.lengths``; by default they are counted."""
+        cache.append(len(context), None, 0)

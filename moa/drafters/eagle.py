@@ -23,8 +23,9 @@ from typing_extensions import override
 
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.context_cache import ContextCache
 from .causal_layers import causal_features
-from .feature import FeatureDrafter
+from .feature import FeatureDrafter, FeatureState
 from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes
 from .training import LossTerms, TrainingStep, distillation, loss_scale
@@ -85,6 +86,20 @@ class EagleDrafter(FeatureDrafter):
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         joined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
         return joined.to(embeddings.dtype)  # under autocast the residual stream keeps its precision
+
+    @property
+    @override
+    def context_width(self) -> int | None:
+        return self.config.hidden_size
+
+    @override
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
+        return hidden
+
+    @override
+    def _take_context(self, state: FeatureState, cache: ContextCache, context: Tensor) -> None:
+        state.fresh[0].append(context)
+        cache.append(len(context), None, 0)
 
     def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:
         """Run the layers over whole sequences; slot t gives the feature of token t+1.

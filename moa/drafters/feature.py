@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..errors import DrafterError
 from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import TargetCache
+from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .causal_layers import LayerCaches
 from .rounds import Draws, at_queries, loss_queries
@@ -25,16 +26,32 @@ class FeatureState(LayerCaches):
 
     Attributes:
         fresh: per row the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
+        last: per row the newest of those that were fed, [1, E or K * E].
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
         self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
+        self.last: list[Tensor] = []
 
     @override
     def select_rows(self, rows: Sequence[int]) -> None:
         super().select_rows(rows)
         self.fresh = [self.fresh[row] for row in rows]
+        self.last = [self.last[row] for row in rows] if self.last else []
+
+    def take_fresh(self) -> list[Tensor]:
+        """Hand over the states of the slots to feed; where there is none, those of the root's slot once more."""
+        found = []
+        for row, parts in enumerate(self.fresh):
+            if not parts:
+                if not self.last:
+                    raise DrafterError("nothing of the target has been observed: give its states before drafting.")
+                self.n_true[row] -= 1
+                parts = [self.last[row]]
+            found.append(torch.cat(parts))
+        self.fresh, self.last = [[] for _ in found], [states[-1:] for states in found]
+        return found
 
 
 class FeatureDrafter(Drafter):
@@ -104,21 +121,20 @@ class FeatureDrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+        self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         # Slots up to the root's are made from the target's own states, also those of accepted drafts, made anew.
         device = frozen.lm_head_weight.device
-        fresh = [torch.cat(parts) for parts in state.fresh]
+        fresh = state.take_fresh()
         counts = [len(hidden) for hidden in fresh]
         tokens = torch.zeros(len(fresh), max(counts), dtype=torch.int64, device=device)
         for row, (start, count) in enumerate(zip(state.n_true, counts, strict=True)):
             tokens[row, :count] = torch.tensor(committed[row][start + 1 : start + 1 + count])
         hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E or K * E]
         x = self.join(frozen.embed(tokens), self.true_features(hidden))
-        state.fresh = [[] for _ in fresh]
         return state.feed_committed(self.blocks, self.rotary, x, counts)
 
     @override
-    def draft_level(self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+    def draft_level(self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         x = self.join(frozen.embed(level.tokens), level.parent_features)
         return state.feed_level(self.blocks, self.rotary, x, level.seen, level.depth)

@@ -33,7 +33,7 @@ from ..nn import masks
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotary, Rotation
 from ..targets.bundle import FrozenTarget, target_sizes
-from ..targets.cache import TargetCache
+from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes
@@ -202,7 +202,7 @@ class GlideDrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: GlideState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+        self, state: GlideState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         device, slots = frozen.lm_head_weight.device, state.self_attention
         if state.n_fed:  # of last round's nodes only the root is known to be committed
@@ -220,7 +220,7 @@ class GlideDrafter(Drafter):
         return self._draft(state, at_queries(embeddings, last), at, seen, cache, is_chain=True)
 
     @override
-    def draft_level(self, state: GlideState, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+    def draft_level(self, state: GlideState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         n_nodes, device = level.tokens.shape[1], level.tokens.device
         roots = [length - state.n_fed for length in state.self_attention.lengths]
         first = torch.tensor(roots, device=device)[:, None] + level.depth
@@ -231,7 +231,7 @@ class GlideDrafter(Drafter):
         return self._draft(state, embeddings, positions, level.seen, cache, is_chain=state.n_fed == level.depth + 1)
 
     def _draft(
-        self, state: GlideState, x: Tensor, positions: Tensor, seen: Tensor, cache: TargetCache, is_chain: bool
+        self, state: GlideState, x: Tensor, positions: Tensor, seen: Tensor, cache: KVSource, is_chain: bool
     ) -> Tensor:
         """Compute features of fed tokens x [B, b, E] at positions [B, b]; a chain of one row needs no masks."""
         n_verified = [length - state.n_fed for length in state.self_attention.lengths]

@@ -22,7 +22,7 @@ from ..errors import DrafterError
 from ..nn import losses, masks
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import TargetCache
+from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .causal_layers import LayerCaches, causal_features
 from .rounds import Draws, at_queries, loss_queries
@@ -135,14 +135,21 @@ class IndependentDrafter(Drafter):
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         return F.linear(features, self.embed_tokens.weight)
 
+    @property
+    @override
+    def context_width(self) -> int | None:
+        return 0
+
     @override
     def new_state(self, n_rows: int) -> LayerCaches:
         return LayerCaches(n_rows, self.config.independent_layers)
 
     @override
     def draft_root(
-        self, state: LayerCaches, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+        self, state: LayerCaches, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
+        # The root of the round before is fed anew where nothing was committed since.
+        state.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, state.n_true, strict=True)]
         fresh = [torch.tensor(tokens[n:]) for tokens, n in zip(committed, state.n_true, strict=True)]
         tokens = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.embed_tokens.weight.device)  # [B, n]
         counts = [len(row) for row in fresh]
@@ -150,7 +157,7 @@ class IndependentDrafter(Drafter):
         return features
 
     @override
-    def draft_level(self, state: LayerCaches, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+    def draft_level(self, state: LayerCaches, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level.seen, level.depth)
         features: Tensor = self.norm(x)
         return features

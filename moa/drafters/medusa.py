@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from ..nn import losses, masks
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import TargetCache
+from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes
@@ -175,14 +175,14 @@ class MedusaDrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: MedusaState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+        self, state: MedusaState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         assert state.hidden is not None, "a target call comes before the first round"
         features: Tensor = self.heads[0](state.hidden)[:, None]
         return features
 
     @override
-    def draft_level(self, state: MedusaState, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+    def draft_level(self, state: MedusaState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         assert state.hidden is not None
         features: Tensor = self.heads[level.depth](state.hidden)[:, None]
         return features.expand(-1, level.tokens.shape[1], -1)

@@ -43,7 +43,8 @@ from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_behind, rotate_packed_keys
 from ..nn.layers import DecoderBlock, Rotary, Rotation
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import TargetCache
+from ..targets.cache import KVSource
+from ..targets.context_cache import ContextCache
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .mixture_sizes import MoASizes
 from .rounds import Draws, Rounds, at_queries
@@ -260,12 +261,23 @@ class MoADrafter(Drafter):
         Returns:
             Memory [B, T, E].
         """
+        hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions))
+        return hidden
+
+    def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Make what :meth:`encode_memory` projects: the means of G groups of layers, or the last layer (G = 1).
+
+        Args and raised errors are those of :meth:`encode_memory`.
+
+        Returns:
+            [B, T, G * D].
+        """
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:
             positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
         rotation = self._layer_rotation(kv)
-        summaries = []  # [n, G * D] each, G groups of layers
+        summaries = []  # [n, G * D] each
         at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
         for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
             part = part.to(self.dtype)
@@ -277,8 +289,8 @@ class MoADrafter(Drafter):
             else:
                 summaries.append(part[:, 0])
         summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)
-        hidden: Tensor = self.kv_to_hidden(summary).unflatten(0, kv.shape[:2])
-        return hidden
+        all_means: Tensor = summary.unflatten(0, kv.shape[:2])
+        return all_means
 
     def _layer_rotation(self, kv: Tensor) -> Rotation:
         rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
@@ -290,7 +302,7 @@ class MoADrafter(Drafter):
 
     @override
     def draft_root(
-        self, state: MoADraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: TargetCache
+        self, state: MoADraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         state.forget_drafts(self.config.cross_attention_drafts)
         n_verified = [len(tokens) - 1 for tokens in committed]
@@ -318,7 +330,7 @@ class MoADrafter(Drafter):
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     @override
-    def draft_level(self, state: MoADraftState, frozen: FrozenTarget, level: DraftLevel, cache: TargetCache) -> Tensor:
+    def draft_level(self, state: MoADraftState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         before = [length - state.n_fed for length in state.self_attention.lengths]
         first = torch.tensor(before, device=level.tokens.device)[:, None] + level.depth
         positions = first.expand(-1, level.tokens.shape[1])  # [B, b]: a level stands at one position
@@ -338,10 +350,52 @@ class MoADrafter(Drafter):
             counts: how many of the n positions of each row are real; None for all.
         """
         positions = positions_behind(state.memory.lengths, kv.shape[1], kv.device)
-        memory = self.encode_memory(kv, positions)  # [B, n, E]
+        self._append_memory(state, self.encode_memory(kv, positions), positions, counts)
+
+    def _append_memory(
+        self, state: MoADraftState, memory: Tensor, positions: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        """Put memory [B, n, E] of some positions behind the cross-attention cache."""
         state.memory.append(*self.cross_attention.keys_values(memory, self.rotary(positions)), counts)
 
-    def _remember(self, state: MoADraftState, n_verified: Sequence[int], cache: TargetCache) -> None:
+    @property
+    def _sends_means(self) -> bool:
+        """Whether contexts hold the means, narrower than the memory that the receiver makes of them."""
+        return self.kv_to_hidden.in_features < self.kv_to_hidden.out_features
+
+    @property
+    @override
+    def context_width(self) -> int | None:
+        n_own: int = min(self.kv_to_hidden.in_features, self.kv_to_hidden.out_features)
+        return n_own + self.config.target_layer_inference * self.config.kv_width
+
+    @property
+    @override
+    def context_needs_kv(self) -> bool:
+        return True
+
+    @override
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
+        assert kv is not None
+        positions = torch.arange(start, start + len(kv), device=kv.device)[None]
+        encode = self.encode_means if self._sends_means else self.encode_memory
+        own = encode(kv[None], positions)[0]  # [n, G * D or E]
+        n_layers = self.config.target_layer_inference
+        layers = kv[:, kv.shape[1] - n_layers :].flatten(1)  # [n, N * D]
+        return torch.cat((own, layers.to(own.dtype)), dim=1)
+
+    @override
+    def _take_context(self, state: MoADraftState, cache: ContextCache, context: Tensor) -> None:
+        state.forget_drafts(self.config.cross_attention_drafts)
+        kv_width, n_layers = self.config.kv_width, self.config.target_layer_inference
+        own, layers = context.split((context.shape[1] - n_layers * kv_width, n_layers * kv_width), dim=1)
+        memory = self.kv_to_hidden(own) if self._sends_means else own
+        positions = positions_behind(state.memory.lengths, len(context), context.device)
+        self._append_memory(state, memory[None], positions)
+        n_kv_heads = kv_width // (2 * self.config.head_dim)
+        cache.append(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
+
+    def _remember(self, state: MoADraftState, n_verified: Sequence[int], cache: KVSource) -> None:
         """Bring the memory up to the verified positions of each row."""
         counts = [n - length for n, length in zip(n_verified, state.memory.lengths, strict=True)]
         if max(counts):
@@ -350,7 +404,7 @@ class MoADrafter(Drafter):
             self.extend_memory(state, kv.to(self.dtype), counts)
 
     def _attend_to_target(
-        self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: _Fed, cache: TargetCache
+        self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: _Fed, cache: KVSource
     ) -> Tensor:
         """Turn what self-attention gave for fed tokens, x [B, b, E], into their features [B, b, E]."""
         if self.config.cross_attention_drafts:

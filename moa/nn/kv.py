@@ -132,6 +132,13 @@ class KVBuffer:
         n_slots = max(self.lengths)
         return self._buffer[0, :, :, :n_slots], self._buffer[1, :, :, :n_slots]
 
+    def row_slots(self, row: int, n_slots: int) -> tuple[Tensor, Tensor]:
+        """View the first n slots of a row, each [1, H_kv, n, d]; those behind its length may be written to."""
+        if self._buffer is None:
+            raise DrafterError("the drafter's cache is empty: extend it before attending to it.")
+        self._reserve(n_slots, self._buffer[0])
+        return self._buffer[0, row : row + 1, :, :n_slots], self._buffer[1, row : row + 1, :, :n_slots]
+
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget what lies at or beyond each of the given positions."""
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]

@@ -20,7 +20,7 @@ sees all slots of the buffer, and only tensors say where its tokens stand.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..errors import DrafterError
 
 _INITIAL_SLOTS = 256
+
+
+class KVSource(Protocol):
+    """The target's KV of B rows as drafters read it: of a live target, or of what has arrived from one."""
+
+    lengths: list[int]
+    """Positions of each row whose KV is here."""
+
+    def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
+        """Pack the KV of n positions of each row, see :meth:`TargetCache.packed`: [B, n, L, D]."""
+        ...
+
+    def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
+        """View a layer, which may be written to behind the lengths: keys and values [B, H_kv, n_slots, d]."""
+        ...
 
 
 class Buffers:

@@ -30,6 +30,7 @@ from moa_data.moa.errors import DrafterError, TargetMismatch
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.nn import masks
+from moa_data.moa.targets.context_cache import ContextCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
@@ -96,6 +97,64 @@ class Rows:
             seen = torch.ones(1, 1, depth + 1, dtype=torch.bool)
             features.append(self.level(torch.tensor([[token]]), features[-1], seen, depth))
         return torch.cat(features, dim=1)[0, : n_levels + 1]
+
+
+class Receiver:
+    """Drafts of one text on a machine without the target, from contexts alone."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.drafter, self.frozen = drafter, frozen_for(drafter, target.model)
+        self.state, self.cache = drafter.new_state(1), drafter.new_context_cache()
+
+    def take(self, contexts: Tensor, n_positions: int, piece: int) -> None:
+        """Take what is missing of the contexts [T, W] of the first n positions, in pieces."""
+        while (start := self.cache.lengths[0]) < n_positions:
+            stop = min(start + piece, n_positions)
+            self.drafter.take_context(self.state, self.cache, contexts[start:stop], start)
+
+    @torch.inference_mode()
+    def chain(self, text: list[int], root: int, n_levels: int) -> tuple[Tensor, list[int]]:
+        """Draft from a root, fed with the text where it is known: features [1 + n_levels, E], and the tokens fed."""
+        features = [self.drafter.draft_root(self.state, self.frozen, [text[: root + 1]], self.cache)]
+        fed: list[int] = []
+        for depth in range(1, n_levels + 1):
+            drafted = int(self.drafter.draft_logits(self.frozen, features[-1][:, 0]).argmax())
+            fed.append(text[root + depth] if root + depth < len(text) else drafted)
+            seen = torch.ones(1, 1, depth + 1, dtype=torch.bool)
+            level = DraftLevel(torch.tensor([[fed[-1]]]), features[-1], seen, depth)
+            features.append(self.drafter.draft_level(self.state, self.frozen, level, self.cache))
+        return torch.cat(features, dim=1)[0], fed
+
+
+@torch.inference_mode()
+def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int = 4) -> None:
+    """Compare drafts from contexts with those beside the target, whatever the pieces and however far they lag.
+
+    Args:
+        n_alone: levels that are drafted behind the end of the text.
+    """
+    text = torch.randint(4, VOCABULARY, (24,), generator=torch.Generator().manual_seed(8)).tolist()
+    sender = Rows(drafter, target)
+    hidden = target.forward(torch.tensor([text]), sender.cache)[0]
+    sender.cache.commit([range(len(text))])
+    kv = sender.cache.packed([0], len(text))[0] if drafter.context_needs_kv else None
+    pieces = [(0, 5), (5, 6), (6, len(text))]
+    made = [drafter.encode_context(sender.frozen, hidden[a:b], None if kv is None else kv[a:b], a) for a, b in pieces]
+    contexts = torch.cat(made)
+    assert contexts.shape == (len(text), drafter.context_width)
+    assert contexts.dtype == drafter.dtype
+    last = len(text) - 1
+    for piece, roots in ((1, (1, 4, 4, 5)), (3, (2, 13, last)), (last, (last,))):
+        receiver, beside = Receiver(drafter, target), Rows(drafter, target)
+        for root in roots:
+            receiver.take(contexts, root, piece)
+            n_levels = last - root + n_alone
+            got, fed = receiver.chain(text, root, n_levels)
+            # Beside the target the same tokens are fed; contexts that lag are a longer round, as in training.
+            expected = beside.chain(text[: root + 1] + fed, root, n_levels)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=close)
+            logits = [drafter.draft_logits(sender.frozen, features) for features in (got, expected)]
+            assert torch.equal(logits[0].argmax(dim=-1), logits[1].argmax(dim=-1))
 
 
 def batch_of(drafter: Drafter, model: Any, n_tokens: int = 30) -> TrainingInputs:
@@ -303,6 +362,49 @@ class DrafterContract:
             alone = generate(target, drafter, prompt, max_new_tokens=8, tree=shape, sampling=config, seed=3 + row)
             assert alone.tokens == together[row].tokens
             assert alone.stats.committed_per_call == together[row].stats.committed_per_call
+
+    # Where the target is on another machine
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_contexts_stand_for_the_target(self, family: str) -> None:
+        target = Target(build_model(family))
+        drafter = self.build(target.model)
+        if drafter.context_width is not None:
+            check_contexts(drafter, target, 10 * self.close)
+            return
+        able = sorted(kind for kind, one in DRAFTERS.items() if one.context_width is not Drafter.context_width)
+        message = f"a {self.kind} drafter drafts beside its target alone; over a network draft with one of "
+        for attempt in (
+            drafter.new_context_cache,
+            lambda: drafter.encode_context(frozen_for(drafter, target.model), torch.zeros(1, 48), None, 0),
+            lambda: drafter.take_context(drafter.new_state(1), ContextCache(4), torch.zeros(1, 48), 0),
+        ):
+            with pytest.raises(DrafterError, match=message + ", ".join(able)):
+                attempt()
+
+    def test_a_drafter_goes_on_alone(self) -> None:
+        """In float64: a drafter that feeds itself adds up differences over many levels."""
+        target = Target(build_model().double())
+        drafter = self.build(target.model).double()
+        if drafter.context_width is not None:
+            check_contexts(drafter, target, 1e-6, n_alone=64)
+
+    def test_contexts_come_in_order(self) -> None:
+        target = Target(build_model())
+        drafter = self.build(target.model)
+        if drafter.context_width is None:
+            return
+        receiver, width = Receiver(drafter, target), drafter.context_width
+        receiver.take(torch.randn(3, width), 3, 2)
+        for shape, start in (((2, width), 2), ((2, width), 4), ((2, width + 1), 3), ((width,), 3)):
+            with pytest.raises(DrafterError, match=rf"the next ones are \[n, {width}\] from 3 on"):
+                drafter.take_context(receiver.state, receiver.cache, torch.zeros(shape), start)
+        assert receiver.cache.lengths == [3]
+        if drafter.context_needs_kv:
+            with pytest.raises(DrafterError, match="made from the target's KV; give it"):
+                drafter.encode_context(receiver.frozen, torch.zeros(1, 48), None, 0)
+            with pytest.raises(DrafterError, match="positions 3 to 4 have not arrived; begin the round at token 3"):
+                receiver.chain(list(range(6)), 5, 0)
 
     def test_it_drafts_no_deeper_than_it_says(self, taught: tuple[Target, Any]) -> None:
         target, drafter = taught

@@ -21,7 +21,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import PAPER, build_drafter, frozen_for, stored
 from moa_data.tests.kit.models import build_model
 
-from .contract import CLOSE, DrafterContract, Rows
+from .contract import CLOSE, DrafterContract, Rows, check_contexts
 
 OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": True}
 
@@ -88,6 +88,18 @@ def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -
         before = root
         stepped = rows.chain(text, root, position - root)
         torch.testing.assert_close(stepped[-1], trained[query], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("n_target_layers", [0, 1, 3])
+@pytest.mark.parametrize("sizes", [{}, OURS, {"layer_attention": False}], ids=["paper", "ours", "last layer"])
+def test_contexts_hold_the_narrower_of_means_and_memory(n_target_layers: int, sizes: dict[str, Any]) -> None:
+    """And the KV of the target layers, which the drafted features pass through."""
+    for n_kv_heads, kv_width in ((1, 24), (4, 96)):
+        target = Target(build_model("qwen2-mixed", num_key_value_heads=n_kv_heads))
+        drafter = build_drafter(target.model, n_target_layers, **sizes)
+        n_groups = drafter.config.layer_groups if drafter.config.layer_attention else 1
+        assert drafter.context_width == min(48, n_groups * kv_width) + n_target_layers * kv_width
+        check_contexts(drafter, target, 10 * CLOSE)
 
 
 def test_losses_are_on_the_rounds_of_the_draws() -> None:
