@@ -1,0 +1,87 @@
+"""Codecs of contexts: sizes, error bounds, and bytes that do not fit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moa_data.serving.errors import RequestInvalid, ServingError
+from moa_data.serving.protocol.codecs import CODECS, GROUP, bytes_per_position, decode, encode
+
+MOST = {"int8": 127, "int4": 7}
+SHAPES = st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 2, 7, 63, 64, 65, 100, 129, 192]))
+
+
+def numbers(n: int, width: int, seed: int, scale: float) -> Tensor:
+    """Numbers whose groups differ in size, as keys and other numbers of a context do."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(n, -(-width // GROUP), generator=generator).mul(8).exp()
+    return torch.randn(n, width, generator=generator) * sizes.repeat_interleave(GROUP, dim=1)[:, :width] * scale
+
+
+def bound(codec: str, context: Tensor) -> Tensor:
+    """The largest error that each number may have."""
+    if codec == "bf16":
+        return context.abs() / 256
+    rest = -context.shape[1] % GROUP
+    groups = torch.nn.functional.pad(context, (0, rest)).unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(dim=2).repeat_interleave(GROUP, dim=1)[:, : context.shape[1]]
+    # Half a step; the scale itself is rounded to one part in 256.
+    error: Tensor = largest / MOST[codec] * (0.5 + 1 / 256) + largest / 256
+    return error
+
+
+@given(st.sampled_from(CODECS), SHAPES, st.integers(0, 1 << 16), st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]))
+def test_roundtrip(codec: str, shape: tuple[int, int], seed: int, scale: float) -> None:
+    context = numbers(*shape, seed, scale)
+    values = encode(codec, context)
+    assert len(values) == shape[0] * bytes_per_position(codec, shape[1])
+    found = decode(codec, values, *shape)
+    assert found.shape == shape
+    assert found.dtype == torch.float32
+    assert ((found - context).abs() <= bound(codec, context)).all()
+    assert encode(codec, found) == values, "what was decoded is encoded to the same bytes"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_positions_are_coded_on_their_own(codec: str) -> None:
+    context = numbers(5, 100, 3, 1.0)
+    assert encode(codec, context) == b"".join(encode(codec, row[None]) for row in context)
+    assert encode(codec, context.bfloat16()) == encode(codec, context.bfloat16().float())
+
+
+def test_bytes_of_a_position() -> None:
+    assert [bytes_per_position(codec, 100) for codec in CODECS] == [200, 104, 54]
+    assert [bytes_per_position(codec, 4096) for codec in CODECS] == [8192, 4224, 2176]
+    assert [bytes_per_position(codec, 1) for codec in CODECS] == [2, 3, 3]
+    assert [bytes_per_position(codec, 0) for codec in CODECS] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_becomes_0(codec: str) -> None:
+    context = torch.tensor([[1.0, float("inf"), float("-inf"), float("nan"), -2.0, 3.4e38]])
+    found = decode(codec, encode(codec, context), 1, 6)
+    assert found.isfinite().all()
+    assert found[0, 1:4].tolist() == [0, 0, 0]
+    small = decode(codec, encode(codec, context[:, :5]), 1, 5)
+    torch.testing.assert_close(small, torch.tensor([[1.0, 0, 0, 0, -2.0]]), rtol=0, atol=0.15)
+
+
+@given(st.sampled_from(CODECS), st.binary(max_size=400), st.integers(0, 4), st.integers(0, 130))
+def test_any_bytes_are_decoded_or_refused(codec: str, values: bytes, n: int, width: int) -> None:
+    expected = n * bytes_per_position(codec, width)
+    if len(values) != expected:
+        with pytest.raises(ServingError, match=f"are {expected} bytes in {codec}, got {len(values)}; do both sides"):
+            decode(codec, values, n, width)
+        values = values[:expected].ljust(expected, b"\xff")
+    found = decode(codec, values, n, width)
+    assert found.shape == (n, width)
+    assert found.isfinite().all()
+
+
+def test_unknown_codecs_are_refused() -> None:
+    with pytest.raises(RequestInvalid, match="no codec 'int2' of contexts; expected one of bf16, int8, int4"):
+        encode("int2", torch.zeros(1, 4))
+    with pytest.raises(RequestInvalid, match="expected one of"):
+        decode("", b"", 0, 4)
