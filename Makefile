@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format types docs figures bench bench-gpu check lock release clean
+.PHONY: help setup demo test test-slow test-gpu lint format types docs proto figures bench bench-gpu check lock release clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ docs: $(STAMP) ## Build the site into site/; a broken link is an error
 	@rm -rf .docs_path && mkdir -p .docs_path/moa_data
 	@cd .docs_path/moa_data && ln -s $(addprefix ../../,$(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) .
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+proto: $(STAMP) ## Make the code of the drafting protocol from its .proto
+	$(BIN)/python .ci/proto.py
 
 figures: $(STAMP) ## Draw the pictures and write the tables of docs/ from benchmarks/results
 	$(BIN)/python docs/generate.py
