@@ -33,3 +33,7 @@ class ProtocolMismatch(ServingError):
 
 class Disconnected(ServingError, ConnectionError):
     """The connection ended, or could not be made."""
+
+
+class EmulationUnavailable(ServingError, OSError):
+    """This machine cannot emulate a network with real packets."""

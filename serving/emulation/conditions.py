@@ -1,0 +1,63 @@
+"""Networks by name: rate, delay, jitter and loss of each direction.
+
+Figures of ``wired``, ``5g`` and ``4g`` are those that the paper of the Mixture of Attentions drafter (arXiv 2410.03804)
+gives for its client-server experiments. A ping is a round trip, so each direction gets half of it. A delay "a +- b ms"
+is read as netem, which such figures are options of, reads it: normally distributed, drawn for each packet of each
+direction, so that the round trip is about twice as long.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One direction of a network.
+
+    Attributes:
+        rate_bits_s: bits per second, headers included; None for no limit.
+        delay_ms: mean delay of a packet, one way, without the time that the rate takes.
+        jitter_ms: standard deviation of the delay, which is normal, but never below 0. Packets keep their order, as
+            on the radio links of 4G and 5G, which hold back what overtook: a burst waits for its slowest packet.
+        loss: probability that a packet is lost, each packet for itself.
+    """
+
+    rate_bits_s: float | None = None
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A network between a client and a server; ``up`` is what the client sends."""
+
+    name: str
+    up: Direction
+    down: Direction
+
+    @property
+    def round_trip_ms(self) -> float:
+        """The mean round trip of a small packet on an idle network, jitter cut off at 0 left out of account."""
+        return self.up.delay_ms + self.down.delay_ms
+
+
+def symmetric(
+    name: str, rate_bits_s: float | None = None, delay_ms: float = 0.0, jitter_ms: float = 0.0, loss: float = 0.0
+) -> Condition:
+    """Return a network whose directions are alike; the delay is one way."""
+    direction = Direction(rate_bits_s, delay_ms, jitter_ms, loss)
+    return Condition(name, direction, direction)
+
+
+NONE = symmetric("none")
+"""No emulation: what this machine does by itself."""
+WIRED = symmetric("wired", 50e6, 4.5)
+"""The paper's wired network: 50 Mbit/s and a ping (round trip) of 9 ms."""
+MOBILE_5G = symmetric("5g", 50e6, 10.0, 10.0, 0.001)
+"""The paper's 5G: 10 +- 10 ms one way, 0.1 % loss. Its rate is taken as that of the wired network."""
+MOBILE_4G = symmetric("4g", 20e6, 21.0, 19.0, 0.001)
+"""The paper's 4G: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss."""
+SATELLITE = symmetric("satellite", 20e6, 50.0, 5.0, 0.001)
+"""A far network, such as low satellites or another continent: a round trip of 100 ms. Not of the paper."""
+CONDITIONS = {condition.name: condition for condition in (NONE, WIRED, MOBILE_5G, MOBILE_4G, SATELLITE)}
+"""Networks by name."""
