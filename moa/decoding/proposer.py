@@ -3,8 +3,8 @@
 Shapes: B rows, N nodes, V vocabulary, E target width, b nodes of one level.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from ..targets.cache import TargetCache
 from ..targets.live import Target
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import DraftTree, Shape, StaticTree, TreeShape, most_likely, pick_best
+
+Choose = Callable[[Tensor], Tensor]
+"""Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order."""
 
 
 class Proposer(Protocol):
@@ -61,14 +64,23 @@ class DrafterProposer(Proposer):
     """Drafts with a trained drafter.
 
     Args:
+        target: the live target; None where there are frozen weights.
         frozen: target weights for the drafter, with the N layers that it needs; None takes them from the live target.
         sampling: with a temperature above 0, chains are sampled from the drafter's distribution under it.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, frozen: FrozenTarget | None = None, sampling: SamplingConfig = GREEDY
+        self,
+        target: Target | None,
+        drafter: Drafter,
+        frozen: FrozenTarget | None = None,
+        sampling: SamplingConfig = GREEDY,
     ) -> None:
-        self.frozen = frozen or FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+        if frozen is None:
+            if target is None:
+                raise DrafterError("drafting needs weights of the target: give `target` or `frozen`.")
+            frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
+        self.frozen = frozen
         weight = self.frozen.lm_head_weight
         if drafter.dtype != weight.dtype:
             raise DrafterError(
@@ -76,6 +88,7 @@ class DrafterProposer(Proposer):
             )
         self.drafter, self._device, self._sampling = drafter, weight.device, sampling
         self._generators: list[torch.Generator] = []
+        self._choose: Choose | None = None
 
     @property
     @override
@@ -88,6 +101,15 @@ class DrafterProposer(Proposer):
         self.cache, self._generators = cache, list(generators)
         cache.watched_layers = self.drafter.observed_layers  # whose outputs the target's calls then keep
         self.state = self.drafter.new_state(len(cache.lengths))
+        self._choose = None
+
+    def resume(self, cache: TargetCache, state: Any, choose: Choose | None = None) -> None:
+        """Go on with caches and a drafter's state that the caller keeps in step with what is committed.
+
+        Args:
+            choose: chooses the tokens of chains; None for those of the sampling settings.
+        """
+        self.cache, self.state, self._choose = cache, state, choose
 
     @override
     @torch.inference_mode()
@@ -127,8 +149,9 @@ class DrafterProposer(Proposer):
                 fed = DraftLevel(tokens[-1], features, seen, level - 1)
                 features = self.drafter.draft_level(self.state, self.frozen, fed, self.cache)
             logits = self.drafter.draft_logits(self.frozen, features[:, 0])  # [B, V]
-            if not is_drawn:
-                tokens.append(logits.argmax(dim=-1, keepdim=True))
+            if self._choose is not None or not is_drawn:
+                picked = logits.argmax(dim=-1) if self._choose is None else self._choose(logits)
+                tokens.append(picked[:, None].to(self._device))
                 if shape.stop_below:
                     probability = probability * logits.float().softmax(dim=-1).amax(dim=-1)
                     reached.append(probability)

@@ -57,6 +57,17 @@ class DraftState(Protocol):
         """Keep only these rows, in this order."""
         ...
 
+    def take_rows(self, rows: Sequence[int]) -> "DraftState":
+        """Copy these rows, in this order, to a state of their own; what was drafted for them may be forgotten."""
+        ...
+
+    def add_rows(self, other: Any) -> None:
+        """Append the rows of another state of the same drafter; what was drafted in this round may be forgotten.
+
+        The other state must not be used afterwards.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class DraftLevel:

@@ -3,7 +3,9 @@
 Shapes: B rows, S slots, Q queries, E width, b nodes of one level, n tokens of one call.
 """
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -55,6 +57,22 @@ class LayerCaches:
         for buffer in self.slots:
             buffer.select_rows(rows)
         self.n_true = [self.n_true[row] for row in rows]
+
+    def take_rows(self, rows: Sequence[int]) -> Self:
+        """Copy these rows, in this order, to a state of their own."""
+        taken = copy.copy(self)
+        taken.slots = [buffer.take_rows(rows) for buffer in self.slots]
+        taken.n_true = [self.n_true[row] for row in rows]
+        return taken
+
+    def add_rows(self, other: Self) -> None:
+        """Append the rows of another state."""
+        for state in (self, other):  # their rounds may be of different lengths
+            for buffer in state.slots:
+                buffer.crop(state.n_true)
+        for buffer, more in zip(self.slots, other.slots, strict=True):
+            buffer.add_rows(more)
+        self.n_true = self.n_true + other.n_true
 
     def feed_committed(
         self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, counts: Sequence[int]

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, S slots (T - 1), Q queries, E target width, K fused l
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,17 @@ class FeatureState(LayerCaches):
             found.append(torch.cat(parts))
         self.fresh, self.last = [[] for _ in found], [states[-1:] for states in found]
         return found
+
+    @override
+    def take_rows(self, rows: Sequence[int]) -> Self:
+        taken = super().take_rows(rows)
+        taken.fresh = [list(self.fresh[row]) for row in rows]
+        return taken
+
+    @override
+    def add_rows(self, other: Self) -> None:
+        super().add_rows(other)
+        self.fresh = self.fresh + other.fresh
 
 
 class FeatureDrafter(Drafter):

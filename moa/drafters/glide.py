@@ -102,6 +102,25 @@ class GlideState:
         """Keep only these rows, in this order."""
         self.self_attention.select_rows(rows)
 
+    def forget_drafts(self) -> None:
+        """End the round: of its nodes only the root is known to be committed."""
+        if self.n_fed:
+            self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
+            self.n_fed = 0
+
+    def take_rows(self, rows: Sequence[int]) -> "GlideState":
+        """Copy these rows, in this order, to a state of their own."""
+        self.forget_drafts()
+        taken = GlideState(0)
+        taken.self_attention = self.self_attention.take_rows(rows)
+        return taken
+
+    def add_rows(self, other: "GlideState") -> None:
+        """Append the rows of another state."""
+        for state in (self, other):  # their rounds may be of different lengths
+            state.forget_drafts()
+        self.self_attention.add_rows(other.self_attention)
+
 
 class GlideDrafter(Drafter):
     """The trained part: a decoder layer, and queries and output projection of its cross-attention."""
@@ -205,8 +224,7 @@ class GlideDrafter(Drafter):
         self, state: GlideState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         device, slots = frozen.lm_head_weight.device, state.self_attention
-        if state.n_fed:  # of last round's nodes only the root is known to be committed
-            slots.crop([length - state.n_fed + 1 for length in slots.lengths])
+        state.forget_drafts()
         slots.crop([len(tokens) - 1 for tokens in committed])
         fresh = [torch.tensor(tokens[n:]) for tokens, n in zip(committed, slots.lengths, strict=True)]
         counts = [len(tokens) for tokens in fresh]

@@ -68,6 +68,19 @@ class MedusaState:
         if self.hidden is not None:
             self.hidden = self.hidden[list(rows)]
 
+    def take_rows(self, rows: Sequence[int]) -> "MedusaState":
+        """Copy these rows, in this order, to a state of their own."""
+        taken = MedusaState()
+        if self.hidden is not None:
+            taken.hidden = self.hidden[list(rows)]
+        return taken
+
+    def add_rows(self, other: "MedusaState") -> None:
+        """Append the rows of another state."""
+        assert self.hidden is not None, "a target call comes before rows are joined"
+        assert other.hidden is not None
+        self.hidden = torch.cat((self.hidden, other.hidden))
+
 
 class ResidualLayer(nn.Module):
     """Gives x + silu(W x + c), W square (official ``medusa_model.py``; there all layers of a head share W)."""

@@ -64,26 +64,24 @@ class MoADraftState:
         self_attention: keys and values of the verified tokens, then of this round's drafts in the order of feeding.
         memory: cross-attention keys and values of the positions that have target KV; behind them, where the drafter
             looks at them, of this round's drafts.
+        drafts_in_memory: whether the memory gets the drafts too.
         n_fed: tokens of this round's tree that were fed, the root included.
     """
 
-    def __init__(self, n_rows: int = 1) -> None:
+    def __init__(self, n_rows: int = 1, drafts_in_memory: bool = False) -> None:
         self.self_attention = KVBuffer(n_rows)
         self.memory = KVBuffer(n_rows)
+        self.drafts_in_memory = drafts_in_memory
         self.n_fed = 0
 
-    def forget_drafts(self, in_memory: bool) -> None:
-        """End the round: keep the verified positions and, in self-attention, the root, which has been verified.
-
-        Args:
-            in_memory: whether the memory has the drafts too.
-        """
+    def forget_drafts(self) -> None:
+        """End the round: keep the verified positions and, in self-attention, the root, which has been verified."""
         if not self.n_fed:
             return
         # Behind the last root lie nodes in the order of feeding, accepted ones among others. Encoding the accepted
         # ones again is two projections of a few tokens, cheaper than finding out which are in place already.
         self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
-        if in_memory:
+        if self.drafts_in_memory:
             self.memory.crop([length - self.n_fed for length in self.memory.lengths])
         self.n_fed = 0
 
@@ -91,6 +89,21 @@ class MoADraftState:
         """Keep only these rows, in this order."""
         self.self_attention.select_rows(rows)
         self.memory.select_rows(rows)
+
+    def take_rows(self, rows: Sequence[int]) -> "MoADraftState":
+        """Copy these rows, in this order, to a state of their own."""
+        self.forget_drafts()
+        taken = MoADraftState(0, self.drafts_in_memory)
+        taken.self_attention = self.self_attention.take_rows(rows)
+        taken.memory = self.memory.take_rows(rows)
+        return taken
+
+    def add_rows(self, other: "MoADraftState") -> None:
+        """Append the rows of another state."""
+        for state in (self, other):  # their rounds may be of different lengths
+            state.forget_drafts()
+        self.self_attention.add_rows(other.self_attention)
+        self.memory.add_rows(other.memory)
 
 
 class _Fed(NamedTuple):
@@ -298,13 +311,13 @@ class MoADrafter(Drafter):
 
     @override
     def new_state(self, n_rows: int) -> MoADraftState:
-        return MoADraftState(n_rows)
+        return MoADraftState(n_rows, self.config.cross_attention_drafts)
 
     @override
     def draft_root(
         self, state: MoADraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        state.forget_drafts(self.config.cross_attention_drafts)
+        state.forget_drafts()
         n_verified = [len(tokens) - 1 for tokens in committed]
         self._remember(state, n_verified, cache)
         # The root is fed anew in each round: where it stands, the cache may hold a draft that was rejected there.

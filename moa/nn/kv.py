@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -148,6 +149,29 @@ class KVBuffer:
         self.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
             self._buffer = self._buffer[:, list(rows)]
+
+    def take_rows(self, rows: Sequence[int]) -> "KVBuffer":
+        """Copy these rows, in this order, to a buffer of their own."""
+        taken = KVBuffer(0, self._capacity)
+        taken.lengths = [self.lengths[row] for row in rows]
+        if self._buffer is not None:
+            taken._buffer = self._buffer[:, list(rows)]  # indexing copies
+        return taken
+
+    def add_rows(self, other: "KVBuffer") -> None:
+        """Append the rows of another buffer of the same heads behind its own."""
+        # A side without keys yet has no tensor; it gets one of the other's form.
+        for empty, full in ((self, other), (other, self)):
+            if empty._buffer is None and full._buffer is not None:
+                heads, _, head_dim = full._buffer.shape[2:]
+                empty._buffer = full._buffer.new_zeros(2, len(empty.lengths), heads, empty._capacity, head_dim)
+        if self._buffer is not None and other._buffer is not None:
+            self._reserve(other._capacity, self._buffer[0])
+            behind = F.pad(other._buffer, (0, 0, 0, self._capacity - other._capacity))
+            self._buffer = torch.cat((self._buffer, behind), dim=1)
+        else:
+            self._capacity = max(self._capacity, other._capacity)
+        self.lengths = self.lengths + other.lengths
 
     def _reserve(self, n_slots: int, like: Tensor) -> None:
         """Grow by doubling. New slots are zero: a masked slot must not hold NaN."""

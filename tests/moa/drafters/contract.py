@@ -257,6 +257,48 @@ class DrafterContract:
                 got = torch.stack((root[row, 0], level_1[row, parent], level_2[row, node]))
                 torch.testing.assert_close(got, alone, rtol=1e-5, atol=self.close)
 
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_rows_join_and_leave(self, family: str) -> None:
+        """Rows of two states, after rounds of different lengths, draft in one state as they do in their own."""
+        target = Target(build_model(family))
+        drafter = self.build(target.model)
+        texts = [list(range(5, 19)), [30, 41, 52], list(range(50, 57))]
+        longer = [[*text, 60, 61] for text in texts]
+        pair, single, joined = Rows(drafter, target, 2), Rows(drafter, target), Rows(drafter, target, 3)
+        pair.root([text[:2] for text in texts[:2]])
+        root = single.root([texts[2][:4]])
+        single.level(torch.tensor([[7, 8]]), root.expand(-1, 2, -1), torch.tensor([[[1, 1, 0], [1, 0, 1]]]).bool(), 1)
+        order = [1, 0, 2]
+        joined.commit([texts[row][:-1] for row in order])
+        pair.commit([text[:-1] for text in texts[:2]])
+        single.commit([texts[2][:-1]])
+        joined.proposer.state = pair.proposer.state.take_rows([1, 0])
+        joined.proposer.state.add_rows(single.proposer.state.take_rows([0]))
+        tokens, seen = torch.tensor([[20], [21], [22]]), torch.ones(3, 1, 2, dtype=torch.bool)
+
+        def two_levels(rows: Rows, texts: list[list[int]], tokens: Tensor) -> Tensor:
+            root = rows.root(texts)
+            return torch.cat((root, rows.level(tokens, root, seen[: len(texts)], 1)), dim=1)
+
+        together = two_levels(joined, [texts[row] for row in order], tokens[order])
+        apart = torch.cat((two_levels(pair, texts[:2], tokens[:2]), two_levels(single, texts[2:], tokens[2:])))
+        torch.testing.assert_close(together, apart[order], rtol=1e-5, atol=self.close)
+        left = Rows(drafter, target)
+        left.commit([longer[0][:-1]])
+        joined.commit([longer[row][:-1] for row in order])
+        left.proposer.state = joined.proposer.state.take_rows([1])
+        pair_goes_on = two_levels(pair, longer[:2], tokens[:2])
+        torch.testing.assert_close(
+            two_levels(left, longer[:1], tokens[:1]), pair_goes_on[:1], rtol=1e-5, atol=self.close
+        )
+        joined.proposer.state.select_rows([0])
+        rest = Rows(drafter, target)
+        rest.commit([longer[1][:-1]])
+        rest.proposer.state = joined.proposer.state
+        torch.testing.assert_close(
+            two_levels(rest, longer[1:2], tokens[1:2]), pair_goes_on[1:], rtol=1e-5, atol=self.close
+        )
+
     # Decoding
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,0 +1,198 @@
+"""One target call over tokens of many sequences at once.
+
+Shapes: n tokens of one sequence's part, T tokens of all parts, E width, V vocabulary, H query heads, H_kv key/value
+heads, d head dim, S slots, K watched layers.
+
+The tokens of all parts stand in one row [1, T], without padding: a chunk of a prompt, plain steps and verifications of
+any size go through the linear layers together. Only attention tells the parts apart::
+
+    part        prompt chunk   plain step   root and drafts
+    tokens      a b c d e      k            r x y z             T = 10
+    positions   0 1 2 3 4      17           9 10 11 12
+    attends to  its own KV     its own KV   its own KV and ancestors among r x y z
+
+The target's own modules compute everything, in a copy that shares the weights and differs in its attention function;
+the target itself stays as it is.
+"""
+
+import copy
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from ...moa.decoding.tree import ancestors
+from ...moa.nn import masks
+from ...moa.nn.attention import attend
+from ...moa.targets.bundle import layer_windows
+from ...moa.targets.live import Target, layer_outputs
+from .kv import SequenceKV
+
+_ATTENTION = "moa_data_parts"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one sequence in a call.
+
+    Attributes:
+        tokens: those behind its committed KV, then the drafts.
+        parents: of each draft, an index into the drafts, -1 for the token before them.
+        is_read: whether logits are wanted, of the last token before the drafts and of each draft.
+    """
+
+    kv: SequenceKV
+    tokens: list[int]
+    parents: tuple[int, ...] = ()
+    is_read: bool = True
+
+    @property
+    def n_known(self) -> int:
+        """Tokens before the drafts."""
+        return len(self.tokens) - len(self.parents)
+
+
+@dataclass
+class Output:
+    """What a call gave for one part.
+
+    Attributes:
+        hidden: [n, E], after the final norm.
+        logits: [1 + drafts, V]; None where the part is not read.
+        best: the argmax of each row of the logits.
+        layers: [n, K * E], outputs of the watched layers; None where none are watched.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None
+    best: list[int]
+    layers: Tensor | None
+
+
+class Runner:
+    """Calls a target.
+
+    Args:
+        least_s: seconds that each call takes at least, to stand for a slower target.
+    """
+
+    def __init__(self, target: Target, least_s: float = 0.0) -> None:
+        self._model = _with_own_attention(target.model)
+        self._device, self._least_s = target.device, least_s
+        self._windows = layer_windows(target.config)
+
+    def run(self, parts: Sequence[Part], watched_layers: Sequence[int] = ()) -> list[Output]:
+        """Run the tokens of all parts; their KV stays pending until ``SequenceKV.commit``."""
+        began = time.perf_counter()
+        attention = _PartsAttention(parts, self._windows, self._device)
+        tokens = torch.tensor([list(itertools.chain.from_iterable(part.tokens for part in parts))])
+        with layer_outputs(self._model, watched_layers) as outputs:
+            hidden = self._model.model(
+                input_ids=tokens.to(self._device),
+                position_ids=attention.positions[None],
+                use_cache=False,
+                parts_attention=attention,
+            ).last_hidden_state[0]  # [T, E]
+        sizes = [len(part.tokens) for part in parts]
+        by_part = hidden.split(sizes)
+        # Rows of the hidden states that logits are wanted of, and how many of each part.
+        wanted = [
+            own[part.n_known - 1 :] if part.is_read else own[:0] for own, part in zip(by_part, parts, strict=True)
+        ]
+        together = self._model.lm_head(torch.cat(wanted))
+        logits = together.split([len(rows) for rows in wanted])
+        best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
+        watched: Sequence[Tensor | None] = [None] * len(parts)
+        if watched_layers:
+            watched = torch.cat([outputs[layer][0] for layer in watched_layers], dim=-1).split(sizes)
+        results = [
+            Output(own, rows if part.is_read else None, [next(best) for _ in rows], layers)
+            for own, part, rows, layers in zip(by_part, parts, logits, watched, strict=True)
+        ]
+        if self._least_s:
+            time.sleep(max(0.0, self._least_s - (time.perf_counter() - began)))
+        return results
+
+
+class _PartsAttention:
+    """Writes keys and values of a call to each part's own KV, and attends within each part.
+
+    Attributes:
+        positions: [T] int64.
+    """
+
+    def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
+        self._sizes = [len(part.tokens) for part in parts]
+        self._pending = list(zip(*(part.kv.pending(len(part.tokens)) for part in parts), strict=True))  # by layer
+        self._seen = list(zip(*(part.kv.seen(len(part.tokens)) for part in parts), strict=True))
+        positions = [_positions(part) for part in parts]
+        self.positions = torch.tensor(list(itertools.chain.from_iterable(positions)), device=device)
+        by_window = {
+            window: [_mask(part, own, window, device) for part, own in zip(parts, positions, strict=True)]
+            for window in set(windows)
+        }
+        self._masks = [by_window[window] for window in windows]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend in one layer: q [1, H, T, d], k and v [1, H_kv, T, d] -> [1, T, H, d]."""
+        new = torch.cat((k, v)).split(self._sizes, dim=2)  # of each part [2, H_kv, n, d]
+        attended = []
+        for pending, pair, seen, own_q, mask in zip(
+            self._pending[layer], new, self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
+        ):
+            pending.copy_(pair)
+            attended.append(attend(own_q, seen[:1], seen[1:], mask))
+        together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+        return together.transpose(1, 2).contiguous()
+
+
+def _positions(part: Part) -> list[int]:
+    """List the positions of a part's tokens; a draft stands one behind its parent."""
+    start = part.kv.length
+    positions = list(range(start, start + part.n_known))
+    root, depths = positions[-1], dict.fromkeys((-1,), 0)
+    for node, parent in enumerate(part.parents):
+        depths[node] = depths[parent] + 1
+        positions.append(root + depths[node])
+    return positions
+
+
+def _mask(part: Part, positions: list[int], window: int | None, device: torch.device) -> Tensor | None:
+    """Say what each token of a part sees, [1, n, S] bool; None where each sees everything."""
+    n_tokens, start = len(part.tokens), part.kv.length
+    if n_tokens == 1 and (window is None or start < window):
+        return None
+    if list(part.parents) == list(range(-1, len(part.parents) - 1)):  # a chain, or no drafts
+        at = torch.tensor([positions], device=device)
+        return masks.causal_mask(at, start + n_tokens, window)
+    n_known = part.n_known
+    seen = torch.zeros(1, n_tokens, n_tokens, dtype=torch.bool, device=device)
+    seen[0, :n_known, :n_known] = torch.ones(n_known, n_known, dtype=torch.bool, device=device).tril()
+    seen[0, n_known:, :n_known] = True
+    tree = ancestors(torch.tensor([part.parents], device=device))  # with the root first
+    seen[0, n_known - 1 :, n_known - 1 :] = tree[0]
+    return masks.tree_mask([start], seen, window)
+
+
+def _parts_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks for it; the call's :class:`_PartsAttention` comes with the keyword arguments."""
+    attention: _PartsAttention = kwargs["parts_attention"]
+    return attention.attend(module.layer_idx, query, key, value), None
+
+
+AttentionInterface.register(_ATTENTION, _parts_attention)
+
+
+def _with_own_attention(model: Any) -> Any:
+    """Copy a model's modules, not its weights, for another attention function."""
+    weights = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    own = copy.deepcopy(model, weights)
+    own.set_attn_implementation(_ATTENTION)
+    return own

@@ -1,0 +1,614 @@
+"""The engine writes what plain decoding writes, whatever shares its calls, and outlives what goes wrong in one text."""
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.decoding.sampling import SamplingConfig
+from moa_data.moa.decoding.tree import StaticTree, TreeShape
+from moa_data.moa.targets.live import Target
+from moa_data.serving.engine.admission import EngineSettings
+from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.sequence import Commit, Request, Work
+from moa_data.serving.engine.thread import EngineThread
+from moa_data.serving.errors import Overloaded, RequestInvalid, ServingError
+from moa_data.tests.kit.drafters import build, build_drafter, teach
+from moa_data.tests.kit.models import FAMILIES, build_model, random_prompts
+
+SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, top_k=20, repetition_penalty=1.2)
+N_NEW = 12
+PROMPTS = random_prompts(8, 3, longest=40)
+CHAIN = TreeShape(4)
+
+
+@dataclass
+class Reader:
+    """Listens to one text."""
+
+    id: int = 0
+    commits: list[Commit] = field(default_factory=list)
+    errors: list[ServingError] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for commit in self.commits for token in commit.tokens]
+
+    @property
+    def finish(self) -> str:
+        return self.commits[-1].finish if self.commits else ""
+
+
+def never_ending(family: str = "llama") -> Target:
+    target = Target(build_model(family, num_hidden_layers=3))
+    target.eos_token_ids = frozenset()
+    return target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return never_ending()
+
+
+@pytest.fixture(scope="module")
+def taught(target: Target) -> Any:
+    """A drafter that is often right about the prompts."""
+    return teach(build_drafter(target.model), target, PROMPTS, 60)
+
+
+def engine_for(target: Target, drafters: Any = None, **settings: Any) -> Engine:
+    return Engine(target, drafters or {}, EngineSettings(**settings))
+
+
+def add(engine: Engine, tokens: Sequence[int], n_new: int = N_NEW, **request: Any) -> Reader:
+    reader = Reader()
+    n_prompt = request.pop("n_prompt", len(tokens))
+    asked = Request(tuple(tokens), n_prompt, n_new, **request)
+    reader.id = engine.add(asked, reader.commits.append, reader.errors.append)
+    return reader
+
+
+def run(engine: Engine, most: int = 2000) -> int:
+    """Step until there is nothing to do; returns the number of target calls."""
+    for n_calls in range(most):
+        if not engine.step():
+            return n_calls
+    pytest.fail("the engine does not come to an end")
+
+
+def plain(target: Target, prompt: Sequence[int], n_new: int = N_NEW) -> list[int]:
+    return plain_generate(target, list(prompt), max_new_tokens=n_new).tokens
+
+
+def write(target: Target, prompt: Sequence[int], drafters: Any = None, work: Work = Work.PLAIN, **request: Any) -> Any:
+    """What a text becomes alone in an engine."""
+    engine = engine_for(target, drafters, drafts=CHAIN)
+    reader = add(engine, prompt, **request)
+    engine.set_work(reader.id, work)
+    run(engine)
+    assert not reader.errors
+    return reader.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n_texts", [1, 3, 8])
+def test_texts_are_those_of_plain_decoding(family: str, n_texts: int) -> None:
+    target = Target(build_model(family))
+    target.eos_token_ids = frozenset({3, 24, 28})
+    engine = engine_for(target, prefill_chunk=24)
+    readers = [add(engine, prompt) for prompt in PROMPTS[:n_texts]]
+    for reader in readers:
+        engine.set_work(reader.id, Work.PLAIN)
+    n_calls = run(engine)
+    for prompt, reader in zip(PROMPTS, readers, strict=False):
+        assert reader.tokens == plain(target, prompt)
+        assert reader.finish == ("stop" if reader.tokens[-1] in target.eos_token_ids else "length")
+        starts = [commit.start for commit in reader.commits if commit.tokens]
+        assert starts[0] == len(prompt)
+        assert all(len(commit.tokens) == 1 for commit in reader.commits if commit.tokens)
+    assert n_calls <= N_NEW + 20, "texts share their calls"
+    assert engine.snapshot().kv_used == 0, "an answer that has ended holds no memory"
+
+
+@pytest.mark.parametrize("kind", ["moa", "eagle", "eagle3", "glide", "medusa", "independent"])
+def test_every_drafter_speculates_for_several_texts(kind: str) -> None:
+    target = never_ending()
+    drafter = build(kind, target.model, **({"medusa_heads": 4} if kind == "medusa" else {}))
+    drafter = teach(drafter, target, PROMPTS[:4], 40)
+    engine = engine_for(target, {"it": drafter}, drafts=CHAIN)
+    readers = [add(engine, prompt, 16, drafter="it") for prompt in PROMPTS[:5]]
+    for index, reader in enumerate(readers):
+        engine.set_work(reader.id, Work.SPECULATE)
+        for _ in range(index):  # so that they join one after the other
+            engine.step()
+    run(engine)
+    for prompt, reader in zip(PROMPTS, readers, strict=False):
+        assert not reader.errors
+        assert reader.tokens == plain(target, prompt, 16)
+    counts = engine.snapshot()
+    assert counts.n_accepted > 5, "drafts are accepted"
+    assert counts.n_accepted == sum(commit.n_accepted for reader in readers for commit in reader.commits)
+    assert counts.n_committed == 5 * 16
+    assert counts.n_rounds < counts.n_committed
+
+
+def test_layers_of_the_target_draft_in_a_batch() -> None:
+    """Target layer inference reads the sequences' own KV, and writes to a copy of it."""
+    for n_layers, family in ((1, "llama"), (2, "mistral")):
+        target = never_ending(family)
+        drafter = teach(build_drafter(target.model, n_layers), target, PROMPTS[:4], 40)
+        engine = engine_for(target, {"it": drafter}, drafts=TreeShape(6))
+        readers = [add(engine, prompt, 16, drafter="it") for prompt in PROMPTS[:4]]
+        for reader in readers:
+            engine.set_work(reader.id, Work.SPECULATE)
+        run(engine)
+        assert [reader.tokens for reader in readers] == [plain(target, prompt, 16) for prompt in PROMPTS[:4]]
+        assert engine.snapshot().n_accepted > 3
+
+
+@pytest.mark.parametrize("shape", [TreeShape(3, 2, 6), StaticTree((-1, -1, 0, 0), (0, 1, 0, 1)), None], ids=str)
+def test_trees_and_auto(target: Target, taught: Any, shape: Any) -> None:
+    engine = engine_for(target, {"moa": taught}, drafts=shape)
+    readers = [add(engine, prompt, 24, drafter="moa") for prompt in PROMPTS[:3]]
+    for reader in readers:
+        engine.set_work(reader.id, Work.SPECULATE)
+    run(engine)
+    assert [reader.tokens for reader in readers] == [plain(target, prompt, 24) for prompt in PROMPTS[:3]]
+
+
+def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught: Any) -> None:
+    seeds = range(6)
+    alone = [write(target, PROMPTS[seed], sampling=SAMPLED, seed=seed) for seed in seeds]
+    assert alone[0] != plain(target, PROMPTS[0])
+    assert alone[0] != write(target, PROMPTS[0], sampling=SAMPLED, seed=99)
+    assert alone[0] == write(target, PROMPTS[0], sampling=SAMPLED, seed=0), "again"
+    engine = engine_for(target, {"moa": taught}, drafts=TreeShape(5, stop_below=0.05))
+    readers = [add(engine, PROMPTS[seed], sampling=SAMPLED, seed=seed, drafter="moa") for seed in seeds]
+    readers.append(add(engine, PROMPTS[7], drafter="moa"))  # greedy, in the same drafts
+    for reader in readers:
+        engine.set_work(reader.id, Work.SPECULATE)
+    run(engine)
+    assert [reader.tokens for reader in readers[:-1]] == alone
+    assert readers[-1].tokens == plain(target, PROMPTS[7])
+    assert engine.snapshot().n_accepted > 0
+
+
+def test_coupled_drafts_are_accepted_more_often_than_others(target: Target, taught: Any) -> None:
+    """The drafter draws with the target's noise; the same drafter with other noise agrees less."""
+    sampling, accepted = SamplingConfig(temperature=1.0), {}
+    for name, shift in (("coupled", 0), ("independent", 1)):
+        engine = engine_for(target, {"moa": taught}, drafts=TreeShape(3))
+        speculation: Any = engine._speculations["moa"]
+        draft_rows = speculation._draft_rows
+
+        def shifted(rows: Any, state: Any, shape: Any, shift: int = shift, draft_rows: Any = draft_rows) -> None:
+            requests = [row.request for row in rows]
+            for row in rows:
+                row.request = Request(**{**vars(row.request), "seed": row.request.seed + shift})
+            draft_rows(rows, state, shape)
+            for row, request in zip(rows, requests, strict=True):
+                row.request = request
+
+        speculation._draft_rows = shifted
+        readers = [add(engine, prompt, 30, sampling=sampling, seed=9, drafter="moa") for prompt in PROMPTS]
+        for reader in readers:
+            engine.set_work(reader.id, Work.SPECULATE)
+        run(engine)
+        accepted[name] = engine.snapshot().n_accepted / engine.snapshot().n_drafted
+    assert accepted["coupled"] > accepted["independent"] + 0.05, accepted
+
+
+def test_verify_takes_chains_and_trees(target: Target) -> None:
+    prompt, truth = PROMPTS[0], plain(target, PROMPTS[0], 20)
+    wrong = [(token + 1) % 60 for token in truth]
+    engine = engine_for(target)
+    reader = add(engine, prompt, 20)
+
+    def verify(drafts: Sequence[int], parents: Sequence[int] = ()) -> Commit:
+        engine.set_work(reader.id, Work.VERIFY, tuple(drafts), tuple(parents), answers=len(reader.commits) + 1)
+        assert run(engine) == 1
+        commit = reader.commits[-1]
+        assert commit.answers == len(reader.commits)
+        assert commit.start + len(commit.tokens) == len(prompt) + len(reader.tokens)
+        return commit
+
+    assert verify(truth[:3]).n_accepted == 3
+    assert verify([]).tokens == (truth[4],), "without drafts a plain step"
+    commit = verify([truth[5], wrong[6], truth[7]])
+    assert (commit.n_accepted, commit.tokens) == (1, tuple(truth[5:7]))
+    # The second child, its first child, and that one's second child.
+    commit = verify([wrong[7], truth[7], truth[8], wrong[8], wrong[9], truth[9]], [-1, -1, 1, 1, 2, 2])
+    assert (commit.n_accepted, commit.tokens) == (3, tuple(truth[7:11]))
+    assert not engine.step(), "a sequence whose drafts are verified is idle"
+    commit = verify(truth[11:20])
+    assert commit.tokens == tuple(truth[11:20])
+    assert commit.finish == "length"
+    assert reader.tokens == truth
+
+
+def test_verify_is_idempotent(target: Target) -> None:
+    """The same text and drafts get the same answer, from an engine that has just read the text too."""
+    truth = write(target, PROMPTS[1], sampling=SAMPLED, seed=5)
+    drafts = (*truth[4:7], 9, 9)
+    found = []
+    for n_warm in (0, 4):  # committed by this engine itself
+        engine = engine_for(target, prefill_chunk=16)
+        text = [*PROMPTS[1], *truth[: 4 - n_warm]]
+        reader = add(engine, text, n_prompt=len(PROMPTS[1]), sampling=SAMPLED, seed=5)
+        for _ in range(n_warm):
+            engine.set_work(reader.id, Work.VERIFY)
+            run(engine)
+        engine.set_work(reader.id, Work.VERIFY, drafts)
+        run(engine)
+        found.append(reader.commits[-1])
+    assert found[0].tokens == found[1].tokens == tuple(truth[4 : 4 + len(found[0].tokens)])
+    assert found[0].n_accepted == found[1].n_accepted >= 3
+    assert found[0].start == found[1].start == len(PROMPTS[1]) + 4
+
+
+def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any) -> None:
+    """Texts join and leave at random, change their work and are held, under a bound that evicts most of them."""
+    chance = random.Random(0)
+    truths = [plain(target, prompt, 30) for prompt in PROMPTS]
+    eagle = teach(build("eagle", target.model), target, PROMPTS[:4], 30)
+    engine = engine_for(
+        target, {"moa": taught, "eagle": eagle}, drafts=TreeShape(3), kv_tokens=192, most_drafts=8, prefill_chunk=16,
+        most_sequences=3,
+    )  # fmt: skip
+    readers: dict[Any, tuple[int, Reader]] = {}
+    done = 0
+    for _ in range(400):
+        if chance.random() < 0.15 and len(readers) < 8:
+            index = chance.randrange(8)
+            n_known = chance.choice((0, 0, 5))
+            text = [*PROMPTS[index], *truths[index][:n_known]]
+            drafter = chance.choice((None, "moa", "eagle"))
+            reader = add(engine, text, 30, n_prompt=len(PROMPTS[index]), drafter=drafter)
+            readers[reader.id] = (index, reader)
+        if not readers:
+            continue
+        index, reader = readers[chance.choice(list(readers))]
+        n_known = len(engine._sequences[reader.id].tokens) if reader.id in engine._sequences else None
+        if chance.random() < 0.5 and n_known is not None:
+            work = chance.choice((Work.PLAIN, Work.SPECULATE, Work.VERIFY, Work.IDLE))
+            behind = truths[index][n_known - len(PROMPTS[index]) :][: chance.randrange(5)]
+            drafts = tuple(token if chance.random() < 0.7 else 7 for token in behind)
+            engine.set_work(reader.id, work, drafts if work is Work.VERIFY else ())
+        elif chance.random() < 0.1:
+            engine.hold(reader.id, chance.random() < 0.5)
+        elif chance.random() < 0.03:
+            engine.remove(reader.id)
+            del readers[reader.id]
+        engine.step()
+        for id_, (index, reader) in list(readers.items()):
+            assert not reader.errors
+            first = reader.commits[0].start - len(PROMPTS[index]) if reader.commits else 0
+            assert reader.tokens == truths[index][first : first + len(reader.tokens)]
+            if reader.finish:
+                assert reader.commits[-1].start + len(reader.commits[-1].tokens) == len(PROMPTS[index]) + 30
+                engine.remove(id_)
+                del readers[id_]
+                done += 1
+    counts = engine.snapshot()
+    assert done > 5
+    assert counts.n_evicted > 5
+    assert counts.n_accepted > 20
+    assert counts.n_failed == 0
+
+
+def test_a_bound_for_one_text_serves_eight(target: Target) -> None:
+    """All are runnable and only the oldest fits: the younger ones wait and are rebuilt, and each gets its text."""
+    engine = engine_for(target, kv_tokens=96, most_drafts=8, prefill_chunk=16)
+    readers = [add(engine, prompt) for prompt in PROMPTS]
+    for reader in readers:
+        engine.set_work(reader.id, Work.PLAIN)
+    while engine.step():
+        assert engine.snapshot().kv_used <= 96
+    assert [reader.tokens for reader in readers] == [plain(target, prompt) for prompt in PROMPTS]
+
+
+def test_idle_texts_give_up_their_memory_first(target: Target) -> None:
+    engine = engine_for(target, kv_tokens=128, most_drafts=8)
+    idle = [add(engine, PROMPTS[0][:20]) for _ in range(2)]
+    for reader in idle:
+        engine.set_work(reader.id, Work.VERIFY)
+        run(engine)
+    busy = add(engine, range(4, 64), 20)
+    engine.set_work(busy.id, Work.PLAIN)
+    for _ in range(8):  # until it needs a third block of the four
+        engine.step()
+    held = {id_: sequence.kv.n_blocks for id_, sequence in engine._sequences.items()}
+    assert held[idle[0].id] == 0, "the least recently served of the idle ones"
+    assert held[idle[1].id] == 1
+    assert engine.snapshot().n_evicted == 1
+    engine.set_work(idle[0].id, Work.VERIFY)
+    run(engine)
+    assert idle[0].tokens == plain(target, PROMPTS[0][:20])[:2]
+    assert busy.tokens == plain(target, range(4, 64), 20)
+
+
+def test_a_long_prompt_does_not_stall_the_others(target: Target) -> None:
+    engine = engine_for(target, prefill_chunk=16)
+    short = add(engine, PROMPTS[0][:4], 20)
+    engine.set_work(short.id, Work.PLAIN)
+    engine.step()
+    long = add(engine, range(4, 64), 4)
+    engine.set_work(long.id, Work.PLAIN)
+    for n_calls in itertools.count(1):
+        engine.step()
+        assert len(short.tokens) == 1 + n_calls, "a token with each call"
+        if long.tokens:
+            break
+    assert n_calls == 4, "60 tokens in chunks of 16"
+    assert long.tokens[0] == plain(target, range(4, 64), 1)[0]
+
+
+def test_nobody_waits_while_another_is_served_twice(target: Target) -> None:
+    engine = engine_for(target, most_sequences=3)
+    readers = [add(engine, prompt[:6], 9) for prompt in PROMPTS]
+    for reader in readers:
+        engine.set_work(reader.id, Work.PLAIN)
+    while engine.step():
+        served = [len(reader.tokens) for reader in readers]
+        assert max(served) - min(served) <= 1
+    assert served == [9] * 8
+
+
+def test_deadlines(target: Target) -> None:
+    engine = engine_for(target)
+    late = add(engine, PROMPTS[0], deadline_s=time.monotonic() - 1)
+    idle = add(engine, PROMPTS[1], deadline_s=time.monotonic() + 0.05)
+    others = add(engine, PROMPTS[2])
+    for reader in (late, others):
+        engine.set_work(reader.id, Work.PLAIN)
+    engine.step()
+    assert (late.tokens, late.finish) == ([], "deadline")
+    remaining = engine.seconds_to_deadline()
+    assert remaining is not None
+    assert remaining <= 0.05
+    time.sleep(0.06)
+    run(engine)
+    assert idle.finish == "deadline"
+    assert others.tokens == plain(target, PROMPTS[2])
+    assert engine.seconds_to_deadline() is None
+    engine.set_work(late.id, Work.VERIFY, (1,), answers=7)
+    engine.step()
+    assert (late.commits[-1].finish, late.commits[-1].answers) == ("deadline", 7), "it stays ended"
+
+
+def test_too_many_texts_are_refused(target: Target) -> None:
+    engine = engine_for(target, most_sequences=1, most_waiting=2)
+    readers = [add(engine, [5, 6]) for _ in range(3)]
+    with pytest.raises(Overloaded, match="3 texts are open"):
+        add(engine, [5, 6])
+    engine.remove(readers[0].id)
+    engine.step()
+    add(engine, [5, 6])
+    assert engine.snapshot().n_open == 3
+
+
+def test_removal_in_the_middle(target: Target, taught: Any) -> None:
+    engine = engine_for(target, {"moa": taught}, drafts=CHAIN)
+    readers = [add(engine, prompt, drafter="moa") for prompt in PROMPTS[:4]]
+    for reader in readers:
+        engine.set_work(reader.id, Work.SPECULATE)
+    for _ in range(3):
+        engine.step()
+    engine.remove(readers[1].id)
+    n_before = len(readers[1].tokens)
+    run(engine)
+    assert len(readers[1].tokens) == n_before
+    for index in (0, 2, 3):
+        assert readers[index].tokens == plain(target, PROMPTS[index])
+    engine.remove(readers[1].id)  # gone already
+    engine.set_work(readers[1].id, Work.PLAIN)
+    assert not engine.step()
+
+
+def test_answers_of_idle_and_ended_texts(target: Target) -> None:
+    engine = engine_for(target)
+    reader = add(engine, PROMPTS[0], 2)
+    engine.set_work(reader.id, Work.IDLE, answers=3)
+    engine.step()
+    assert [(c.tokens, c.finish, c.answers) for c in reader.commits] == [((), "", 3)]
+    engine.set_work(reader.id, Work.PLAIN)
+    run(engine)
+    truth = plain(target, PROMPTS[0], 2)
+    again = add(engine, [*PROMPTS[0], *truth], 2, n_prompt=len(PROMPTS[0]))
+    engine.set_work(again.id, Work.PLAIN, answers=4)
+    assert not engine.step()
+    assert [(c.tokens, c.finish, c.answers) for c in again.commits] == [((), "length", 4)]
+    target_with_end = Target(target.model)
+    target_with_end.eos_token_ids = frozenset({truth[1]})
+    engine = engine_for(target_with_end)
+    ended = add(engine, [*PROMPTS[0], *truth], n_prompt=len(PROMPTS[0]))
+    engine.set_work(ended.id, Work.VERIFY, answers=5)
+    engine.step()
+    assert [(c.tokens, c.finish, c.answers) for c in ended.commits] == [((), "stop", 5)]
+
+
+BAD_REQUESTS = {
+    "empty": ({"tokens": ()}, "prompt is empty"),
+    "no prompt": ({"n_prompt": 0}, "prompt is empty"),
+    "prompt longer than the text": ({"n_prompt": 4}, "prompt is empty"),
+    "too long": ({"tokens": (5,) * 96, "n_prompt": 96}, "has 96 tokens, the model has 96 positions"),
+    "negative token": ({"tokens": (5, -1)}, "tokens must be from 0 to 66"),
+    "large token": ({"tokens": (5, 67)}, "tokens must be from 0 to 66"),
+    "no answer": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    "answer beyond its bound": ({"tokens": (5, 6, 7, 8), "max_new_tokens": 1}, "more than its own bound"),
+    "memory": ({"max_new_tokens": 90}, "the server keeps 64 for all texts"),
+    "contexts": ({"n_context": 4}, "contexts of 4 positions"),
+    "seed": ({"seed": 2**63}, "seed must be"),
+    "drafter": ({"drafter": "condor"}, "no drafter 'condor' here; loaded: none"),
+    "contexts of nobody": ({"wants_context": True}, "contexts are a drafter's"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_bad_requests_are_refused(target: Target, changes: dict[str, Any], message: str) -> None:
+    engine = engine_for(target, kv_tokens=64, most_drafts=8)
+    request = {"tokens": (5, 6), "n_prompt": 2, "max_new_tokens": 5} | changes
+    with pytest.raises(RequestInvalid, match=message):
+        engine.add(Request(**request), print, print)
+    assert engine.snapshot().n_open == 0
+
+
+@pytest.mark.parametrize(
+    ("drafts", "parents", "message"),
+    [
+        ((1,) * 9, (), "9 drafts are more than the 8"),
+        ((1, 2), (-1,), "2 drafts have 1 parents"),
+        ((1, 2), (-1, 1), "parent of draft 1 is 1"),
+        ((1, 2), (-2, 0), "parent of draft 0 is -2"),
+        ((1, 67), (), "tokens must be"),
+        ((1, -1), (), "tokens must be"),
+    ],
+)
+def test_bad_drafts_are_refused(target: Target, drafts: Any, parents: Any, message: str) -> None:
+    engine = engine_for(target, most_drafts=8)
+    reader = add(engine, [5, 6])
+    with pytest.raises(RequestInvalid, match=message):
+        engine.set_work(reader.id, Work.VERIFY, drafts, parents)
+
+
+def test_a_fault_in_one_text_ends_that_one_alone(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_for(target)
+    readers = [add(engine, prompt) for prompt in PROMPTS[:4]]
+    broken = Reader()
+
+    def refuse(commit: Commit) -> None:
+        raise ValueError("the listener is gone")
+
+    broken.id = engine.add(Request((5, 6), 2, 5), refuse, broken.errors.append)
+    for reader in (*readers, broken):
+        engine.set_work(reader.id, Work.PLAIN)
+    engine.step()
+    assert "the listener is gone" in str(broken.errors[0])
+    engine._sequences[readers[2].id].kv.pending = None  # type: ignore[method-assign, assignment]
+    run(engine)
+    assert len(readers[2].errors) == 1
+    for index in (0, 1, 3):
+        assert readers[index].tokens == plain(target, PROMPTS[index])
+    counts = engine.snapshot()
+    assert (counts.n_failed, counts.n_open, counts.kv_used) == (2, 3, 0)
+    assert "each goes alone" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["draft_root", "draft_level", "observe"])
+def test_a_drafter_that_fails_costs_speed_alone(
+    target: Target, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = "eagle"
+    drafter = teach(build(kind, target.model), target, PROMPTS[:4], 20)
+    engine = engine_for(target, {"it": drafter, "other": build_drafter(target.model)}, drafts=CHAIN)
+    readers = [add(engine, prompt, drafter="it") for prompt in PROMPTS[:3]]
+    readers.append(add(engine, PROMPTS[3], drafter="other"))
+    for reader in readers:
+        engine.set_work(reader.id, Work.SPECULATE)
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(drafter), where, lambda *args: 1 / 0)
+        engine.step()
+    run(engine)
+    for prompt, reader in zip(PROMPTS, readers, strict=False):
+        assert not reader.errors
+        assert reader.tokens == plain(target, prompt)
+    assert "go on without drafts" in caplog.text
+    late = add(engine, PROMPTS[4], drafter="it")
+    engine.set_work(late.id, Work.SPECULATE)
+    n_before = engine.snapshot().n_drafted
+    run(engine)
+    assert late.tokens == plain(target, PROMPTS[4])
+    assert engine.snapshot().n_drafted > n_before, "a later text is drafted for again"
+
+
+def test_a_slow_target_is_emulated(target: Target) -> None:
+    engine = engine_for(target, target_ms=20)
+    reader = add(engine, [5, 6], 3)
+    engine.set_work(reader.id, Work.PLAIN)
+    began = time.perf_counter()
+    assert run(engine) == 3
+    assert time.perf_counter() - began >= 0.06
+    assert all(commit.call_s >= 0.02 for commit in reader.commits)
+
+
+def test_the_target_stays_usable(target: Target) -> None:
+    before = plain(target, PROMPTS[0])
+    engine = engine_for(target)
+    assert target.model.config._attn_implementation == "sdpa"
+    own, other = dict(engine._runner._model.named_parameters()), dict(target.model.named_parameters())
+    assert all(own[name].data_ptr() == weight.data_ptr() for name, weight in other.items())
+    assert plain(target, PROMPTS[0]) == before
+
+
+def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any) -> None:
+    thread = EngineThread(engine_for(target, {"moa": taught}, drafts=CHAIN))
+    thread.start()
+    try:
+        readers = []
+        for index, prompt in enumerate(PROMPTS):
+            reader = Reader()
+            request = Request(tuple(prompt), len(prompt), N_NEW, drafter="moa")
+            reader.id = thread.add(request, reader.commits.append, reader.errors.append)
+            thread.set_work(reader.id, Work.SPECULATE if index % 2 else Work.PLAIN)
+            readers.append(reader)
+        late = Reader()
+        request = Request((5, 6), 2, 5, deadline_s=time.monotonic() + 0.05)
+        thread.add(request, late.commits.append, late.errors.append)  # idle, and nothing else wakes the thread
+        limit = time.monotonic() + 60
+        while not all(reader.finish for reader in (*readers, late)):
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        assert [reader.tokens for reader in readers] == [plain(target, prompt) for prompt in PROMPTS]
+        assert late.finish == "deadline"
+        thread.hold(readers[0].id, True)
+        for reader in readers:
+            thread.remove(reader.id)
+        while thread.snapshot().n_open > 1:
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+    finally:
+        thread.stop()
+
+
+def test_the_thread_outlives_a_fault_of_the_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = EngineThread(engine_for(target))
+    reader, limit = Reader(), time.monotonic() + 60
+    with monkeypatch.context() as patch:
+        patch.setattr(thread.engine._scheduler, "schedule", lambda sequences: 1 / bool(not sequences))
+        reader.id = thread.add(Request((5, 6), 2, 5), reader.commits.append, reader.errors.append)
+        thread.start()
+        thread.set_work(reader.id, Work.PLAIN)
+        while not reader.errors:
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+    try:
+        again = Reader()
+        again.id = thread.add(Request((5, 6), 2, 5), again.commits.append, again.errors.append)
+        thread.set_work(again.id, Work.PLAIN)
+        while not again.finish:
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+    finally:
+        thread.stop()
+    assert again.tokens == plain(target, [5, 6], 5)
+
+
+def test_half_precision() -> None:
+    target = Target(build_model(num_hidden_layers=2).bfloat16())
+    drafter = build_drafter(target.model).bfloat16()
+    engine = engine_for(target, {"moa": drafter}, drafts=CHAIN)
+    reader = add(engine, PROMPTS[0], drafter="moa")
+    engine.set_work(reader.id, Work.SPECULATE)
+    run(engine)
+    assert not reader.errors
+    assert len(reader.tokens) == N_NEW or reader.finish == "stop"
+    assert isinstance(reader.tokens[0], int)
+    assert torch.get_default_dtype() == torch.float32
