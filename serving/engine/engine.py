@@ -343,7 +343,7 @@ class Engine:
             return commit
         drafter = self.drafters[name]
         hidden = output.hidden[kept[first - start :]]  # [n, E]
-        kv = sequence.kv.packed(first, n_positions) if drafter.needs_kv else None
+        kv = sequence.kv.packed(first, n_positions) if drafter.context_needs_kv else None
         context = drafter.encode_context(self._speculations[name].frozen, hidden, kv, first)
         sequence.n_context = sequence.kv.length
         return replace(commit, context_start=first, context=context)
