@@ -27,29 +27,30 @@ class FeatureState(LayerCaches):
 
     Attributes:
         fresh: per row the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
-        last: per row the newest of those that were fed, [1, E or K * E].
+        last: per row the newest of those that were fed, [1, E or K * E]; None before the first.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
         self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
-        self.last: list[Tensor] = []
+        self.last: list[Tensor | None] = [None] * n_rows
 
     @override
     def select_rows(self, rows: Sequence[int]) -> None:
         super().select_rows(rows)
         self.fresh = [self.fresh[row] for row in rows]
-        self.last = [self.last[row] for row in rows] if self.last else []
+        self.last = [self.last[row] for row in rows]
 
     def take_fresh(self) -> list[Tensor]:
         """Hand over the states of the slots to feed; where there is none, those of the root's slot once more."""
         found = []
         for row, parts in enumerate(self.fresh):
-            if not parts:
-                if not self.last:
-                    raise DrafterError("nothing of the target has been observed: give its states before drafting.")
+            last = self.last[row]
+            if not parts and last is None:
+                raise DrafterError("nothing of the target has been observed: give its states before drafting.")
+            if not parts and last is not None:
                 self.n_true[row] -= 1
-                parts = [self.last[row]]
+                parts = [last]
             found.append(torch.cat(parts))
         self.fresh, self.last = [[] for _ in found], [states[-1:] for states in found]
         return found
@@ -58,12 +59,14 @@ class FeatureState(LayerCaches):
     def take_rows(self, rows: Sequence[int]) -> Self:
         taken = super().take_rows(rows)
         taken.fresh = [list(self.fresh[row]) for row in rows]
+        taken.last = [self.last[row] for row in rows]
         return taken
 
     @override
     def add_rows(self, other: Self) -> None:
         super().add_rows(other)
         self.fresh = self.fresh + other.fresh
+        self.last = self.last + other.last
 
 
 class FeatureDrafter(Drafter):
