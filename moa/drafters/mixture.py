@@ -399,7 +399,7 @@ class MoADrafter(Drafter):
 
     @override
     def _take_context(self, state: MoADraftState, cache: ContextCache, context: Tensor) -> None:
-        state.forget_drafts(self.config.cross_attention_drafts)
+        state.forget_drafts()
         kv_width, n_layers = self.config.kv_width, self.config.target_layer_inference
         own, layers = context.split((context.shape[1] - n_layers * kv_width, n_layers * kv_width), dim=1)
         memory = self.kv_to_hidden(own) if self._sends_means else own
