@@ -15,6 +15,7 @@ from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
 from ..targets.live import Target
+from .chain import Chain
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import DraftTree, Shape, StaticTree, TreeShape, most_likely, pick_best
 
@@ -143,12 +144,11 @@ class DrafterProposer(Proposer):
         reached: list[Tensor] = []  # [B] of each draft: the probability of the chain up to it
         paths = [list(row) for row in committed]
         probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
+        chain = Chain(self.drafter, self.frozen, self.state, self.cache, features)
         for level in range(1, depth + 1):
             if level > 1:
-                seen = torch.ones(len(paths), 1, level, dtype=torch.bool, device=self._device)
-                fed = DraftLevel(tokens[-1], features, seen, level - 1)
-                features = self.drafter.draft_level(self.state, self.frozen, fed, self.cache)
-            logits = self.drafter.draft_logits(self.frozen, features[:, 0])  # [B, V]
+                chain.feed(tokens[-1])
+            logits = chain.logits  # [B, V]
             if self._choose is not None or not is_drawn:
                 picked = logits.argmax(dim=-1) if self._choose is None else self._choose(logits)
                 tokens.append(picked[:, None].to(self._device))
