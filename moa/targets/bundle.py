@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,6 +148,28 @@ def target_sizes(config: Any) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "architecture": config.model_type,
     }
+
+
+def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
+    """Find the ids that end a generation.
+
+    Args:
+        values: ``eos_token_id`` of the generation config and of the config, each an id, a list of ids or None; the
+            first that says something counts.
+    """
+    for eos in values:
+        if eos is not None:
+            ids = eos if isinstance(eos, list | tuple) else [eos]
+            if not all(type(token) is int for token in ids):
+                raise TargetError(f"eos_token_id is {str(eos)[:60]!r}, expected ids. Mend generation_config.json.")
+            return frozenset(ids)
+    return frozenset()
+
+
+def load_eos_token_ids(folder: Path) -> frozenset[int]:
+    """Read the ids that end a generation from a model folder or a bundle."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    return find_eos_token_ids(read_json(file, TargetError).get("eos_token_id") for file in files if file.is_file())
 
 
 def layer_kinds(config: Any) -> list[str]:

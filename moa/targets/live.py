@@ -16,7 +16,15 @@ from ...text import first_line, format_bytes
 from ..errors import TargetError
 from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..nn import masks
-from .bundle import hash_target, layer_kinds, layer_windows, load_target_config, target_sizes, weight_files
+from .bundle import (
+    find_eos_token_ids,
+    hash_target,
+    layer_kinds,
+    layer_windows,
+    load_target_config,
+    target_sizes,
+    weight_files,
+)
 from .cache import TargetCache
 from .static_calls import StaticCalls
 
@@ -176,7 +184,9 @@ class Target:
         self.config = model.config
         self.sizes = target_sizes(model.config)
         self.max_positions: int = model.config.max_position_embeddings
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = find_eos_token_ids(
+            getattr(source, "eos_token_id", None) for source in (model.generation_config, model.config)
+        )
         self._identity: dict[str, str] | None = None
         self._static: StaticCalls | None = None
 
@@ -323,14 +333,3 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    for source in (model.generation_config, model.config):
-        eos = getattr(source, "eos_token_id", None) if source is not None else None
-        if eos is not None:
-            ids = eos if isinstance(eos, list | tuple) else [eos]
-            if not all(type(token) is int for token in ids):
-                raise TargetError(f"eos_token_id is {str(eos)[:60]!r}, expected ids. Mend generation_config.json.")
-            return frozenset(ids)
-    return frozenset()
