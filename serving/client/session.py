@@ -1,0 +1,458 @@
+"""The state machine of one answer: what is committed, what is drafted, and what the server was asked for.
+
+No I/O and no clock. Messages of the server, drafts and changes of the link go in; messages to send and events come out,
+so that every order of them can be tested. Positions count from 0 over prompt and answer::
+
+    prompt    committed answer     drafts
+    The cat | sat on             | the  mat    .    It         link up, mode ahead: the first two are asked for,
+                                   ~~~~~~~~~                   the next one guesses the bonus
+    The cat | sat on the rug     |                             the server says "the rug": one agreed, the rest is wrong
+
+    The cat | sat on             | the  mat    .    It         link down, mode alone: all of them are shown,
+                                   ?????????????????           unverified
+    The cat | sat on             | the  mat    .    It         link up again: one Verify asks for all
+    The cat | sat on the rug     |                             "the" was right (Verified), "mat . It" is taken back
+                                                               (RolledBack), "rug" is the server's (Tokens)
+
+Whatever the network does, a token is committed once: a message says at which position its tokens begin, so that those
+that are known already are skipped. A connection that ends takes with it what was asked for and not what is committed;
+the next one begins with all committed tokens, which the server reads anew where it has lost the session.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...moa.decoding.sampling import GREEDY, SamplingConfig
+from ..errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ..protocol import moa_v1_pb2 as pb
+from .detokenizer import Detokenizer
+from .events import Done, Event, Kind, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
+
+PROTOCOL = 1
+_RUN_MODES: dict[Mode, pb.RunMode] = {"stream": pb.RUN_MODE_PLAIN, "server": pb.RUN_MODE_SPECULATE}
+_FAILURES: dict[str, type[ServingError]] = {
+    "overloaded": Overloaded,
+    "invalid": RequestInvalid,
+    "not_allowed": NotAllowed,
+    "mismatch": ProtocolMismatch,
+}
+"""Errors by code of a failure; any other ends the connection, not the answer."""
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How an answer is made, and how far the client goes alone.
+
+    Attributes:
+        codec: of the drafter's contexts on the wire; empty for none.
+        deadline_ms: after which the server ends the answer; 0 for none.
+        most_alone: most tokens that are shown without having been verified.
+        alone_below: without a network the client stops where the product of the drafter's probabilities since the last
+            verified token falls below this: what followed would be taken back almost surely.
+    """
+
+    max_new_tokens: int
+    sampling: SamplingConfig = GREEDY
+    seed: int = 0
+    codec: str = "bf16"
+    deadline_ms: int = 0
+    most_alone: int = 64
+    alone_below: float = 0.01
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class ChainShape:
+    """A chain of drafts: its most levels, and the probability of the whole below which it ends."""
+
+    depth: int
+    stop_below: float = 0.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafted token, and how likely the target chooses it where all before it are right."""
+
+    token: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class ContextPart:
+    """Contexts of some positions as they crossed the wire; the first ``n_known`` of them are here already."""
+
+    start: int
+    n_positions: int
+    codec: str
+    values: bytes
+    n_known: int
+
+
+class Session:
+    """One answer, from its prompt to its end.
+
+    Args:
+        tokens: the prompt, and what of the answer is committed.
+        texts: turns the answer's tokens into text; empty.
+        session: id that a server gave this answer before; empty for none.
+        n_context: positions whose contexts the drafter has.
+
+    Attributes:
+        tokens: prompt and committed answer.
+        drafts: drafted tokens behind them, of which the first ``n_shown`` are shown as unverified and the first
+            ``n_asked`` are being verified.
+        shape: of the chains that are verified.
+        finish: why the answer ended; empty while it goes on.
+        parts: contexts that arrived, for the drafter.
+        n_calls: target calls that committed something.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        n_prompt: int,
+        settings: AnswerSettings,
+        texts: Detokenizer,
+        identities: pb.Identities | None = None,
+        session: str = "",
+        n_context: int = 0,
+        mode: Mode = "stream",
+        shape: ChainShape = ChainShape(10, 0.2),
+    ) -> None:
+        self.tokens, self.n_prompt, self.settings, self.session = list(tokens), n_prompt, settings, session
+        self.mode, self.shape = mode, shape
+        self.drafts: deque[Draft] = deque()
+        self.n_shown = self.n_asked = 0
+        self.n_context, self.parts = n_context, list[ContextPart]()
+        self.finish = ""
+        self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
+        self._texts, self._identities = texts, identities or pb.Identities()
+        self._outbox: list[pb.ClientMessage] = []
+        self._events: list[Event] = []
+        self._sequence = 0
+        self._is_up = self._is_opened = self._was_opened = self._is_alone = self._is_stuck = False
+        self._awaited = 0  # sequence number of the Verify or Pause that has not been answered
+        self._was_refused = False  # the last Verify; a second refusal ends the answer
+        self._running: Mode | None = None  # what the server streams
+        self._most_drafts, self._most_positions = 1, 1 << 31
+        if answer := self.tokens[n_prompt:]:
+            self._tell_tokens(0, answer, ["accepted"] * len(answer))
+        self._end_if_complete()
+
+    # What goes in
+
+    def link_up(self) -> None:
+        """Begin a connection: open the session with all that is committed, and ask for what comes next."""
+        self._is_up, self._is_opened, self._sequence = True, False, 0
+        self._awaited, self.n_asked, self._running = 0, 0, None
+        self._outbox.clear()
+        settings, sampling = self.settings, self.settings.sampling
+        self._send(
+            open=pb.Open(
+                protocol=PROTOCOL, session=self.session, identities=self._identities, tokens=self.tokens,
+                n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens, codec=settings.codec,
+                n_context=self.n_context, deadline_ms=settings.deadline_ms,
+                sampling=pb.Sampling(
+                    temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+                    repetition_penalty=sampling.repetition_penalty, seed=settings.seed,
+                ),
+            )
+        )  # fmt: skip
+        # The next request follows at once: waiting for Opened would cost each answer another round trip.
+        self._proceed()
+
+    def link_down(self, reason: str) -> None:
+        """End the connection: forget what was asked for, and go on alone."""
+        was_opened, self._is_up, self._is_opened = self._is_opened, False, False
+        self._awaited, self.n_asked, self._running = 0, 0, None
+        self._outbox.clear()
+        if was_opened:
+            self._tell(LinkChanged(False, reason))
+        self.stall(reason)
+
+    def stall(self, reason: str) -> None:
+        """Go on alone: the server has not been heard of for too long. Its next message ends that."""
+        if self._is_alone or self.finish or not self._was_opened:
+            return
+        self._is_alone, self._is_stuck = True, False
+        self._tell(ModeChanged("alone", reason))
+        while len(self.drafts) > self.settings.most_alone:
+            self.drafts.pop()
+        self._show()
+
+    def set_mode(self, mode: Mode, reason: str) -> None:
+        """Let tokens come another way from now on."""
+        if mode != self.mode:
+            self.mode = mode
+            if not self._is_alone and not self.finish:
+                self._tell(ModeChanged(mode, reason))
+        self._proceed()
+
+    def add_draft(self, token: int, probability: float) -> None:
+        """Take the draft that :attr:`wants_draft` asked for."""
+        self.drafts.append(Draft(token, probability))
+        if self._is_alone:
+            self._show()
+        self._proceed()
+
+    def no_draft(self) -> None:
+        """Go on without further drafts until something new is known: the drafter lacks contexts."""
+        self._is_stuck = True
+        self._proceed()
+
+    def receive(self, message: pb.ServerMessage) -> None:
+        """Take a message of the present connection.
+
+        Raises:
+            Disconnected: the connection makes no sense any more and should be made anew.
+            Overloaded: as Disconnected, after some time.
+            RequestInvalid: as the server says; likewise NotAllowed and ProtocolMismatch.
+        """
+        kind = message.WhichOneof("body")
+        if self.finish:
+            return
+        if kind == "opened":
+            self._open(message.opened)
+        elif kind == "failure":
+            self._fail(message.failure)
+        elif not self._is_opened:
+            raise Disconnected(f"the server sent {kind or 'an empty message'} before it opened the session.")
+        if self._is_alone and self._is_opened:
+            self._is_alone = False
+            self._tell(ModeChanged(self.mode, "the server is there again"))
+        if kind == "committed":
+            self._commit(message.committed)
+        elif kind == "context":
+            self._take_context(message.context)
+        self._proceed()
+
+    # What comes out
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether another draft is of use now."""
+        if self.finish or self._is_stuck or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids):
+            return False
+        n_drafts, n_left = len(self.drafts), self._n_left
+        if self._is_alone:
+            settings = self.settings
+            return n_drafts < min(n_left, settings.most_alone) and self._probability() >= settings.alone_below
+        if self.mode in _RUN_MODES or self._running or not self._is_up or self.n_shown:
+            return False
+        if self._awaited:
+            return self.mode == "ahead" and n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
+        return not self._is_chain_complete()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the client goes on without the server."""
+        return self._is_alone
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether the server has opened the session on the present connection."""
+        return self._is_opened
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the server owes something: an answer, or the next tokens of a run."""
+        return self._is_up and not self.finish and bool(self._awaited or self._running or not self._is_opened)
+
+    def take_messages(self) -> list[pb.ClientMessage]:
+        """Hand over the messages to send, in order."""
+        messages, self._outbox = self._outbox, []
+        return messages
+
+    def take_events(self) -> list[Event]:
+        """Hand over what happened since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def take_parts(self) -> list[ContextPart]:
+        """Hand over the contexts that arrived since the last call, in order."""
+        parts, self.parts = self.parts, []
+        return parts
+
+    def ping(self, number: int) -> None:
+        """Ask for a Pong, to measure the round trip and to know that the server is there."""
+        if self._is_up:
+            self._send(ping=pb.Ping(id=number))
+
+    def close(self) -> None:
+        """Tell the server that the session will not be taken up again."""
+        if self._is_up:
+            self._send(close=pb.Close())
+
+    # Messages
+
+    def _open(self, opened: pb.Opened) -> None:
+        self.session, self._is_opened = opened.session, True
+        self._most_drafts = max(1, opened.most_drafts)
+        self._most_positions = opened.most_positions or self._most_positions
+        self._tell(LinkChanged(True))
+        if not self._was_opened:
+            self._tell(ModeChanged(self.mode, "the session is open"))
+        self._was_opened = True
+
+    def _fail(self, failure: pb.Failure) -> None:
+        if failure.code == "deadline" and failure.ends:
+            self._end("deadline")
+            return
+        is_answer = failure.answers and failure.answers == self._awaited
+        if is_answer and not failure.ends and self.n_asked and not self._was_refused:
+            # A server that was started again may take fewer drafts than before; by now it has said how many.
+            self._awaited, self.n_asked, self._was_refused = 0, 0, True
+            return
+        if failure.code == "unknown_session":
+            self.session = ""  # the next connection opens a new one
+        message = failure.message or f"the server failed without a reason ({failure.code})."
+        raise _FAILURES.get(failure.code, Disconnected)(message)
+
+    def _commit(self, message: pb.Committed) -> None:
+        known = len(self.tokens) - message.start
+        tokens = list(message.tokens)
+        if known < 0:
+            raise Disconnected(f"the server's tokens begin at {message.start}, {len(self.tokens)} are here.")
+        if tokens[:known] != self.tokens[message.start : message.start + len(tokens)]:
+            raise Disconnected(f"the server's tokens from {message.start} on differ from those that it sent before.")
+        if message.answers and message.answers == self._awaited:
+            if self.n_asked:
+                self.n_chains += 1
+                self.n_chain_tokens += len(tokens)
+            else:
+                self._running = None  # a Pause, or a Verify without drafts
+            self._awaited = self.n_asked = 0
+        if new := tokens[known:]:
+            self.n_calls += 1
+            self._is_stuck = self._was_refused = False
+            if message.answers:
+                n_accepted = max(0, message.n_accepted - known)
+                kinds: list[Kind] = ["accepted" if index < n_accepted else "bonus" for index in range(len(new))]
+            else:
+                kinds = ["streamed" for _ in new]
+            self._append(new, kinds)
+        if message.finish:
+            self._end(message.finish)
+
+    def _take_context(self, context: pb.Context) -> None:
+        n_known = self.n_context - context.start
+        if n_known < 0 or context.start + context.n_positions > len(self.tokens):
+            raise Disconnected(
+                f"the server sent {context.n_positions} contexts from position {context.start} on; {self.n_context} "
+                f"contexts and {len(self.tokens)} tokens are here."
+            )
+        if n_known < context.n_positions:
+            part = ContextPart(context.start, context.n_positions, context.codec, context.values, n_known)
+            self.parts.append(part)
+            self.n_context = context.start + context.n_positions
+            self._is_stuck = False
+
+    # Tokens
+
+    @property
+    def _n_left(self) -> int:
+        """Tokens that the answer may still get."""
+        return min(self.n_prompt + self.settings.max_new_tokens, self._most_positions) - len(self.tokens)
+
+    def _append(self, new: list[int], kinds: list[Kind]) -> None:
+        """Commit tokens: drafts that agree stay, from the first that does not they are taken back."""
+        n_agreed = 0
+        while n_agreed < min(len(new), len(self.drafts)) and self.drafts[n_agreed].token == new[n_agreed]:
+            n_agreed += 1
+        n_seen = min(n_agreed, self.n_shown)
+        for _ in range(n_agreed):
+            self.drafts.popleft()
+        self.n_shown -= n_seen
+        self.n_asked = max(0, self.n_asked - n_agreed)
+        self.tokens += new[:n_seen]
+        if n_seen:
+            self._tell(Verified(len(self.tokens) - self.n_prompt))
+        if n_agreed < len(new):
+            self._take_back()
+        if rest := new[n_seen:]:
+            start = len(self.tokens) - self.n_prompt
+            self.tokens += rest
+            self._tell_tokens(start, rest, kinds[n_seen:])
+
+    def _take_back(self) -> None:
+        """Drop all drafts, in sight of the user those that were shown."""
+        if self.n_shown:
+            stop = len(self.tokens) - self.n_prompt
+            self._texts.truncate(stop)
+            self.n_rolled_back += self.n_shown
+            self._tell(RolledBack(stop))
+        self.drafts.clear()
+        self.n_shown = self.n_asked = 0
+
+    def _show(self) -> None:
+        """Show the drafts that are not shown yet, as unverified."""
+        if hidden := [draft.token for draft in self.drafts][self.n_shown :]:
+            start = len(self.tokens) - self.n_prompt + self.n_shown
+            self.n_shown = len(self.drafts)
+            self._tell_tokens(start, hidden, ["unverified"] * len(hidden))
+
+    def _tell_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:
+        texts = tuple(self._texts.append(token) for token in tokens)
+        self._tell(Tokens(start, tuple(tokens), texts, tuple(kinds)))
+
+    def _end(self, reason: str) -> None:
+        """End the answer; drafts that nobody verified are no part of it."""
+        self._take_back()
+        self.finish = reason
+        self._tell(Done(reason))
+
+    def _end_if_complete(self) -> None:
+        """End an answer that was complete when it was taken up again."""
+        answer = self.tokens[self.n_prompt :]
+        if answer and answer[-1] in self.settings.eos_token_ids:
+            self._end("stop")
+        elif len(answer) >= self.settings.max_new_tokens:
+            self._end("length")
+
+    # Requests
+
+    def _proceed(self) -> None:
+        """Ask the server for what comes next, unless it still owes an answer."""
+        if not self._is_up or self.finish or self._awaited:
+            return
+        if self.n_shown and not self._running:
+            self._verify()
+        elif (run_mode := _RUN_MODES.get(self.mode)) is not None:
+            if self._running != self.mode:
+                self._running = self.mode
+                self._send(run=pb.Run(start=len(self.tokens), mode=run_mode))
+        elif self._running:
+            self._awaited = self._send(pause=pb.Pause(start=len(self.tokens)))
+        elif self._is_chain_complete() or self._is_stuck:
+            self._verify()
+
+    def _verify(self) -> None:
+        """Ask for one target call over the drafts, as many as the server takes; the last token needs no draft."""
+        n_asked = min(len(self.drafts), self._most_drafts, max(0, self._n_left - 1))
+        tokens = [draft.token for draft in self.drafts][:n_asked]
+        self._awaited = self._send(verify=pb.Verify(start=len(self.tokens), tokens=tokens))
+        self.n_asked = n_asked
+
+    def _is_chain_complete(self) -> bool:
+        """Whether the drafts are as many as one call should verify."""
+        if len(self.drafts) >= min(self.shape.depth, self._most_drafts, self._n_left - 1):
+            return True
+        is_end = bool(self.drafts) and self.drafts[-1].token in self.settings.eos_token_ids
+        return is_end or self._probability() < self.shape.stop_below
+
+    def _probability(self) -> float:
+        """The probability of the whole chain of drafts."""
+        product = 1.0
+        for draft in self.drafts:
+            product *= draft.probability
+        return product
+
+    def _send(self, **body: object) -> int:
+        """Queue a message; returns its sequence number."""
+        self._sequence += 1
+        self._outbox.append(pb.ClientMessage(sequence=self._sequence, **body))  # type: ignore[arg-type]
+        return self._sequence
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)

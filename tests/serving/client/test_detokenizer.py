@@ -1,0 +1,42 @@
+"""Text grows by tokens as the tokenizer decodes all of them at once, and shrinks by them."""
+
+import random
+
+from moa_data.serving.client.detokenizer import Detokenizer
+from moa_data.tests.kit.models import build_byte_tokenizer, build_tokenizer
+
+TEXTS = ("the cat sat on a warm mat", "naïve café — 日本語 🙂🙂 end", "  spaces\n\nand lines ", "")
+
+
+def test_tokens_add_up_to_the_text() -> None:
+    for tokenizer in (build_byte_tokenizer(), build_tokenizer(None)):
+        for text in TEXTS:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            grown = Detokenizer(tokenizer.decode)
+            parts = [grown.append(token) for token in tokens]
+            assert "".join(parts) == grown.text == text
+            assert not any("\ufffd" in part for part in parts)
+
+
+def test_tokens_are_taken_back() -> None:
+    """Also in the middle of a character."""
+    tokenizer, chance = build_byte_tokenizer(), random.Random(0)
+    tokens = tokenizer(TEXTS[1], add_special_tokens=False)["input_ids"]
+    grown = Detokenizer(tokenizer.decode)
+    n = 0
+    for _ in range(200):
+        if n and chance.random() < 0.4:
+            n = chance.randrange(n)
+            grown.truncate(n)
+        elif n < len(tokens):
+            grown.append(tokens[n])
+            n += 1
+        whole = tokenizer.decode(tokens[:n])
+        assert grown.text == whole.rstrip("\ufffd")
+
+
+def test_bytes_that_are_no_text_are_shown_in_the_end() -> None:
+    tokenizer = build_byte_tokenizer()
+    broken = tokenizer.convert_tokens_to_ids("Ð")  # the first byte of a character of two
+    grown = Detokenizer(tokenizer.decode)
+    assert "".join(grown.append(broken) for _ in range(40)).count("\ufffd") >= 16

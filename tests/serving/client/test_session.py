@@ -1,0 +1,273 @@
+"""Whatever the network does, the answer is that of plain decoding: nothing lost, nothing twice, drafts bounded."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moa_data.serving.client.detokenizer import Detokenizer
+from moa_data.serving.client.events import Done, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
+from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
+from moa_data.serving.errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid
+from moa_data.serving.protocol import moa_v1_pb2 as pb
+
+from .world import World
+
+STEPS = ("connect", "draft", "deliver_up", "compute", "deliver_down")
+FAULTS = ("cut", "stall", "restart_server", "restart_client", "repeat", "change_mode")
+MODES: tuple[Mode, ...] = ("stream", "server", "sync", "ahead")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_mode_gives_the_plain_answer(mode: Mode, seed: int) -> None:
+    world = World(seed, mode=mode)
+    world.settle()
+    world.check()
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 1 << 30),
+    mode=st.sampled_from(MODES),
+    actions=st.lists(st.one_of(st.sampled_from(STEPS), st.sampled_from(STEPS + FAULTS)), max_size=150),
+)
+def test_nothing_is_lost_and_nothing_comes_twice(seed: int, mode: Mode, actions: list[str]) -> None:
+    world = World(seed, mode=mode)
+    for action in actions:
+        world.act(action)
+    world.settle()
+    world.check()
+
+
+@pytest.mark.slow
+@settings(max_examples=5000)
+@given(
+    seed=st.integers(0, 1 << 30),
+    mode=st.sampled_from(MODES),
+    actions=st.lists(st.one_of(st.sampled_from(STEPS), st.sampled_from(STEPS + FAULTS)), max_size=400),
+)
+def test_nothing_is_lost_in_long_worlds(seed: int, mode: Mode, actions: list[str]) -> None:
+    world = World(seed, n_tokens=80, mode=mode)
+    for action in actions:
+        world.act(action)
+    world.settle()
+    world.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cut_at_every_step(mode: Mode) -> None:
+    """The connection ends after any number of steps, and after any number of them again."""
+    for first in range(0, 120, 4):
+        for second in (2, 9):
+            world = World(first, n_tokens=20, mode=mode)
+            for number in range(first + second):
+                world.act(STEPS[number % len(STEPS)])
+                if number in (first, first + second - 1):
+                    world.act("cut")
+                    for _ in range(20):
+                        world.act("draft")
+            world.settle()
+            world.check()
+
+
+def texts() -> Detokenizer:
+    return Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
+
+
+def opened(mode: Mode = "sync", **changes: object) -> Session:
+    """A session with prompt 1, 2, whose server takes four drafts, after the first token, 3."""
+    settings = AnswerSettings(20, **changes)  # type: ignore[arg-type]
+    session = Session([1, 2], 2, settings, texts(), mode=mode, shape=ChainShape(3))
+    session.link_up()
+    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4, most_positions=100)))
+    session.no_draft()
+    commit(session, 2, [3])
+    session.take_events()
+    session.take_messages()
+    return session
+
+
+def commit(session: Session, start: int, tokens: Sequence[int], n_accepted: int = 0, finish: str = "") -> None:
+    """Answer the last request."""
+    answers = session._awaited
+    session.receive(
+        pb.ServerMessage(
+            committed=pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=answers, finish=finish)
+        )
+    )
+
+
+def asked(session: Session) -> list[pb.Verify]:
+    return [message.verify for message in session.take_messages() if message.WhichOneof("body") == "verify"]
+
+
+def test_a_chain_is_verified_and_shown() -> None:
+    session = opened()
+    for token in (4, 5, 6):
+        assert session.wants_draft
+        session.add_draft(token, 0.9)
+    assert not session.wants_draft
+    assert asked(session) == [pb.Verify(start=3, tokens=[4, 5, 6])]
+    commit(session, 3, [4, 5, 9], n_accepted=2)
+    assert session.take_events() == [
+        Tokens(1, (4, 5, 9), ("4 ", "5 ", "9 "), ("accepted", "accepted", "bonus")),
+    ]
+    assert session.tokens == [1, 2, 3, 4, 5, 9]
+    assert session.wants_draft
+
+
+def test_a_right_guess_ahead_is_kept() -> None:
+    session = opened("ahead")
+    for token in (4, 5, 6):
+        session.add_draft(token, 0.9)
+    for token in (7, 8, 9, 10):
+        assert session.wants_draft, "while the server verifies"
+        session.add_draft(token, 0.9)
+    assert not session.wants_draft
+    assert asked(session) == [pb.Verify(start=3, tokens=[4, 5, 6])]
+    commit(session, 3, [4, 5, 6, 7], n_accepted=3)
+    assert asked(session) == [pb.Verify(start=7, tokens=[8, 9, 10])], "at once"
+
+
+def test_a_cut_and_the_return() -> None:
+    """What was asked for is shown at once; on return all of it is asked for, and what was wrong is taken back."""
+    session = opened(most_alone=6)
+    for token in (4, 5, 6):
+        session.add_draft(token, 0.9)
+    session.take_messages()
+    session.link_down("the network is gone.")
+    assert session.take_events() == [
+        LinkChanged(False, "the network is gone."),
+        ModeChanged("alone", "the network is gone."),
+        Tokens(1, (4, 5, 6), ("4 ", "5 ", "6 "), ("unverified",) * 3),
+    ]
+    for token in (7, 8, 9):
+        assert session.wants_draft
+        session.add_draft(token, 0.9)
+    assert not session.wants_draft, "six are the most"
+    session.take_events()
+    session.link_up()
+    open_, verify = session.take_messages()
+    assert (open_.open.session, list(open_.open.tokens), open_.open.n_prompt) == ("s", [1, 2, 3], 2)
+    assert verify.verify == pb.Verify(start=3, tokens=[4, 5, 6, 7]), "as many as the server takes"
+    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4)))
+    assert session.take_events() == [LinkChanged(True), ModeChanged("sync", "the server is there again")]
+    commit(session, 3, [4, 5, 6, 7, 8], n_accepted=4)
+    assert session.take_events() == [Verified(6)]
+    assert asked(session) == [pb.Verify(start=8, tokens=[9])], "the rest"
+    commit(session, 8, [10])
+    assert session.take_events() == [RolledBack(6), Tokens(6, (10,), ("10 ",), ("bonus",))]
+    assert session.n_rolled_back == 1
+
+
+def test_goes_alone_while_it_is_sure() -> None:
+    session = opened(alone_below=0.5)
+    session.link_down("cut")
+    for n_drafts, probability in enumerate((0.9, 0.9, 0.9, 0.6)):
+        assert session.wants_draft, n_drafts
+        session.add_draft(10, probability)
+    assert not session.wants_draft
+
+
+def test_silence_is_not_the_end_of_a_connection() -> None:
+    session = opened("stream")
+    session.take_messages()
+    session.stall("nothing was heard.")
+    session.add_draft(4, 0.9)
+    session.add_draft(5, 0.9)
+    session.take_events()
+    session.receive(pb.ServerMessage(committed=pb.Committed(start=3, tokens=[4])))
+    assert session.take_events() == [ModeChanged("stream", "the server is there again"), Verified(2)]
+    assert session.take_messages() == [], "the run goes on and verifies the rest"
+    session.receive(pb.ServerMessage(committed=pb.Committed(start=4, tokens=[6])))
+    assert session.take_events() == [RolledBack(2), Tokens(2, (6,), ("6 ",), ("streamed",))]
+
+
+def test_what_is_drafted_behind_the_end_is_no_part_of_the_answer() -> None:
+    session = opened(eos_token_ids=frozenset({5}))
+    session.link_down("cut")
+    for token in (4, 6, 7):
+        session.add_draft(token, 0.9)
+    session.link_up()
+    session.receive(pb.ServerMessage(opened=pb.Opened(session="s", most_drafts=4)))
+    session.take_events()
+    commit(session, 3, [4, 5], n_accepted=1, finish="stop")
+    assert session.take_events() == [
+        Verified(2), RolledBack(2), Tokens(2, (5,), ("5 ",), ("bonus",)), Done("stop"),
+    ]  # fmt: skip
+    assert not session.wants_draft
+    session.receive(pb.ServerMessage(committed=pb.Committed(start=5, tokens=[8])))
+    assert session.tokens == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("overloaded", Overloaded), ("invalid", RequestInvalid), ("not_allowed", NotAllowed),
+        ("mismatch", ProtocolMismatch), ("internal", Disconnected), ("unknown_session", Disconnected),
+    ],
+)  # fmt: skip
+def test_failures_are_errors(code: str, error: type[Exception]) -> None:
+    session = opened()
+    with pytest.raises(error, match="Do that"):
+        session.receive(pb.ServerMessage(failure=pb.Failure(code=code, message="Do that.", ends=True)))
+    session.link_down("over")
+    session.link_up()
+    assert session.take_messages()[0].open.session == ("" if code == "unknown_session" else "s")
+
+
+def test_a_deadline_ends_the_answer() -> None:
+    session = opened()
+    session.receive(pb.ServerMessage(failure=pb.Failure(code="deadline", ends=True)))
+    assert session.take_events() == [Done("deadline")]
+
+
+def test_a_chain_that_was_refused_is_sent_once_more() -> None:
+    session = opened()
+    for token in (4, 5, 6):
+        session.add_draft(token, 0.9)
+    session.take_messages()
+    refusal = pb.ServerMessage(failure=pb.Failure(code="invalid", message="too many", answers=session._awaited))
+    session.receive(refusal)
+    assert asked(session) == [pb.Verify(start=3, tokens=[4, 5, 6])]
+    refusal.failure.answers = session._awaited
+    with pytest.raises(RequestInvalid, match="too many"):
+        session.receive(refusal)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.ServerMessage(committed=pb.Committed(start=5, tokens=[9])),
+        pb.ServerMessage(committed=pb.Committed(start=2, tokens=[9])),
+        pb.ServerMessage(committed=pb.Committed(start=0, tokens=[2])),
+        pb.ServerMessage(context=pb.Context(start=1, n_positions=1)),
+        pb.ServerMessage(context=pb.Context(start=0, n_positions=9)),
+    ],
+    ids=["gap", "other token", "other prompt", "gap in contexts", "contexts of unknown tokens"],
+)
+def test_messages_that_make_no_sense_end_the_connection(message: pb.ServerMessage) -> None:
+    session = opened()
+    with pytest.raises(Disconnected):
+        session.receive(message)
+    assert session.tokens == [1, 2, 3]
+    assert session.take_parts() == []
+
+
+def test_nothing_comes_before_the_session_is_open() -> None:
+    session = Session([1, 2], 2, AnswerSettings(5), texts())
+    session.link_up()
+    with pytest.raises(Disconnected, match="sent committed before it opened"):
+        session.receive(pb.ServerMessage(committed=pb.Committed(start=2, tokens=[3])))
+
+
+@pytest.mark.parametrize(("answer", "reason"), [([3, 9], "stop"), ([3, 4, 5, 6], "length")])
+def test_an_answer_that_was_complete_ends_at_once(answer: list[int], reason: str) -> None:
+    settings = AnswerSettings(4, eos_token_ids=frozenset({9}))
+    session = Session([1, 2, *answer], 2, settings, texts())
+    assert session.finish == reason
+    assert session.take_events()[-1] == Done(reason)
+    session.link_up()
+    assert [message.WhichOneof("body") for message in session.take_messages()] == ["open"]

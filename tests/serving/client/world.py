@@ -1,0 +1,334 @@
+"""A world for the client's state machine: a language, a server that decodes it, a network, and a drafter.
+
+Everything is decided by one random generator, so that a run can be repeated. Messages wait in two queues, one each way,
+and every step of the world delivers, computes, drafts or breaks one thing.
+"""
+
+import hashlib
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from moa_data.serving.client.detokenizer import Detokenizer
+from moa_data.serving.client.events import Done, Event, Mode, RolledBack, Tokens, Verified
+from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
+from moa_data.serving.errors import Disconnected
+from moa_data.serving.protocol import moa_v1_pb2 as pb
+
+VOCABULARY, EOS = 50, 1
+PROMPT = (7, 8, 9, 10)
+
+
+def next_token(tokens: list[int]) -> int:
+    """The language: a function of the last tokens and the position, as a target's greedy decoding is."""
+    digest = hashlib.blake2b(bytes(tokens[-3:]) + len(tokens).to_bytes(2, "big"), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % VOCABULARY
+
+
+def answer(n_tokens: int) -> tuple[list[int], str]:
+    """The plain decoding of PROMPT, and why it ends."""
+    tokens = list(PROMPT)
+    while len(tokens) < len(PROMPT) + n_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS:
+            return tokens[len(PROMPT) :], "stop"
+    return tokens[len(PROMPT) :], "length"
+
+
+@dataclass
+class Held:
+    """A session as the server holds it."""
+
+    tokens: list[int]
+    n_prompt: int
+    limit: int
+    finish: str = ""
+
+
+class Server:
+    """Decodes the language for one client; sessions outlive connections, not a restart."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.most_drafts = chance, chance.randint(1, 6)
+        self.sessions: dict[str, Held] = {}
+        self.n_sessions = 0
+        self.connect()
+
+    def connect(self) -> None:
+        """Begin a connection, on which nothing has been said."""
+        self.out: list[pb.ServerMessage] = []
+        self.held: Held | None = None
+        self.running = 0
+        self.n_context = self.sequence = self.last = 0
+        self.waiting: deque[pb.ClientMessage] = deque()
+
+    def restart(self) -> None:
+        self.sessions, self.most_drafts = {}, self.chance.randint(1, 6)
+
+    def take(self, message: pb.ClientMessage) -> None:
+        if message.sequence > self.last:
+            self.last = message.sequence
+            self.waiting.append(message)
+
+    def tick(self) -> None:
+        """Answer a message, decode some tokens of a run, or send some contexts."""
+        if self.waiting:
+            self._answer(self.waiting.popleft())
+        elif self.held and not self.held.finish and self.running and self.chance.random() < 0.7:
+            start = len(self.held.tokens)
+            self._decode(1 if self.running == pb.RUN_MODE_PLAIN else self.chance.randint(1, 4))
+            self._say(committed=self._committed(start))
+        elif self.held and self.n_context < len(self.held.tokens) - 1:
+            stop = self.chance.randint(self.n_context + 1, len(self.held.tokens) - 1)
+            values = bytes(self.held.tokens[self.n_context : stop])
+            self._say(context=pb.Context(start=self.n_context, n_positions=len(values), codec="int8", values=values))
+            self.n_context = stop
+
+    def _answer(self, message: pb.ClientMessage) -> None:
+        body = getattr(message, message.WhichOneof("body"))
+        if isinstance(body, pb.Open):
+            self._open(body)
+            return
+        if isinstance(body, pb.Ping):
+            self._say(pong=pb.Pong(id=body.id))
+            return
+        held = self.held
+        assert held is not None, "the client opens first"
+        if isinstance(body, pb.Run):
+            self.running = body.mode
+            return
+        if isinstance(body, pb.Close):
+            self.sessions.clear()
+            return
+        self.running = 0
+        n_accepted = 0
+        if isinstance(body, pb.Verify):
+            if len(body.tokens) > self.most_drafts:
+                self._say(failure=pb.Failure(code="invalid", message="too many drafts.", answers=message.sequence))
+                return
+            at = body.start
+            for draft in body.tokens:
+                if at == len(held.tokens):
+                    if held.finish or next_token(held.tokens) != draft:
+                        break
+                    self._decode(1)
+                elif held.tokens[at] != draft:
+                    break
+                at, n_accepted = at + 1, n_accepted + 1
+            if at == len(held.tokens):
+                self._decode(1)
+            self._say(committed=self._committed(body.start, n_accepted, message.sequence))
+        else:
+            self._say(committed=self._committed(body.start, 0, message.sequence))
+
+    def _open(self, body: pb.Open) -> None:
+        assert body.n_prompt == len(PROMPT)
+        assert list(body.tokens[: len(PROMPT)]) == list(PROMPT)
+        was_rebuilt = body.session not in self.sessions
+        if was_rebuilt:
+            self.n_sessions += 1
+            held = Held(list(body.tokens), body.n_prompt, body.max_new_tokens + body.n_prompt)
+            name = f"s{self.n_sessions}"
+            self.sessions = {name: held}
+        else:
+            name, held = body.session, self.sessions[body.session]
+            known = list(body.tokens)
+            assert held.tokens[: len(known)] == known[: len(held.tokens)], "what is committed never changes"
+            held.tokens += known[len(held.tokens) :]
+        self.held, self.n_context = held, body.n_context
+        self._say(
+            opened=pb.Opened(
+                session=name, n_committed=len(held.tokens), most_drafts=self.most_drafts, was_rebuilt=was_rebuilt,
+                most_positions=1000,
+            )
+        )  # fmt: skip
+        if len(held.tokens) > len(body.tokens):
+            self._say(committed=self._committed(len(body.tokens)))
+
+    def _decode(self, n_tokens: int) -> None:
+        held = self.held
+        assert held is not None
+        for _ in range(n_tokens):
+            if held.finish:
+                return
+            held.tokens.append(next_token(held.tokens))
+            is_full = len(held.tokens) == held.limit
+            held.finish = "stop" if held.tokens[-1] == EOS else "length" if is_full else ""
+
+    def _committed(self, start: int, n_accepted: int = 0, answers: int = 0) -> pb.Committed:
+        assert self.held is not None
+        tokens = self.held.tokens[start:]
+        return pb.Committed(start=start, tokens=tokens, n_accepted=n_accepted, answers=answers, finish=self.held.finish)
+
+    def _say(self, **body: Any) -> None:
+        self.sequence += 1
+        self.out.append(pb.ServerMessage(sequence=self.sequence, **body))
+
+
+@dataclass
+class Display:
+    """What a user sees, rebuilt from events alone."""
+
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    n_verified: int = 0
+    finish: str = ""
+    most_unverified: int = 0
+
+    def show(self, event: Event) -> None:
+        assert not self.finish, f"nothing happens behind the end, not {event}"
+        if isinstance(event, Tokens):
+            assert event.start == len(self.tokens), "tokens are appended"
+            assert len(event.tokens) == len(event.texts) == len(event.kinds) > 0
+            self.tokens += event.tokens
+            self.texts += event.texts
+            if event.kinds[0] != "unverified":
+                assert self.n_verified == event.start, "verified text has no gap"
+                self.n_verified = len(self.tokens)
+        elif isinstance(event, Verified):
+            assert self.n_verified < event.stop <= len(self.tokens)
+            self.n_verified = event.stop
+        elif isinstance(event, RolledBack):
+            assert self.n_verified == event.stop < len(self.tokens), "only what is not verified is taken back"
+            del self.tokens[event.stop :], self.texts[event.stop :]
+        elif isinstance(event, Done):
+            self.finish = event.reason
+        self.most_unverified = max(self.most_unverified, len(self.tokens) - self.n_verified)
+
+
+class World:
+    """The client, the server and what lies between them."""
+
+    def __init__(self, seed: int, n_tokens: int = 40, mode: Mode = "stream", most_alone: int = 12) -> None:
+        self.chance = random.Random(seed)
+        self.settings = AnswerSettings(n_tokens, most_alone=most_alone, eos_token_ids=frozenset({EOS}))
+        self.accuracy = self.chance.choice((0.0, 0.5, 0.9, 1.0))
+        self.server = Server(self.chance)
+        self.display, self.contexts = Display(), bytearray()
+        self.session = self._session(list(PROMPT), "", mode)
+        self.up: deque[pb.ClientMessage] = deque()
+        self.down: deque[pb.ServerMessage] = deque()
+        self.is_up = False
+        self.restarts = 0
+
+    def _session(self, tokens: list[int], name: str, mode: Mode) -> Session:
+        texts = Detokenizer(lambda tokens: "".join(f"{token} " for token in tokens))
+        shape = ChainShape(self.chance.randint(1, 6), self.chance.choice((0.0, 0.3)))
+        return Session(tokens, len(PROMPT), self.settings, texts, session=name, mode=mode, shape=shape)
+
+    # What may happen
+
+    def connect(self) -> None:
+        if not self.is_up:
+            self.is_up = True
+            self.server.connect()
+            self.session.link_up()
+
+    def cut(self) -> None:
+        """End the connection; messages on their way are lost, some of those to the server after it has read them."""
+        if self.is_up:
+            for _ in range(self.chance.randint(0, len(self.up))):
+                self.server.take(self.up.popleft())
+            for _ in range(self.chance.randint(0, 3)):
+                self.server.tick()
+            self.is_up = False
+            self.up.clear()
+            self.down.clear()
+            self.session.link_down("cut")
+
+    def stall(self) -> None:
+        self.session.stall("silence")
+
+    def restart_server(self) -> None:
+        self.cut()
+        self.server.restart()
+
+    def restart_client(self) -> None:
+        """Forget all but what is on disk: committed tokens, of which the newest may be missing, and the session id."""
+        self._look()
+        self.cut()
+        self._look()
+        n_saved = self.chance.randint(len(PROMPT), len(self.session.tokens))
+        self.display, self.contexts = Display(), bytearray()
+        self.restarts += 1
+        self.session = self._session(self.session.tokens[:n_saved], self.session.session, self.session.mode)
+
+    def deliver_up(self) -> None:
+        if self.up:
+            self.server.take(self.up.popleft())
+
+    def deliver_down(self) -> None:
+        if self.down:
+            try:
+                self.session.receive(self.down.popleft())
+            except Disconnected:
+                self.cut()
+
+    def repeat(self) -> None:
+        """Deliver a message twice: what is known already changes nothing."""
+        if self.down and self.down[0].WhichOneof("body") in ("committed", "context"):
+            self.down.appendleft(self.down[0])
+            self.deliver_down()
+
+    def compute(self) -> None:
+        if self.is_up:
+            self.server.tick()
+
+    def draft(self) -> None:
+        """Draft a token, right as often as the drafter is; without contexts it can't."""
+        session = self.session
+        if session.wants_draft:
+            tokens = session.tokens + [draft.token for draft in session.drafts]
+            if session.n_context == 0 and self.chance.random() < 0.8:
+                session.no_draft()
+                return
+            is_right = self.chance.random() < self.accuracy
+            token = next_token(tokens) if is_right else self.chance.randrange(VOCABULARY)
+            session.add_draft(token, self.chance.choice((0.99, 0.9, 0.4)))
+
+    def change_mode(self) -> None:
+        self.session.set_mode(self.chance.choice(("stream", "server", "sync", "ahead")), "chosen")
+
+    def act(self, action: str) -> None:
+        """Let one thing happen, then look at what came of it."""
+        if not self.session.finish or action in ("restart_client", "restart_server"):
+            getattr(self, action)()
+        self._look()
+
+    def _look(self) -> None:
+        for event in self.session.take_events():
+            self.display.show(event)
+        for part in self.session.take_parts():
+            self.contexts += part.values[part.n_known :]
+        tokens = self.session.tokens
+        assert bytes(self.contexts) == bytes(tokens[: len(self.contexts)]), "contexts have no gaps"
+        shown = tokens[len(PROMPT) :] + [draft.token for draft in self.session.drafts][: self.session.n_shown]
+        assert self.display.tokens == shown
+        assert self.session.n_shown <= self.settings.most_alone
+        if self.is_up:
+            self.up += self.session.take_messages()
+            self.down += self.server.out
+        else:
+            assert not self.session.take_messages()
+        self.server.out.clear()
+
+    def settle(self) -> None:
+        """Let all go well from now on: the answer must end, and soon."""
+        for _ in range(4000):
+            if self.session.finish:
+                break
+            for action in ("connect", "draft", "deliver_up", "compute", "deliver_down"):
+                self.act(action)
+        else:
+            raise AssertionError(f"stuck: {vars(self.session)}")
+        self._look()
+
+    def check(self) -> None:
+        """Compare with plain decoding."""
+        tokens, reason = answer(self.settings.max_new_tokens)
+        assert self.session.tokens[len(PROMPT) :] == tokens
+        assert self.display.tokens == tokens
+        assert "".join(self.display.texts) == "".join(f"{token} " for token in tokens)
+        assert self.display.n_verified == len(tokens)
+        assert self.session.finish == self.display.finish == reason
