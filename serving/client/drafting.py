@@ -1,0 +1,237 @@
+"""Drafts on a machine without the target: from the frozen pieces of its bundle and contexts that arrive from a server.
+
+Shapes: n positions, W numbers of a context, V vocabulary.
+
+Contexts may lag behind what is committed. A round begins at the token at ``n_context``, the first one without a
+context; known tokens behind it are fed as levels of a chain, and drafting goes on from there::
+
+    context        The  cat  sat                         n_context 3
+    committed      The  cat  sat  on  the                "on" is the root, "the" a level that is fed, not drafted
+    drafts                                 mat  .
+
+Without a network the chain simply goes on. Where the server has disagreed with it, it goes back to the last level that
+is right; a round begins anew, with all contexts that have arrived, when nothing is drafted or something was wrong.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import read_config_file
+from ...moa.decoding.chain import Chain
+from ...moa.decoding.coupling import choose
+from ...moa.decoding.sampling import GREEDY, SamplingConfig, penalised
+from ...moa.drafters.base import Drafter
+from ...moa.formats.checkpoint import check_sizes_fit, load_drafter
+from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids, target_sizes
+from ...moa.targets.live import load_target_tokenizer
+from ...pipeline.chats.prompts import check_template
+from ...pipeline.chats.template_arguments import choose_template_arguments
+from ..errors import RequestInvalid
+from .session import Draft
+
+_RUN_FILE, _BUNDLE = "run.yaml", "target"
+"""What a training run records its store in, and the folder of a store that holds the bundle."""
+_MOST_FED = 16
+"""Known tokens that one call feeds: the caller looks at the network in between."""
+_LONGEST_CHAIN = 32
+"""Levels after which a chain begins anew where newer contexts are here: each level behind a context agrees less."""
+
+
+@dataclass(frozen=True)
+class DraftingModel:
+    """A drafter with what it needs of its target; clients may share one."""
+
+    drafter: Drafter
+    frozen: FrozenTarget
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        bundle: str | Path | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        template_arguments: Sequence[str] = (),
+    ) -> "DraftingModel":
+        """Load a drafter and the bundle of its target; the target itself is not loaded.
+
+        Args:
+            folder: a run of ``moa-data train``, or a folder with a drafter.
+            bundle: a store or its folder target/; None for the store that the run was trained from.
+            template_arguments: ``name=value`` of the chat template; by default those of the training chats.
+
+        Raises:
+            DrafterError: the drafter cannot be loaded, or drafts beside its target alone.
+            TargetError: the bundle cannot be used.
+            RequestInvalid: there is no bundle.
+        """
+        drafter = load_drafter(folder, dtype, device)
+        drafter.new_context_cache()  # refuses drafters that cannot do without their target
+        place = find_bundle(folder, bundle)
+        frozen = FrozenTarget.load(place, drafter.config.target_layer_inference, dtype).to(device)
+        check_sizes_fit(drafter.config, target_sizes(frozen.config))
+        tokenizer = load_target_tokenizer(place)
+        recorded: Mapping[str, str] = drafter.config.target
+        check_template(tokenizer, str(place), choose_template_arguments(template_arguments, {str(folder): recorded}))
+        return cls(drafter, frozen, tokenizer, load_eos_token_ids(place))
+
+
+def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
+    """Find the bundle of a drafter's target.
+
+    Args:
+        folder: a run, its folder drafter/, or any other folder with a drafter.
+        bundle: a store or its folder target/; None for the store that the run was trained from.
+
+    Raises:
+        RequestInvalid: there is none.
+    """
+    if bundle is not None:
+        place = Path(bundle).expanduser()
+        for found in (place, place / _BUNDLE):
+            if (found / FROZEN_FILE).is_file():
+                return found
+        raise RequestInvalid(f"{place} holds no {FROZEN_FILE}; give a store, or its folder target/.")
+    run = Path(folder).expanduser()
+    for place in (run, run.parent):
+        if (place / _RUN_FILE).is_file():
+            found = Path(str(read_config_file(place / _RUN_FILE).get("store", ""))).expanduser() / _BUNDLE
+            if (found / FROZEN_FILE).is_file():
+                return found
+            raise RequestInvalid(f"{place} was trained from {found.parent}, which is not there; give --bundle.")
+    raise RequestInvalid(f"{run} is no run, so its store is not known; give --bundle STORE/target.")
+
+
+class TextDrafter:
+    """Drafts behind one text after the other.
+
+    Attributes:
+        n_context: positions whose contexts have arrived.
+        is_catching_up: whether the last call of :meth:`next` fed known tokens and should be made again.
+    """
+
+    def __init__(self, model: DraftingModel) -> None:
+        self._model, self._width = model, model.drafter.context_width
+        self._device = model.frozen.lm_head_weight.device
+        self._text: list[int] = []
+        self._chain: Chain | None = None
+        self._reset()
+
+    def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
+        """Start with a text; contexts that were taken are kept where it begins like the last one.
+
+        Returns:
+            ``n_context``.
+        """
+        self._sampling, self._seed = sampling, seed
+        self._end_round()
+        self._pending.clear()
+        self.n_context = self._n_taken
+        is_same = len(tokens) > self._n_taken and list(tokens[: self._n_taken + 1]) == self._text[: self._n_taken + 1]
+        if not is_same:
+            self._reset()
+        return self.n_context
+
+    def receive(self, context: Tensor) -> None:
+        """Take the contexts [n, W] of the next n positions."""
+        self._pending.append(context)
+        self.n_context += len(context)
+
+    @property
+    def n_pending(self) -> int:
+        """Positions whose contexts have arrived and are not in the drafter's caches."""
+        return self.n_context - self._n_taken
+
+    def next(self, tokens: Sequence[int], drafts: Sequence[int]) -> Draft | None:
+        """Draft one token behind a text.
+
+        Args:
+            tokens: prompt and committed tokens.
+            drafts: drafted tokens behind them.
+
+        Returns:
+            None where contexts are missing, or known tokens have to be fed first (``is_catching_up``).
+        """
+        newest = self._newest_root(tokens)
+        if newest < 1:
+            return None
+        with torch.inference_mode():
+            behind = [*tokens[self._root + 1 :], *drafts]
+            n_agreed = _n_common(self._fed, behind)
+            is_stale = newest > self._root and (
+                not drafts or n_agreed < len(self._fed) or len(self._fed) >= _LONGEST_CHAIN
+            )
+            if self._chain is None or is_stale:
+                self._begin_round(tokens, newest)
+                behind, n_agreed = [*tokens[self._root + 1 :], *drafts], 0
+            chain = self._chain
+            assert chain is not None
+            chain.back_to(n_agreed)
+            del self._fed[n_agreed:]
+            todo = behind[n_agreed:]
+            for token in todo[:_MOST_FED]:
+                chain.feed(torch.tensor([[token]], device=self._device))
+                self._fed.append(token)
+            self.is_catching_up = len(todo) > _MOST_FED
+            return None if self.is_catching_up else self._choose(chain.logits[0], tokens, drafts)
+
+    def warm(self, tokens: Sequence[int]) -> None:
+        """Put what has arrived into the drafter's caches, so that drafting can begin at once."""
+        if (newest := self._newest_root(tokens)) > max(0, self._root):
+            with torch.inference_mode():
+                self._begin_round(tokens, newest)
+
+    def _reset(self) -> None:
+        drafter = self._model.drafter
+        self._state, self._cache = drafter.new_state(1), drafter.new_context_cache()
+        self._pending: list[Tensor] = []
+        self._fed: list[int] = []
+        self._root, self._n_taken, self.n_context = -1, 0, 0
+        self._end_round()
+
+    def _end_round(self) -> None:
+        self._chain, self.is_catching_up = None, False
+
+    def _newest_root(self, tokens: Sequence[int]) -> int:
+        """The position at which a round can begin now; 0 where none can."""
+        if self._width == 0:
+            return len(tokens) - 1
+        return self.n_context if self.n_context < len(tokens) else 0
+
+    def _begin_round(self, tokens: Sequence[int], root: int) -> None:
+        drafter = self._model.drafter
+        if self._width == 0:
+            self.n_context = root
+            self._pending = [torch.empty(root - self._n_taken, 0)]
+        for context in self._pending:
+            drafter.take_context(self._state, self._cache, context, self._n_taken)
+            self._n_taken += len(context)
+        self._pending.clear()
+        self._root, self._fed, self._text = root, [], list(tokens[: root + 1])
+        features = drafter.draft_root(self._state, self._model.frozen, [self._text], self._cache)
+        self._chain = Chain(drafter, self._model.frozen, self._state, self._cache, features)
+
+    def _choose(self, logits: Tensor, tokens: Sequence[int], drafts: Sequence[int]) -> Draft:
+        """Choose as the target would from these logits [V], with the same noise at the same position."""
+        sampling, previous = self._sampling, list[int]()
+        if sampling.repetition_penalty != 1:
+            previous = [*tokens, *drafts]
+        token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))
+        scores = penalised(logits, previous, sampling.repetition_penalty)
+        if sampling.temperature:
+            # A cautious guess: with the same noise two models agree more often than the likeliest token is drawn.
+            return Draft(token, float((scores / sampling.temperature).softmax(0).amax()))
+        return Draft(token, float(scores.softmax(0)[token]))
+
+
+def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens up to the first that differs."""
+    n_shorter = min(len(first), len(second))
+    return next((place for place in range(n_shorter) if first[place] != second[place]), n_shorter)

@@ -1,0 +1,234 @@
+"""The client's drafter drafts what the drafter beside its target does, as far as contexts have arrived."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moa_data.moa.decoding.coupling import choose
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.errors import DrafterError
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.bundle import save_target_bundle
+from moa_data.moa.targets.live import Target
+from moa_data.serving.client.drafting import DraftingModel, TextDrafter, find_bundle
+from moa_data.serving.errors import RequestInvalid
+from moa_data.tests.kit.drafters import build, frozen_for
+from moa_data.tests.kit.models import build_model, build_text_model, build_tokenizer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moa": ("moa", {}),
+    "moa of the paper": ("moa", {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}),
+    "moa with 1 layer": ("moa", {"target_layer_inference": 1}),
+    "moa with 3 layers": ("moa", {"target_layer_inference": 3}),
+    "eagle": ("eagle", {}),
+    "independent": ("independent", {}),
+}
+TEXT = [5, 17, 42, 8, 30, 11, 25, 60, 9, 14, 33, 21, 7, 52]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(build_model())
+
+
+class Beside:
+    """A drafter beside its target, which also makes the contexts for one that is elsewhere."""
+
+    def __init__(self, target: Target, name: str) -> None:
+        kind, sizes = DRAFTERS[name]
+        self.target, self.drafter = target, build(kind, target.model, **sizes)
+        self.frozen = frozen_for(self.drafter, target.model)
+        self.model = DraftingModel(self.drafter, self.frozen, None, target.eos_token_ids)
+
+    @torch.inference_mode()
+    def contexts(self, text: list[int]) -> Tensor:
+        """Contexts [n, W] of all positions of a text."""
+        cache = self.target.new_cache()
+        hidden = self.target.forward(torch.tensor([text]), cache)[0]
+        cache.commit([range(len(text))])
+        found: Tensor = self.drafter.encode_context(self.frozen, hidden, cache.packed([0], len(text))[0], 0)
+        return found
+
+    @torch.inference_mode()
+    def chain(self, text: list[int], depth: int) -> list[int]:
+        """The drafts behind a text whose last token is the root."""
+        cache = self.target.new_cache()
+        proposer = DrafterProposer(self.target, self.drafter, self.frozen)
+        proposer.begin(cache)
+        hidden = self.target.forward(torch.tensor([text[:-1]]), cache)
+        cache.commit([range(len(text) - 1)])
+        proposer.observe(hidden, [range(len(text) - 1)])
+        return proposer.propose([text], TreeShape(depth)).tokens[0].tolist()
+
+
+def drafted(drafter: TextDrafter, text: list[int], n: int, before: tuple[int, ...] = ()) -> list[int]:
+    drafts = list(before)
+    for _ in range(n):
+        draft = drafter.next(text, drafts)
+        while draft is None:
+            assert drafter.is_catching_up
+            draft = drafter.next(text, drafts)
+        assert 0 < draft.probability <= 1
+        drafts.append(draft.token)
+    return drafts[len(before) :]
+
+
+@pytest.fixture(params=DRAFTERS)
+def beside(request: pytest.FixtureRequest, target: Target) -> Beside:
+    return Beside(target, request.param)
+
+
+def test_drafts_are_those_beside_the_target(beside: Beside) -> None:
+    """Round after round, with all contexts of what was committed before the root."""
+    contexts, drafter = beside.contexts(TEXT), TextDrafter(beside.model)
+    assert drafter.begin(TEXT[:4]) == 0
+    for n_committed in (4, 5, 8, 12):
+        if beside.drafter.context_width:
+            drafter.receive(contexts[drafter.n_context : n_committed - 1])
+        text = TEXT[:n_committed]
+        assert drafted(drafter, text, 6) == beside.chain(text, 6)
+        assert drafted(drafter, text, 6) == beside.chain(text, 6), "a round may be drafted again"
+
+
+def test_contexts_that_lag(beside: Beside) -> None:
+    """Known tokens without contexts are fed as levels, as one long chain from the first of them would feed them."""
+    contexts, text = beside.contexts(TEXT), TEXT[:9]
+    drafter, other = TextDrafter(beside.model), TextDrafter(beside.model)
+    for each in (drafter, other):
+        each.begin(text)
+    n_context = 5 if beside.drafter.context_width else 8
+    if n_context == 5:
+        drafter.receive(contexts[:2])
+        drafter.receive(contexts[2:5])
+        other.receive(contexts[:5])
+    expected = drafted(other, text[: n_context + 1], 9, tuple(text[n_context + 1 :]))
+    assert drafted(drafter, text, 9) == expected
+    if n_context == 5:
+        drafter.receive(contexts[5:8])
+        assert drafted(drafter, text, 6) == beside.chain(text, 6), "newer contexts are used where nothing is drafted"
+
+
+def test_a_chain_goes_on_and_goes_back(beside: Beside) -> None:
+    """Where the target disagrees, the chain goes on from the last token that is right, as if nothing had been wrong."""
+    contexts, text = beside.contexts(TEXT), TEXT[:6]
+    drafter = TextDrafter(beside.model)
+    drafter.begin(text)
+    if beside.drafter.context_width:
+        drafter.receive(contexts[:5])
+    chain = drafted(drafter, text, 8)
+    # Three were right and a fourth was not; without newer contexts the same round goes on.
+    other = next(token for token in range(4, 60) if token != chain[3])
+    longer = text + chain[:3] + [other]
+    fresh = TextDrafter(beside.model)
+    fresh.begin(longer)
+    if beside.drafter.context_width:
+        fresh.receive(contexts[:5])
+    assert drafted(drafter, longer, 6) == drafted(fresh, longer, 6)
+    assert drafted(drafter, text + chain[:2], 6) == chain[2:], "and back to what was right"
+
+
+def test_a_conversation_keeps_its_contexts(beside: Beside) -> None:
+    contexts, width = beside.contexts(TEXT), beside.drafter.context_width
+    drafter = TextDrafter(beside.model)
+    drafter.begin(TEXT[:6])
+    if width:
+        drafter.receive(contexts[:5])
+    drafted(drafter, TEXT[:6], 3)
+    assert drafter.begin(TEXT[:10]) == 5, "the text goes on"
+    if width:
+        drafter.receive(contexts[5:9])
+    assert drafted(drafter, TEXT[:10], 4) == beside.chain(TEXT[:10], 4)
+    other = [*TEXT[:3], 40, *TEXT[4:10]]
+    assert drafter.begin(other) == 0, "another text"
+    if width:
+        drafter.receive(beside.contexts(other)[:9])
+    assert drafted(drafter, other, 4) == beside.chain(other, 4)
+
+
+def test_warm_contexts_change_nothing(beside: Beside) -> None:
+    contexts, drafter = beside.contexts(TEXT), TextDrafter(beside.model)
+    drafter.begin(TEXT[:5])
+    if beside.drafter.context_width:
+        drafter.warm(TEXT[:5])
+        drafter.receive(contexts[:3])
+        drafter.warm(TEXT[:5])
+        assert drafter.n_pending == 0
+        drafter.receive(contexts[3:8])
+    drafter.warm(TEXT[:9])
+    assert drafted(drafter, TEXT[:9], 5) == beside.chain(TEXT[:9], 5)
+
+
+def test_a_long_gap_is_fed_in_pieces(target: Target) -> None:
+    beside = Beside(target, "moa")
+    text = plain_generate(target, TEXT, max_new_tokens=60).tokens
+    drafter = TextDrafter(beside.model)
+    drafter.begin(text)
+    assert drafter.next(text, []) is None, "without any context nothing can be drafted"
+    assert not drafter.is_catching_up
+    drafter.receive(beside.contexts(text)[:2])
+    n_calls = 1
+    while drafter.next(text, []) is None:
+        assert drafter.is_catching_up
+        n_calls += 1
+    assert n_calls == -(-(len(text) - 3) // 16)
+
+
+def test_sampled_drafts_share_the_noise_of_the_target(target: Target) -> None:
+    """A drafter whose logits are the target's drafts exactly what the target will choose."""
+    sampling = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.3)
+    beside = Beside(target, "independent")
+
+    class Copy(TextDrafter):
+        """Has the target's logits in place of its own."""
+
+        def _choose(self, logits: Tensor, tokens: Any, drafts: Any) -> Any:
+            with torch.inference_mode():
+                hidden = target.forward(torch.tensor([[*tokens, *drafts]]), target.new_cache())
+            return super()._choose(target.logits(hidden[0, -1]), tokens, drafts)
+
+    drafter, text = Copy(beside.model), list(TEXT)
+    drafter.begin(text, sampling, seed=11)
+    found = drafted(drafter, text, 12)
+    for token in found:
+        hidden = target.forward(torch.tensor([text]), target.new_cache())
+        assert token == choose(target.logits(hidden[0, -1]), text, sampling, 11, len(text))
+        text.append(token)
+    drafter.begin(TEXT, sampling, seed=12)
+    assert drafted(drafter, TEXT, 12) != found, "another seed, another text"
+    drafter.begin(TEXT, GREEDY)
+    assert drafted(drafter, TEXT, 12) == plain_generate(target, TEXT, max_new_tokens=12).tokens
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "glide", "medusa"])
+def test_drafters_that_need_their_target_are_refused(kind: str, target: Target, tmp_path: Path) -> None:
+    save_drafter(build(kind, target.model), tmp_path)
+    with pytest.raises(DrafterError, match=f"a {kind} drafter drafts beside its target alone"):
+        DraftingModel.load(tmp_path, tmp_path)
+
+
+def test_loads_from_a_run_and_its_store(tmp_path: Path) -> None:
+    """The bundle is found through the run's store; end-of-sequence ids and chat template are the target's."""
+    model = build_text_model()
+    save_target_bundle(model, build_tokenizer(LLAMA3_TEMPLATE), tmp_path / "store" / "target", 1)
+    save_drafter(build("moa", model, target_layer_inference=1), tmp_path / "run" / "drafter")
+    (tmp_path / "run" / "run.yaml").write_text(f"store: {tmp_path / 'store'}\n")
+    loaded = DraftingModel.load(tmp_path / "run")
+    assert loaded.eos_token_ids == Target(model).eos_token_ids == {1}
+    assert loaded.frozen.n_layers == 1
+    for folder in (tmp_path / "run", tmp_path / "run" / "drafter"):
+        assert find_bundle(folder) == tmp_path / "store" / "target"
+    assert find_bundle("x", tmp_path / "store") == find_bundle("x", tmp_path / "store" / "target")
+    (tmp_path / "run" / "run.yaml").write_text("store: /nowhere\n")
+    with pytest.raises(RequestInvalid, match="was trained from /nowhere, which is not there; give --bundle"):
+        find_bundle(tmp_path / "run")
+    with pytest.raises(RequestInvalid, match="is no run, so its store is not known; give --bundle"):
+        find_bundle(tmp_path)
+    with pytest.raises(RequestInvalid, match=r"holds no frozen\.safetensors"):
+        find_bundle(tmp_path, tmp_path)
