@@ -1,0 +1,243 @@
+"""The web page of a client: shows an answer as it comes, and has a switch that cuts the network.
+
+The page is served by the client's own process, not by the server: a browser cannot run the drafter, and only what runs
+on this side of a cut can go on showing text. It listens on 127.0.0.1 alone, and answers only requests whose ``Host``
+and ``Origin`` are its own, so that no other web page can ask on the user's behalf, not even by rebinding a name.
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import OptionInvalid
+from ...text import first_line
+from ..errors import ServingError
+from .events import Event, as_json
+
+_PAGE = Path(__file__).with_name("page") / "index.html"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_MOST_PROMPT = 100_000
+
+
+class Answerer(Protocol):
+    """What the page drives: a client of a server."""
+
+    def ask(self, prompt: str, on_event: "OnEvent") -> None:
+        """Answer a prompt; events may come from any thread. Returns when the answer has ended.
+
+        Raises:
+            ServingError: the answer ended early; the message is shown.
+        """
+
+    def set_network(self, is_up: bool) -> None:
+        """Cut the connection to the server, or let it be made again."""
+
+
+class OnEvent(Protocol):
+    """What is called with each event of an answer."""
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+
+
+class _Ask(BaseModel):
+    prompt: str = Field(min_length=1, max_length=_MOST_PROMPT)
+
+
+class _Network(BaseModel):
+    up: bool
+
+
+class EventLog:
+    """The events of the present answer, for pages that come late, reload or have lost their connection.
+
+    Items are JSON objects with ``t``, the seconds since the answer began. Each has a number, which grows through all
+    answers. Events may be appended from any thread; one event loop follows them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[str] = []
+        self._first, self._began, self._is_closed = 0, time.monotonic(), False
+        self._followers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    def begin(self, *items: dict[str, Any]) -> None:
+        """Forget the last answer and begin another with these items."""
+        with self._lock:
+            self._first += len(self._items)
+            self._items.clear()
+            self._began = time.monotonic()
+        for item in items:
+            self.append(item)
+
+    def append(self, item: dict[str, Any]) -> None:
+        """Append an item and wake whoever follows."""
+        with self._lock:
+            self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
+        self._wake()
+
+    def close(self) -> None:
+        """Let all followers end."""
+        self._is_closed = True
+        self._wake()
+
+    async def follow(self, after: int) -> AsyncIterator[tuple[int, str]]:
+        """Yield (number, item) of all items of the present answer behind a number, and then as they come."""
+        news = asyncio.Event()
+        self._followers[news] = asyncio.get_running_loop()
+        try:
+            while not self._is_closed:
+                news.clear()
+                with self._lock:
+                    start = max(after + 1, self._first)
+                    items = self._items[start - self._first :]
+                for number, item in enumerate(items, start):
+                    yield number, item
+                after = start + len(items) - 1
+                await news.wait()
+        finally:
+            del self._followers[news]
+
+    def _wake(self) -> None:
+        for news, loop in list(self._followers.items()):
+            loop.call_soon_threadsafe(news.set)
+
+
+class ChatPage:
+    """Serves the page at http://127.0.0.1:``port`` from a thread of its own, until it is closed.
+
+    Args:
+        answerer: the client; is asked one prompt at a time, each in a new thread.
+        port: to listen on; 0 for any that is free.
+
+    Raises:
+        OptionInvalid: the port is taken.
+    """
+
+    def __init__(self, answerer: Answerer, port: int = 0) -> None:
+        try:
+            self._listener = socket.create_server(("127.0.0.1", port))
+        except OSError as error:
+            raise OptionInvalid(f"The page cannot use port {port}: {error.strerror}. Give --web another.") from error
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/"
+        self._answerer, self._log, self._is_up = answerer, EventLog(), True
+        self._log.begin({"type": "Began", "prompt": None}, self._network())
+        self._run = secrets.token_hex(8)  # numbers of events that another run gave mean nothing
+        self._asking, self._ask_thread = threading.Lock(), threading.Thread()
+        config = uvicorn.Config(
+            _OwnPagesOnly(self._app(), self.port), log_config=None, access_log=False, ws="none", lifespan="off",
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="page", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server and its connections; an answer that is being made goes on in its thread."""
+        self._server.should_exit = True
+        self._log.close()
+        self._thread.join()
+        self._listener.close()
+
+    def _network(self) -> dict[str, Any]:
+        return {"type": "Network", "up": self._is_up}
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+
+        @app.get("/")
+        def page() -> FileResponse:
+            return FileResponse(_PAGE, media_type="text/html; charset=utf-8")
+
+        @app.get("/events")
+        def events(request: Request) -> StreamingResponse:
+            run, _, number = request.headers.get("last-event-id", "").partition("-")
+            after = int(number) if run == self._run and number.isdecimal() else -1
+            return StreamingResponse(self._stream(after), media_type="text/event-stream")
+
+        @app.post("/ask", status_code=202)
+        def ask(body: _Ask) -> Response:
+            if not self._asking.acquire(blocking=False):
+                return _refuse(409, "An answer is being made. Wait for its end.")
+            self._log.begin({"type": "Began", "prompt": body.prompt}, self._network())
+            threading.Thread(target=self._ask, args=(body.prompt,), name="answer", daemon=True).start()
+            return JSONResponse({}, status_code=202)
+
+        @app.post("/network")
+        def network(body: _Network) -> Response:
+            self._is_up = body.up
+            self._log.append(self._network())
+            self._answerer.set_network(body.up)
+            return JSONResponse({})
+
+        return app
+
+    async def _stream(self, after: int) -> AsyncIterator[str]:
+        """Yield the log as server-sent events."""
+        async for number, item in self._log.follow(after):
+            yield f"id: {self._run}-{number}\ndata: {item}\n\n"
+
+    def _ask(self, prompt: str) -> None:
+        try:
+            self._answerer.ask(prompt, lambda event: self._log.append(as_json(event)))
+        except ServingError as error:
+            self._log.append({"type": "Failed", "message": first_line(error)})
+        except BaseException:
+            self._log.append({"type": "Failed", "message": "The client failed; its terminal says why."})
+            raise
+        finally:
+            self._log.append({"type": "Ended"})
+            self._asking.release()
+
+
+class _OwnPagesOnly:
+    """Middleware: refuses requests for other hosts or from other sites, and sets the headers of all answers."""
+
+    def __init__(self, app: ASGIApp, port: int) -> None:
+        self._app = app
+        self._hosts = {f"{host}:{port}".encode() for host in ("127.0.0.1", "localhost")}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        is_own = headers.get(b"host") in self._hosts
+        if not is_own or (origin is not None and origin.removeprefix(b"http://") not in self._hosts):
+            await _refuse(403, "This page is for 127.0.0.1 only.")(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                more = [(key.lower().encode(), value.encode()) for key, value in _HEADERS.items()]
+                message["headers"] = [*message.get("headers", []), *more]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def _refuse(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"detail": message}, status_code=status)

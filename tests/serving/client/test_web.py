@@ -1,0 +1,301 @@
+"""The client's web page: what it serves, whom it refuses, and what a browser shows of an answer with a cut."""
+
+import http.client
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moa_data.errors import OptionInvalid
+from moa_data.serving.client.events import (
+    Done,
+    Event,
+    Kind,
+    LinkChanged,
+    ModeChanged,
+    RolledBack,
+    Stats,
+    Tokens,
+    Verified,
+)
+from moa_data.serving.client.web import ChatPage, EventLog
+from moa_data.serving.errors import Disconnected
+
+SENTENCE = (
+    "The sky looks blue because air scatters short waves of sunlight far more strongly than long ones, so blue light "
+    "reaches the eye from every direction."
+)
+WORDS = SENTENCE.split()
+GUESSED = ["At", "dusk", "the", "light", "goes", "further", "and", "reds", "are", "left"]
+CORRECTED = ["At", "dusk", "its", "path", "is", "longer"]
+TEXT = " ".join(WORDS + CORRECTED) + " <b>&amp;</b>"
+
+
+def tokens(start: int, words: list[str], kinds: list[Kind]) -> Tokens:
+    return Tokens(start, tuple(range(start, start + len(words))), tuple(f"{word} " for word in words), tuple(kinds))
+
+
+class Scripted:
+    """Plays an answer with one cut: waits until the switch is turned off, and on again."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.prompts: list[str] = []
+        self._pause_s = pause_s
+        self._off, self._on = threading.Event(), threading.Event()
+
+    def set_network(self, is_up: bool) -> None:
+        (self._on if is_up else self._off).set()
+
+    def ask(self, prompt: str, on_event: Callable[[Event], None]) -> None:
+        self.prompts.append(prompt)
+        if prompt == "fail":
+            raise Disconnected("The server is gone. Start it again.")
+        words, n = WORDS, len(WORDS)
+        on_event(ModeChanged("stream", "first tokens"))
+        on_event(tokens(0, words[:4], ["streamed"] * 4))
+        on_event(ModeChanged("ahead", "round trip 42 ms, verification 25 ms"))
+        for start in range(4, n, 4):
+            time.sleep(self._pause_s)
+            part = words[start : start + 4]
+            kinds: list[Kind] = ["accepted"] * len(part)
+            kinds[-1] = "bonus"
+            on_event(tokens(start, part, kinds))
+            on_event(Stats(start, start // 4, 0, 31.25, 3.5, 42.4, 25.1, 3.0, 900, 120_000))
+        assert self._off.wait(20)
+        on_event(LinkChanged(False, "switched off"))
+        on_event(ModeChanged("alone", "no network"))
+        for k, word in enumerate(GUESSED):
+            time.sleep(self._pause_s)
+            on_event(tokens(n + k, [word], ["unverified"]))
+        assert self._on.wait(20)
+        time.sleep(self._pause_s * 4)
+        on_event(LinkChanged(True))
+        on_event(ModeChanged("sync", "back"))
+        on_event(Verified(n + 2))
+        on_event(RolledBack(n + 2))
+        on_event(tokens(n + 2, [CORRECTED[2]], ["bonus"]))
+        for k, word in enumerate([*CORRECTED[3:], "<b>&amp;</b>"], n + 3):
+            time.sleep(self._pause_s)
+            on_event(tokens(k, [word], ["accepted"]))
+        on_event(Stats(n + 7, 12, len(GUESSED) - 2, 30.5, 3.25, 8.25, None, 3.0, 1000, 150_000))
+        on_event(Done("stop"))
+
+
+@pytest.fixture
+def page() -> Iterator[ChatPage]:
+    with ChatPage(Scripted()) as page:
+        yield page
+
+
+def request(
+    page: ChatPage, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
+    try:
+        content = {} if body is None else {"Content-Type": "application/json"}
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, None if body is None else json.dumps(body), content | named)
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
+
+
+class Events:
+    """Reads the stream of server-sent events."""
+
+    def __init__(self, page: ChatPage, last_id: str = "") -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
+        self._connection.request("GET", "/events", headers={"Last-Event-ID": last_id} if last_id else {})
+        self._response = self._connection.getresponse()
+        assert self._response.getheader("Content-Type", "").startswith("text/event-stream")
+        self.last_id = ""
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._response.close()
+        self._connection.close()
+
+    def next(self) -> dict[str, Any]:
+        lines = [self._response.readline().decode() for _ in range(3)]
+        assert lines[0].startswith("id: ")
+        assert lines[2] == "\n"
+        self.last_id = lines[0][4:].strip()
+        found: dict[str, Any] = json.loads(lines[1].removeprefix("data: "))
+        return found
+
+    def until(self, kind: str) -> list[dict[str, Any]]:
+        found = [self.next()]
+        while found[-1]["type"] != kind:
+            found.append(self.next())
+        return found
+
+
+def ask(page: ChatPage, prompt: str = "Why?") -> None:
+    assert request(page, "POST", "/ask", {"prompt": prompt})[0] == 202
+
+
+def test_the_page_needs_nothing_from_elsewhere(page: ChatPage) -> None:
+    status, headers, content = request(page, "GET", "/")
+    assert status == 200
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+    text = content.decode()
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in text
+
+
+def test_events_of_an_answer_come_in_order_and_again_for_a_page_that_reloads(page: ChatPage) -> None:
+    with Events(page) as events:
+        assert [events.next()["type"], events.next()["type"]] == ["Began", "Network"]
+        ask(page)
+        assert events.next() | {"t": 0} == {"type": "Began", "prompt": "Why?", "t": 0}
+        request(page, "POST", "/network", {"up": False})
+        request(page, "POST", "/network", {"up": True})
+        found = events.until("Ended")
+    with Events(page) as again:
+        replayed = again.until("Ended")
+    assert replayed[1:] == found
+    assert [event["t"] for event in found] == sorted(event["t"] for event in found)
+    assert {"RolledBack": len(WORDS) + 2}.items() <= {event["type"]: event.get("stop") for event in found}.items()
+
+
+def test_a_page_that_lost_its_connection_goes_on_where_it_was(page: ChatPage) -> None:
+    ask(page, "fail")
+    with Events(page) as events:
+        assert events.next()["prompt"] == "fail"
+        last = events.last_id
+        rest = events.until("Ended")
+    assert {"type": "Failed", "message": "The server is gone. Start it again."}.items() <= rest[-2].items()
+    with Events(page, last) as events:
+        assert events.until("Ended") == rest
+    with Events(page, "another-17") as events:  # of a client that ran before on this port
+        assert events.next()["type"] == "Began"
+
+
+def test_one_answer_at_a_time_and_another_after_it(page: ChatPage) -> None:
+    ask(page)
+    status, _, content = request(page, "POST", "/ask", {"prompt": "And?"})
+    assert status == 409
+    assert b"Wait for its end" in content
+    for is_up in (False, True):
+        request(page, "POST", "/network", {"up": is_up})
+    with Events(page) as events:
+        events.until("Ended")
+        ask(page, "fail")
+        assert events.next()["prompt"] == "fail"
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": ""}, {"prompt": 3}, {"prompt": "x" * 100_001}, [], "text"])
+def test_bad_questions_are_refused(page: ChatPage, body: Any) -> None:
+    assert request(page, "POST", "/ask", body)[0] == 422
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "evil.example:80"},
+        {"Host": "127.0.0.1"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+    ],
+)
+def test_other_sites_and_rebound_names_are_refused(page: ChatPage, headers: dict[str, str]) -> None:
+    for method, path, body in (("GET", "/", None), ("GET", "/events", None), ("POST", "/ask", {"prompt": "x"})):
+        status, _, content = request(page, method, path, body, **headers)
+        assert status == 403
+        assert b"127.0.0.1 only" in content
+
+
+def test_the_own_origin_is_taken(page: ChatPage) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        headers = {"Host": f"{host}:{page.port}", "Origin": f"http://{host}:{page.port}"}
+        assert request(page, "POST", "/network", {"up": True}, **headers)[0] == 200
+
+
+def test_forms_of_other_sites_send_no_json(page: ChatPage) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=20)
+    connection.request("POST", "/ask", json.dumps({"prompt": "x"}), {"Content-Type": "text/plain"})
+    assert connection.getresponse().status == 422
+    connection.close()
+
+
+def test_a_port_that_is_taken_is_told(page: ChatPage) -> None:
+    with pytest.raises(OptionInvalid, match=rf"cannot use port {page.port}: .* Give --web another"):
+        ChatPage(Scripted(), page.port)
+
+
+def test_closing_ends_the_streams() -> None:
+    with ChatPage(Scripted()) as page:
+        events = Events(page)
+        events.until("Network")
+    with events:
+        assert events._response.read() == b""
+    assert not [thread for thread in threading.enumerate() if thread.name == "page"]
+
+
+def test_the_log_forgets_the_last_answer() -> None:
+    log = EventLog()
+    for number in range(3):
+        log.begin({"type": "Began", "prompt": str(number)})
+        log.append({"type": "Ended"})
+    assert [json.loads(item)["type"] for item in log._items] == ["Began", "Ended"]
+    assert log._first == 4
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "no-sandbox disable-gpu disable-background-networking disable-component-update disable-sync no-first-run"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_cut_and_the_roll_back(tmp_path: Path, scheme: Any) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with ChatPage(Scripted(pause_s=0.1)) as page, api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[f"--{flag}" for flag in FLAGS.split()])
+        view = browser.new_page(color_scheme=scheme, viewport={"width": 1100, "height": 900})
+        problems: list[str] = []
+        view.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        view.on("pageerror", lambda error: problems.append(str(error)))
+        view.goto(page.url)
+        view.get_by_label("Prompt").fill("Why is the sky blue?")
+        view.get_by_role("button", name="Ask").click()
+        api.expect(view.locator("#answer")).to_contain_text("every direction.", timeout=20_000)
+        api.expect(view.locator("#mode")).to_have_text("client ahead")
+        api.expect(view.get_by_role("button", name="Ask")).to_be_disabled()
+        network = view.get_by_role("switch")
+        network.click()
+        api.expect(view.locator("#answer .unverified")).to_have_count(len(GUESSED), timeout=20_000)
+        api.expect(view.locator("#mode")).to_have_text("alone")
+        api.expect(network).to_have_attribute("aria-checked", "false")
+        view.screenshot(path=tmp_path / f"cut-{scheme}.png")
+        network.click()
+        api.expect(view.locator("#answer .rolled")).to_have_count(len(GUESSED) - 2)
+        view.screenshot(path=tmp_path / f"rolled-back-{scheme}.png")
+        api.expect(view.locator("#state")).to_have_text("Complete", timeout=20_000)
+        api.expect(view.locator("#answer .rolled")).to_have_count(0)
+        api.expect(view.locator("#answer .unverified")).to_have_count(0)
+        assert view.locator("#answer").inner_text().split() == TEXT.split()
+        assert view.locator("#plot .cut").count() == view.locator("#plot .back").count() == 1
+        assert view.locator("#rolled-back").inner_text() == f"{len(GUESSED) - 2} tokens"
+        view.reload()  # shows the same again
+        api.expect(view.locator("#state")).to_have_text("Complete", timeout=20_000)
+        assert view.locator("#answer").inner_text().split() == TEXT.split()
+        assert view.locator("#prompt-shown").inner_text() == "Why is the sky blue?"
+        view.screenshot(path=tmp_path / f"complete-{scheme}.png")
+        view.set_viewport_size({"width": 400, "height": 800})
+        view.screenshot(path=tmp_path / f"narrow-{scheme}.png")
+        assert view.evaluate("document.documentElement.scrollWidth") <= 400
+        assert problems == []
+        browser.close()
+    assert len(list(tmp_path.glob("*.png"))) == 4
