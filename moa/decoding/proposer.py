@@ -13,7 +13,7 @@ from typing_extensions import override
 from ..drafters.base import Drafter, DraftLevel
 from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import TargetCache
+from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target
 from .chain import Chain
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
@@ -99,12 +99,13 @@ class DrafterProposer(Proposer):
 
     @override
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
-        self.cache, self._generators = cache, list(generators)
+        self.cache: KVSource = cache
+        self._live, self._generators = cache, list(generators)
         cache.watched_layers = self.drafter.observed_layers  # whose outputs the target's calls then keep
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
 
-    def resume(self, cache: TargetCache, state: Any, choose: Choose | None = None) -> None:
+    def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
         """Go on with caches and a drafter's state that the caller keeps in step with what is committed.
 
         Args:
@@ -115,7 +116,7 @@ class DrafterProposer(Proposer):
     @override
     @torch.inference_mode()
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        states = self.cache.take_layer_outputs() if self.drafter.observed_layers else hidden
+        states = self._live.take_layer_outputs() if self.drafter.observed_layers else hidden
         self.drafter.observe(self.state, states, kept)
 
     @override

@@ -124,7 +124,7 @@ class Speculation:
                 self._draft_rows([sequence], self._apart[sequence.id], shape)
 
     def _draft_rows(self, rows: Rows[Sequence], state: Any, shape: Shape) -> None:
-        cache: Any = JoinedKV([sequence.kv for sequence in rows])
+        cache = JoinedKV([sequence.kv for sequence in rows])
         choice = ChainChoice([Text(s.tokens, s.request.sampling, s.request.seed) for s in rows])
         self._proposer.resume(cache, state, choice)
         tree = self._proposer.propose([sequence.tokens for sequence in rows], shape)
