@@ -34,11 +34,12 @@ from records import add_out_option, settings_of, write_record
 from moa_data.pipeline.forwards.calibrate import learning_on
 from moa_data.pipeline.jobs.recode import codec_for
 from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
-from moa_data.storage.chunks.field import TOKENS, FieldCodec
+from moa_data.storage.chunks.field import TOKENS, FieldCodec, StoredArray
 from moa_data.storage.codecs.quantised import SCHEMES
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.dtypes import to_float32
+from moa_data.storage.parts.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import FieldSpec, kv_field
 
@@ -194,13 +195,14 @@ def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray
     return made
 
 
-def chunked(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Cut arrays into chunks of about 256 KiB."""
-    chunks = []
-    for rows in arrays:
-        per_chunk = max(1, CHUNK_BYTES // rows[0].nbytes)
-        chunks += [np.ascontiguousarray(rows[at : at + per_chunk]) for at in range(0, len(rows), per_chunk)]
-    return chunks
+def inner_chunks(array: StoredArray, rows: np.ndarray) -> list[np.ndarray]:
+    """Cut the rows of a stored array into its inner chunks, as a part of their length has them."""
+    n_rows, n_second, *_ = array_grid(array, 1, len(rows) * array.block_tokens).chunk_shape
+    return [
+        np.ascontiguousarray(rows[at : at + n_rows, second : second + n_second])
+        for at in range(0, len(rows), n_rows)
+        for second in range(0, rows.shape[1], n_second)
+    ]
 
 
 def decode_each(encoded: list[bytes], chunks: list[np.ndarray]) -> None:
@@ -234,7 +236,8 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
     del sample
     codes = {} if codec.is_identity else codec.encode(torch.from_numpy(values))
     decoded = values if codec.is_identity else codec.decode(codes, 0, len(values)).numpy()
-    chunks = chunked([bits] if codec.is_identity else [rows.numpy() for rows in codes.values()])
+    rows_of = {codec.arrays[0].name: bits} if codec.is_identity else {key: rows.numpy() for key, rows in codes.items()}
+    chunks = [chunk for array in codec.arrays for chunk in inner_chunks(array, rows_of[array.name])]
     encoded = encode_each(encode_chunk, chunks)
     n_bytes = sum(map(len, encoded))
     known = {
