@@ -1,0 +1,382 @@
+"""Drafting sessions: one text each, which the engine decodes and a stream of messages steers.
+
+A session outlives its stream. Everything here happens in the event loop; the engine's commits come to it from its
+thread. What the client asks for is done in order, one thing at a time, since what a message means depends on what is
+committed by then::
+
+    idle        nothing to do, or the engine has nothing to do
+    verifying   one Verify is with the engine; its commit answers it
+    running     the engine decodes, and each commit is sent
+    stopping    the engine was told to stop, and says so behind the last commit of the run
+"""
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..engine.sequence import Commit, Request, Work
+from ..engine.thread import EngineThread
+from ..errors import Overloaded, RequestInvalid, ServingError
+from ..protocol import moa_v1_pb2 as pb
+from .outbox import ContextLog, Outbox
+
+_MOST_PENDING = 16
+"""Messages that wait for the engine. A client that drafts ahead has two on their way."""
+_RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
+
+
+@dataclass(frozen=True)
+class Client:
+    """Whose a session is.
+
+    Attributes:
+        owner: stands for a bearer token; empty where there are none. A session is taken up again by its owner alone.
+        address: of the network, which may change from stream to stream.
+    """
+
+    owner: str
+    address: str
+
+    @property
+    def name(self) -> str:
+        """What its sessions are counted by."""
+        return self.owner or self.address
+
+
+class State(enum.Enum):
+    """What a session waits for."""
+
+    IDLE = enum.auto()
+    VERIFYING = enum.auto()
+    RUNNING = enum.auto()
+    STOPPING = enum.auto()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A Verify that is with the engine.
+
+    Attributes:
+        sequence: of the message.
+        start: tokens that the client knows.
+        n_agreed: drafts that were committed before it came.
+    """
+
+    sequence: int
+    start: int
+    n_agreed: int
+
+
+class Session:
+    """One text.
+
+    Args:
+        id: what a client takes it up again with.
+        client: who may do so.
+        request: the text, as the client gave it.
+        loop: of this session.
+        on_lost: called when the engine has failed with this text.
+
+    Attributes:
+        tokens: prompt and committed answer.
+        finish: why the answer ended; empty while it goes on.
+        used_s: ``time.monotonic()`` of the last message from or to its client; kept by the streams.
+        taking_up: held by the stream that attaches itself.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        client: Client,
+        engine: EngineThread,
+        request: Request,
+        loop: asyncio.AbstractEventLoop,
+        on_lost: Callable[["Session"], None],
+    ) -> None:
+        self.id, self.client, self.used_s = id, client, 0.0
+        self.outbox: Outbox | None = None
+        self.taking_up = asyncio.Lock()
+        self._engine, self._loop, self._on_lost = engine, loop, on_lost
+        self._state, self._asked, self._tag = State.IDLE, Asked(0, 0, 0), 0
+        self._pending: deque[tuple[int, pb.Run | pb.Verify | pb.Pause]] = deque()
+        self._is_held = self._ends_when_idle = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._n_sent = 0  # tokens that the stream's client has, or will have when it has read what was sent
+        self.begin(request)
+
+    def begin(self, request: Request) -> None:
+        """Give the text to the engine; it does nothing yet.
+
+        Raises:
+            Overloaded: the engine has too many; likewise RequestInvalid.
+        """
+        self._sequence_id: int | None = self._engine.add(request, self._hand_commit, self._hand_error)
+        self.request, self.tokens, self.finish = request, list(request.tokens), ""
+        self.contexts = ContextLog(request.n_context)
+
+    def begin_anew(self, request: Request) -> None:
+        """Give the text to the engine once more, with what the client knows of it; for a detached session.
+
+        Raises:
+            Overloaded: as :meth:`begin`; the session is closed then.
+        """
+        tokens = max(tuple(self.tokens), request.tokens, key=len)
+        self.close()
+        self.begin(replace(request, tokens=tokens))
+
+    # The stream
+
+    def check_text(self, request: Request) -> None:
+        """Refuse to go on with another text, whose answer would be neither the one nor the other.
+
+        A session that the server has lost cannot be compared: there the client's tokens are the text, as a prompt is.
+
+        Raises:
+            RequestInvalid: prompt, settings or tokens differ.
+        """
+        own, n_common = self.request, min(len(self.tokens), len(request.tokens))
+        is_same = (
+            (own.n_prompt, own.max_new_tokens, own.sampling, own.seed)
+            == (request.n_prompt, request.max_new_tokens, request.sampling, request.seed)
+            and n_common >= own.n_prompt
+            and list(request.tokens[:n_common]) == self.tokens[:n_common]
+        )  # fmt: skip
+        if not is_same:
+            raise RequestInvalid("the session has another prompt, other settings or other tokens; open a new one.")
+        if request.n_context > len(request.tokens):
+            raise RequestInvalid(f"contexts of {request.n_context} positions cannot be known of this text.")
+
+    def must_rebuild(self, request: Request) -> bool:
+        """Whether the text must be read again: contexts are wanted that are gone, or the client knows more tokens."""
+        if self.finish:
+            return False
+        lacks_contexts = request.wants_context and (
+            not self.request.wants_context
+            or self.request.drafter != request.drafter
+            or request.n_context < self.contexts.first
+        )
+        return lacks_contexts or len(request.tokens) > len(self.tokens)
+
+    def attach(self, outbox: Outbox, n_known: int) -> None:
+        """Answer to this outbox from now on, first with the tokens that its client, who knows n, lacks."""
+        self.outbox, self._n_sent, self._ends_when_idle = outbox, n_known, False
+        if n_known < len(self.tokens) or self.finish:
+            self._send_tokens()
+
+    def detach(self) -> None:
+        """Answer to nobody, forget what was asked for, and stop the engine."""
+        self.outbox = None
+        self._pending.clear()
+        self.update_hold()
+        self._stop()
+
+    async def wait_until_idle(self) -> None:
+        """Wait until the engine has stopped."""
+        await self._is_idle.wait()
+
+    def end_when_idle(self) -> None:
+        """Close the outbox as soon as all that was asked for is answered."""
+        self._ends_when_idle = True
+        self._go_on()
+
+    def take(self, sequence: int, body: pb.Run | pb.Verify | pb.Pause) -> None:
+        """Do what a message asks for, after those before it.
+
+        Raises:
+            Overloaded: too many wait already.
+            RequestInvalid: it makes no sense.
+        """
+        if self._sequence_id is None and not self.finish:
+            return  # the engine failed with it, and the client has been told
+        if not self.request.n_prompt <= body.start <= len(self.tokens):
+            raise RequestInvalid(
+                f"the message starts at {body.start}, the session has {len(self.tokens)} tokens, "
+                f"{self.request.n_prompt} of them the prompt; open it again with the tokens that you have."
+            )
+        if isinstance(body, pb.Run) and body.mode not in _RUNS:
+            raise RequestInvalid(f"there is no mode {body.mode} of a run; ask for a plain or a speculative one.")
+        if isinstance(body, pb.Verify) and len(body.parents) not in (0, len(body.tokens)):
+            raise RequestInvalid(
+                f"{len(body.tokens)} drafts have {len(body.parents)} parents; give one for each, or none."
+            )
+        if len(self._pending) >= _MOST_PENDING:
+            raise Overloaded(f"{_MOST_PENDING} messages wait to be done; wait for their answers.")
+        self._pending.append((sequence, body))
+        if self._state is State.RUNNING:
+            self._stop()
+        self._go_on()
+
+    def update_hold(self) -> None:
+        """Hold the engine while the outbox is full."""
+        is_full = self.outbox is not None and self.outbox.is_full
+        if self._sequence_id is not None and is_full != self._is_held:
+            self._engine.hold(self._sequence_id, is_full)
+        self._is_held = is_full
+
+    def close(self) -> None:
+        """Give up the text."""
+        if self._sequence_id is not None:
+            self._engine.remove(self._sequence_id)
+            self._sequence_id = None
+        self._pending.clear()
+        self._set_state(State.IDLE)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being done."""
+        return self._state is State.IDLE
+
+    # What is asked for
+
+    def _go_on(self) -> None:
+        while self._state is State.IDLE and self._pending:
+            sequence, body = self._pending.popleft()
+            if isinstance(body, pb.Verify):
+                self._verify(sequence, body)
+            elif isinstance(body, pb.Run):
+                self._run(body)
+            else:
+                self._send_tokens(body.start, answers=sequence)
+        if self._state is State.IDLE and self._ends_when_idle and self.outbox is not None:
+            self.outbox.close()
+
+    def _verify(self, sequence: int, body: pb.Verify) -> None:
+        drafts, parents, known = tuple(body.tokens), tuple(body.parents), self.tokens[body.start :]
+        n_agreed = 0
+        if known or self.finish:
+            node, n_agreed = _follow(drafts, parents, known)
+            if n_agreed < len(known) or self.finish:
+                self._send_tokens(body.start, n_agreed, sequence)
+                return
+            drafts, parents = _below(drafts, parents, node)
+        try:
+            self._start(State.VERIFYING, Work.VERIFY, drafts, parents)
+        except RequestInvalid as error:
+            self.send_failure("invalid", str(error), answers=sequence)
+            return
+        self._asked = Asked(sequence, body.start, n_agreed)
+
+    def _run(self, body: pb.Run) -> None:
+        if self.finish or self._n_sent < len(self.tokens):
+            self._send_tokens()
+        if not self.finish:
+            self._start(State.RUNNING, _RUNS[body.mode])
+
+    def _stop(self) -> None:
+        if self._state in (State.RUNNING, State.VERIFYING):
+            self._start(State.STOPPING, Work.IDLE)
+
+    def _start(self, state: State, work: Work, drafts: tuple[int, ...] = (), parents: tuple[int, ...] = ()) -> None:
+        assert self._sequence_id is not None
+        self._tag += 1
+        self._engine.set_work(self._sequence_id, work, drafts, parents, self._tag)
+        self._set_state(state)
+
+    def _set_state(self, state: State) -> None:
+        self._state = state
+        if state is State.IDLE:
+            self._is_idle.set()
+        else:
+            self._is_idle.clear()
+
+    # What the engine gives
+
+    def _hand_commit(self, commit: Commit) -> None:
+        if commit.context is not None:  # copied here, so that the event loop never waits for a device
+            commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
+        self._loop.call_soon_threadsafe(self._take_commit, commit)
+
+    def _hand_error(self, error: ServingError) -> None:
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _take_commit(self, commit: Commit) -> None:
+        if commit.sequence_id != self._sequence_id:
+            return  # of a text that was given up meanwhile
+        if commit.context is not None:
+            self.contexts.append(commit.context_start, commit.context)
+            if self.outbox is not None:
+                self.outbox.wake()
+        self.tokens += commit.tokens
+        if commit.finish:
+            self.finish = commit.finish
+            self._engine.remove(commit.sequence_id)
+            self._sequence_id = None
+        if commit.tokens or commit.finish:
+            if self._state is State.VERIFYING:
+                asked = self._asked
+                self._send_tokens(asked.start, asked.n_agreed + commit.n_accepted, asked.sequence, commit)
+                self._set_state(State.IDLE)
+            else:
+                self._send_tokens(commit.start, commit.n_accepted, commit=commit)
+        if commit.finish or (self._state is State.STOPPING and commit.answers == self._tag):
+            self._set_state(State.IDLE)
+        self.update_hold()
+        self._go_on()
+
+    def _fail(self, error: ServingError) -> None:
+        self._sequence_id = None
+        self._pending.clear()
+        self._set_state(State.IDLE)
+        self.send_failure("internal", str(error), ends=True)
+        self._on_lost(self)
+
+    # What the client gets
+
+    def _send_tokens(
+        self, start: int | None = None, n_accepted: int = 0, answers: int = 0, commit: Commit | None = None
+    ) -> None:
+        """Send the tokens from ``start`` on, by default those that were not sent yet."""
+        if self.outbox is None:
+            return
+        start = self._n_sent if start is None else start
+        committed = pb.Committed(
+            start=start, tokens=self.tokens[start:], n_accepted=n_accepted, answers=answers, finish=self.finish
+        )
+        if commit is not None:
+            committed.call_us, committed.queue_us = _microseconds(commit.call_s), _microseconds(commit.queue_s)
+        self._n_sent = len(self.tokens)
+        self.outbox.put(pb.ServerMessage(committed=committed))
+
+    def send_failure(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
+        """Say what went wrong."""
+        if self.outbox is not None:
+            self.outbox.fail(code, message, ends, answers)
+
+
+def _microseconds(seconds: float) -> int:
+    return min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1)
+
+
+def _follow(drafts: Sequence[int], parents: Sequence[int], known: Sequence[int]) -> tuple[int, int]:
+    """Follow known tokens through a tree of drafts.
+
+    Returns:
+        The last node reached, -1 for the root, and how many tokens were found.
+    """
+    parents = parents or range(-1, len(drafts) - 1)
+    children = {(parent, token): node for node, (token, parent) in enumerate(zip(drafts, parents, strict=True))}
+    at = -1
+    for n_found, token in enumerate(known):
+        node = children.get((at, token))
+        if node is None:
+            return at, n_found
+        at = node
+    return at, len(known)
+
+
+def _below(drafts: Sequence[int], parents: Sequence[int], root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cut out the drafts behind a node, which becomes the root; a root of -1 leaves the drafts as they are."""
+    if root < 0 or not parents:
+        return tuple(drafts[root + 1 :]), tuple(parents)
+    places = {root: -1}
+    kept: list[int] = []
+    for node, parent in enumerate(parents):
+        if node > root and parent in places:
+            places[node] = len(kept)
+            kept.append(node)
+    return tuple(drafts[node] for node in kept), tuple(places[parents[node]] for node in kept)
