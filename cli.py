@@ -12,6 +12,7 @@ GROUPS = {
         "demo": "demo", "extract": "extract", "inspect": "store", "train": "train", "generate": "generate",
         "eval": "evaluate",
     },
+    "Serve": {"serve": "serve"},
     "Care for stores": {
         "plan": "extract", "add": "extract", "verify": "store", "audit": "extract", "repair": "extract",
         "recode": "extract",
@@ -32,6 +33,7 @@ A whole job:
   moa-data train    STORE --out RUN                       train without the target
   moa-data eval     --model M --drafter RUN --prompts P   acceptance length, speed
   moa-data generate --model M --drafter RUN --prompt "Why is the sky blue?"
+  moa-data serve    --model M --drafter RUN               OpenAI's API, with drafts
 
 \b
 Exit codes:

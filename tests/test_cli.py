@@ -26,7 +26,7 @@ from moa_data.trainer.fit.run import TrainReport
 
 COMMANDS = (
     "extract", "plan", "add", "inspect", "verify", "repair", "audit", "train", "generate", "eval",
-    "disconnect", "export", "import", "export-drafter", "demo",
+    "disconnect", "export", "import", "export-drafter", "demo", "serve",
 )  # fmt: skip
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -42,7 +42,8 @@ def test_help_of_each_command_has_a_summary_and_an_example(command: str) -> None
 
 def test_the_help_page_begins_with_what_is_needed_first() -> None:
     page = run("--help").output
-    headings = [page.index(f"\n{heading}:\n") for heading in ("First steps", "Care for stores", "Measure and hand on")]
+    names = ("First steps", "Serve", "Care for stores", "Measure and hand on")
+    headings = [page.index(f"\n{heading}:\n") for heading in names]
     assert headings == sorted(headings)
     first = page[headings[0] : headings[1]]
     assert [line.split()[0] for line in first.splitlines() if line[:3].rstrip() and line[:2] == "  "] == [

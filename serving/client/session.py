@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
+from ..detokenizer import Detokenizer
 from ..errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
-from .detokenizer import Detokenizer
 from .events import Done, Event, Kind, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
 
 PROTOCOL = 1

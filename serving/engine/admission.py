@@ -9,7 +9,7 @@ from ...moa.drafters.base import Drafter
 from ...moa.errors import DrafterError
 from ...moa.targets.live import Target
 from ..errors import RequestInvalid
-from .kv import blocks_for
+from .kv import BLOCK_TOKENS, blocks_for
 from .sequence import Request
 
 
@@ -41,6 +41,9 @@ class Admission:
 
     Args:
         most_drafts: drafts of one round at most, the client's or the server's own.
+
+    Attributes:
+        most_positions: tokens that a text can have, prompt included.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class Admission:
     ) -> None:
         self._vocab_size: int = target.sizes["vocab_size"]
         self._max_positions = target.max_positions
-        self._drafters, self._settings, self._most_drafts = drafters, settings, most_drafts
+        self._drafters, self._settings = drafters, settings
+        self.most_positions = min(self._max_positions, blocks_for(settings.kv_tokens) * BLOCK_TOKENS - most_drafts)
 
     def limit(self, request: Request) -> int:
         """The bound on the tokens of the whole text."""
@@ -60,7 +64,7 @@ class Admission:
         Raises:
             RequestInvalid: a message for whoever sent the request.
         """
-        n_prompt, settings = request.n_prompt, self._settings
+        n_prompt = request.n_prompt
         if not 1 <= n_prompt <= len(request.tokens):
             raise RequestInvalid("the prompt is empty; give at least one token.")
         if n_prompt >= self._max_positions:
@@ -74,10 +78,10 @@ class Admission:
             raise RequestInvalid(
                 f"the text has {len(request.tokens)} tokens, more than its own bound of {self.limit(request)}."
             )
-        if blocks_for(self.limit(request) + self._most_drafts) > blocks_for(settings.kv_tokens):
+        if self.limit(request) > self.most_positions:
             raise RequestInvalid(
-                f"the text may become {self.limit(request)} tokens long, the server keeps {settings.kv_tokens} for "
-                f"all texts, {self._most_drafts} of them for drafts; ask for fewer tokens or shorten the prompt."
+                f"the text may become {self.limit(request)} tokens long, {self.most_positions} fit in the server's "
+                "memory; ask for fewer tokens or shorten the prompt."
             )
         if not 0 <= request.n_context <= len(request.tokens):
             raise RequestInvalid(f"contexts of {request.n_context} positions cannot be known of this text.")

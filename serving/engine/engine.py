@@ -132,6 +132,11 @@ class Engine:
         self._mail: deque[Callable[[], None]] = deque()  # what other threads want done at the next step
         self._ids, self._counts, self._lock = itertools.count(1), Counts(), threading.Lock()
 
+    @property
+    def most_positions(self) -> int:
+        """Tokens that a text can have, prompt included."""
+        return self._admission.most_positions
+
     # Verbs for any thread
 
     def add(self, request: Request, on_commit: OnCommit, on_error: OnError) -> int:

@@ -2,7 +2,7 @@
 
 import random
 
-from moa_data.serving.client.detokenizer import Detokenizer
+from moa_data.serving.detokenizer import Detokenizer
 from moa_data.tests.kit.models import build_byte_tokenizer, build_tokenizer
 
 TEXTS = ("the cat sat on a warm mat", "naïve café — 日本語 🙂🙂 end", "  spaces\n\nand lines ", "")

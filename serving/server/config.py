@@ -1,0 +1,122 @@
+"""Settings of `moa-data serve`."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from ...config import Config, Count, NonNegative, Positive
+from ...pipeline.config import TemplateKwargs
+
+if TYPE_CHECKING:
+    from ..engine.admission import EngineSettings
+    from .service import HttpLimits
+
+Port = Annotated[int, Field(ge=0, lt=1 << 16)]
+
+
+class EngineOptions(Config):
+    """Bounds of the engine."""
+
+    kv_tokens: Count = 16384
+    """Positions whose keys and values are kept, of all texts together. Texts without work lose theirs first and are
+    read again when they go on."""
+    most_sequences: Count = 32
+    """Texts that share a target call."""
+    most_waiting: Count = 256
+    """Open texts beyond those; a further one is refused as overloaded."""
+    prefill_chunk: Count = 256
+    """Tokens of prompts that a target call reads, of all texts together: more is faster, less delays others less."""
+    most_drafts: Count = 64
+    """Drafts of a client that one target call verifies."""
+    tree: str = "auto"
+    """Shape of the server's own drafts: a chain's length such as 5, 10@0.2 for one that stops where it is less likely
+    than 0.2 to be accepted, DEPTHxBREADTHxNODES, static:NODES; or auto: 10@0.2, and plain steps while drafts do not
+    pay."""
+    target_ms: NonNegative = 0.0
+    """Let each target call take at least so many milliseconds, to stand for a slower target."""
+
+    @override
+    def problems(self) -> list[str]:
+        from ...moa.errors import DrafterError
+
+        try:
+            self.build()
+        except DrafterError as error:
+            return [str(error).rstrip(".")]
+        return []
+
+    def build(self) -> "EngineSettings":
+        """Return what the engine takes.
+
+        Raises:
+            DrafterError: ``tree`` is no shape.
+        """
+        from ...moa.decoding.tree import parse_shape
+        from ..engine.admission import EngineSettings
+
+        values = self.model_dump(exclude={"tree"})
+        return EngineSettings(**values, drafts=None if self.tree == "auto" else parse_shape(self.tree))
+
+
+class LimitOptions(Config):
+    """Bounds on what one client may ask for over HTTP."""
+
+    most_body_bytes: Count = 1 << 20
+    """Bytes of a request."""
+    body_s: Positive = 30.0
+    """Seconds in which a request's body has to arrive."""
+    answer_s: NonNegative = 600.0
+    """Seconds after which an answer ends, complete or not; 0 for no end."""
+    most_new_tokens: Count = 4096
+    """Tokens of an answer."""
+    requests_per_s: NonNegative = 0.0
+    """Requests of one token or, without tokens, one address; 0 for any number."""
+    requests_at_once: Count = 32
+    """Requests that may come together after a rest."""
+    most_connections: Count = 1024
+    """Open connections; a further one is answered with 503."""
+
+    def build(self) -> "HttpLimits":
+        """Return what the service takes."""
+        from .service import HttpLimits
+
+        return HttpLimits(**self.model_dump(exclude={"most_connections"}))
+
+
+class ServeConfig(Config):
+    """Settings of `moa-data serve`."""
+
+    model: str
+    """The target: a folder or a hub id."""
+    drafter: tuple[str, ...] = ()
+    """Runs of `moa-data train`, or folders with drafters; requests use the first one unless they name another."""
+    name: str | None = None
+    """Name of the model in requests; default: the last part of --model."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; default: main."""
+    template_kwargs: TemplateKwargs = ()
+    """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
+    the drafters were trained from."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of the machine's."""
+    port: Port = 8000
+    """Port of HTTP; 0 for any that is free."""
+    token_file: str | None = None
+    """File of bearer tokens, one a line; whoever has one may use the server. Default: everybody may."""
+    tls_cert: str | None = None
+    """File of the server's certificate chain (PEM); with --tls-key."""
+    tls_key: str | None = None
+    """File of its private key (PEM)."""
+    grace_s: NonNegative = 30.0
+    """Seconds that answers have to end after Ctrl-C or SIGTERM."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of target and drafters; only float32 promises the tokens of plain decoding."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    engine: EngineOptions = Field(default_factory=EngineOptions)
+    limits: LimitOptions = Field(default_factory=LimitOptions)
+
+    @override
+    def problems(self) -> list[str]:
+        return ["tls_cert and tls_key belong together"] if bool(self.tls_cert) != bool(self.tls_key) else []

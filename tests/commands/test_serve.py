@@ -1,0 +1,112 @@
+"""The command serve as a process: it says where it is, answers, and ends as signals ask."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.live import Target
+from moa_data.serving.server.run import bind
+from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import write_target
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target whose texts do not end."""
+    folder = write_target(tmp_path_factory.mktemp("serve") / "tiny", eos_token_id=399)
+    target = Target.load(str(folder))
+    save_drafter(build_drafter(target.model, target=target.identity), folder.parent / "run")
+    return folder
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Run the command; yields the process, the line that it says and the address in it."""
+    command = [sys.executable, "-m", "moa_data", "serve", "--model", str(model), "--port", "0", *options]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.search(r"http://\S+/v1", line)
+        if address is None:
+            pytest.fail(f"no address: {line} {process.communicate()}")
+        yield process, line, address[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def request_lines(stderr: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stderr.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
+    run_folder = model.parent / "run"
+    with serving(model, "--drafter", str(run_folder), "--target-ms", "5", "--tree", "3") as (process, line, address):
+        assert line.startswith("serving tiny on http://127.0.0.1:")
+        assert line.endswith("(drafters: run)\n")
+        with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
+            stream = client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=80, temperature=0, stream=True
+            )
+            next(stream)
+            process.send_signal(number)
+            reasons = [chunk.choices[0].finish_reason for chunk in stream]
+        _, stderr = process.communicate(timeout=60)
+    assert reasons[-1] == "length"
+    assert process.returncode == 128 + number
+    assert stderr.rstrip().endswith("Error: stopped; all answers had ended.")
+    assert "Traceback" not in stderr
+    (request,) = [line for line in request_lines(stderr) if "request" in line]
+    assert (request["status"], request["new_tokens"], request["finish"]) == (200, 80, "length")
+
+
+def test_a_second_signal_does_not_wait(model: Path) -> None:
+    with (
+        serving(model, "--target-ms", "100") as (process, _, address),
+        OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=200, stream=True)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=30)
+        stream.close()
+    assert process.returncode == 143
+    assert stderr.rstrip().endswith("Error: stopped; 1 answers were broken off.")
+    assert "Traceback" not in stderr
+
+
+def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
+    def serve(*options: Any) -> Any:
+        return run("serve", "--model", model, *options)
+
+    refused(serve("--tls-cert", "cert.pem"), "tls_cert and tls_key belong together")
+    refused(serve("--tls-cert", "cert.pem", "--tls-key", "key.pem"), "make no TLS server")
+    refused(serve("--token-file", tmp_path / "none"), "cannot be read")
+    refused(serve("--tree", "nonsense"), "is no shape of drafts")
+    refused(serve("--drafter", tmp_path), "drafter")
+    refused(run("serve", "--model", tmp_path / "none"), "neither a folder nor a Hub id")
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        refused(serve("--port", taken.getsockname()[1]), "cannot listen on 127.0.0.1", "Choose another")

@@ -1,0 +1,101 @@
+"""A tiny target that is served, and a real server of it on a free port."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.targets.live import Target
+from moa_data.pipeline.chats.prompts import prompt_tokens
+from moa_data.serving.engine.admission import EngineSettings
+from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.thread import EngineThread
+from moa_data.serving.server.run import Ended, Listening, ServerRun
+from moa_data.serving.server.service import Service
+
+from .models import build_text_model, build_tokenizer
+from .templates import LLAMA3_TEMPLATE
+
+MODEL = "tiny"
+
+
+def text_target(never_ends: bool = True) -> Target:
+    """A random target with a tokenizer of 400 entries, whose text is whatever comes."""
+    tokenizer = build_tokenizer(LLAMA3_TEMPLATE)
+    target = Target(build_text_model(), tokenizer)
+    if never_ends:
+        target.eos_token_ids = frozenset()
+    return target
+
+
+def plain_text(target: Target, prompt: str | list[int], n_new: int) -> str:
+    """What plain greedy decoding answers: to a user's message, or behind tokens."""
+    if isinstance(prompt, str):
+        prompt = prompt_tokens(target.tokenizer, [{"role": "user", "content": prompt}])
+    text: str = target.tokenizer.decode(
+        plain_generate(target, prompt, max_new_tokens=n_new).tokens, skip_special_tokens=True
+    )
+    return text.rstrip("\ufffd")  # a last character that is not complete is not sent
+
+
+class LiveServer:
+    """A server in a thread of this process; use it as a context.
+
+    Attributes:
+        address: such as ``http://127.0.0.1:41234``.
+        ended: how it ended.
+    """
+
+    address: str
+    ended: Ended
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: dict[str, Any] | None = None,
+        engine: EngineSettings | None = None,
+        listening: Listening | None = None,
+        **service: Any,
+    ) -> None:
+        self.engine = EngineThread(Engine(target, drafters, engine))
+        service.setdefault("drafter", next(iter(drafters or {}), None))
+        self.service = Service(self.engine, target, MODEL, **service)
+        self._listening = listening or Listening(port=0, grace_s=10)
+        self._is_ready, self._thread = threading.Event(), threading.Thread(target=self._main, daemon=True)
+        self._call: Callable[[Callable[[], None]], Any]
+
+    def _main(self) -> None:
+        async def serve() -> None:
+            loop = asyncio.get_running_loop()
+            self._run = ServerRun(self.service, self._listening, self._ready)
+            self._call = loop.call_soon_threadsafe
+            self.ended = await self._run.serve()
+
+        torch.set_num_threads(1)
+        asyncio.run(serve())
+
+    def _ready(self, address: str) -> None:
+        self.address = address
+        self._is_ready.set()
+
+    def end(self) -> None:
+        """Tell it to drain, and the second time to break off."""
+        self._call(self._run.end)
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the server does not end"
+
+    def __enter__(self) -> "LiveServer":
+        self._thread.start()
+        assert self._is_ready.wait(60), "the server does not start"
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._thread.is_alive():
+            self.end()
+        self.join()
