@@ -14,6 +14,7 @@ import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Literal, Self
 
 from .conditions import NONE, Condition, Direction
@@ -74,6 +75,8 @@ class Proxy:
         }
         self._cut, self._resets, self.n_connections = threading.Event(), False, 0
         self._connections: set[asyncio.Task[None]] = set()
+        self._stranded: set[asyncio.Task[None]] = set()
+        self._held: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -128,6 +131,19 @@ class Proxy:
 
         self._call(arm)
 
+    def strand(self) -> None:
+        """Let nothing pass any more on the connections that there are, not even their ends; new ones work.
+
+        As when a telephone changes its network, or a router forgets its connections.
+        """
+
+        def strand() -> None:
+            self._stranded |= self._connections
+            for connection in self._connections:
+                connection.cancel()
+
+        self._call(strand)
+
     def wait_cut(self, timeout_s: float) -> bool:
         """Wait until the network is cut; False if it is not within the time."""
         return self._cut.wait(timeout_s)
@@ -176,6 +192,8 @@ class Proxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for end in self._held:
+            _abort(end)
         self._listener.close()
 
     async def _accept(self) -> None:
@@ -187,7 +205,12 @@ class Proxy:
             self.n_connections += 1
             task = asyncio.create_task(self._serve(client))
             self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            task.add_done_callback(partial(self._forget, client=client))
+
+    def _forget(self, task: asyncio.Task[None], client: socket.socket) -> None:
+        self._connections.discard(task)
+        if client not in self._held:
+            _abort(client)  # unless it is closed; a task that was cancelled at once has done nothing
 
     async def _serve(self, client: socket.socket) -> None:
         """Forward both ways until both ends have said all, or one of them resets the connection."""
@@ -209,9 +232,12 @@ class Proxy:
                     tasks.create_task(self._read(flow, source, queue))
                     tasks.create_task(self._write(flow, queue, sink))
         except* (OSError, asyncio.CancelledError):
-            _abort(client)
-            _abort(server)
-        finally:
+            if asyncio.current_task() in self._stranded:
+                self._held += [client, server]
+            else:
+                _abort(client)
+                _abort(server)
+        else:
             client.close()
             server.close()
 

@@ -204,6 +204,27 @@ def test_a_connection_closed_during_a_cut_stays_half_open_on_the_other_side(serv
         assert server.n_ended + server.n_reset == 1
 
 
+def test_stranded_connections_are_silent_for_ever_and_new_ones_work(server: EchoServer) -> None:
+    with Proxy(server.address) as proxy:
+        connection = connect(proxy)
+        exchange(connection, b"ping")
+        proxy.strand()
+        connection.sendall(b"in vain")
+        connection.close()
+        with connect(proxy) as other:
+            exchange(other, b"pong")
+            assert server.n_ended == server.n_reset == 0
+            assert bytes(server.received) == b"pingpong"
+        deadline = time.monotonic() + 10
+        while server.n_ended == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (server.n_ended, server.n_reset) == (1, 0)
+    deadline = time.monotonic() + 10
+    while server.n_reset == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.n_reset == 1, "the proxy's end is the connection's"
+
+
 def test_a_cut_with_reset_ends_connections_and_refuses_new_ones(server: EchoServer) -> None:
     with Proxy(server.address) as proxy, connect(proxy) as connection:
         exchange(connection, b"ping")
