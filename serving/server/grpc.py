@@ -338,9 +338,10 @@ class DraftingService:
 
 def _parsed(data: bytes) -> pb.ClientMessage:
     try:
-        return pb.ClientMessage.FromString(data)
+        message: pb.ClientMessage = pb.ClientMessage.FromString(data)
     except DecodeError as error:
         raise RequestInvalid(f"these {len(data)} bytes are no message of moa.v1; check the client.") from error
+    return message
 
 
 def _code(error: MoaDataError) -> str:
@@ -392,6 +393,7 @@ async def serve_grpc(
             ("grpc.max_receive_message_length", settings.most_message_bytes),
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
+            ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives a minute more
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too

@@ -14,9 +14,11 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.thread import EngineThread
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.server.access import BearerTokens
-from moa_data.serving.server.grpc import DraftingServer, DraftingSettings, Identities, serve_grpc
+from moa_data.serving.server.grpc import DraftingServer, DraftingSettings, serve_grpc
+from moa_data.serving.server.handshake import Identities
 
 METHOD = "/moa.v1.Drafting/Session"
+PLAIN, SPECULATE = pb.RUN_MODE_PLAIN, pb.RUN_MODE_SPECULATE
 WAIT_S = 60.0
 """Seconds after which a test gives up waiting for a message."""
 
@@ -79,7 +81,9 @@ class Server:
 class Talk:
     """One stream; what arrives is kept in order."""
 
-    def __init__(self, address: str, metadata: Any = (), credentials: Any = None, options: Any = ()) -> None:
+    def __init__(
+        self, address: str, metadata: Any = (), credentials: Any = None, options: Any = (), waits: bool = True
+    ) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), *options]
         if credentials is None:
             self.channel = grpc.insecure_channel(address, options)
@@ -89,7 +93,7 @@ class Talk:
         self.sequence, self.failure = 0, None
         self.got: list[pb.ServerMessage] = []
         call = self.channel.stream_stream(METHOD, response_deserializer=pb.ServerMessage.FromString)
-        self.call: Any = call(iter(self._requests.get, None), metadata=metadata, timeout=WAIT_S, wait_for_ready=True)
+        self.call: Any = call(iter(self._requests.get, None), metadata=metadata, timeout=WAIT_S, wait_for_ready=waits)
 
     def send_bytes(self, data: bytes) -> None:
         self._requests.put(data)
@@ -111,7 +115,7 @@ class Talk:
     def read(self, *kinds: str) -> pb.ServerMessage:
         """The next message of some kinds, or of any; what comes before is kept in ``got`` as well."""
         while True:
-            message = next(self.call)
+            message: pb.ServerMessage = next(self.call)
             self.got.append(message)
             if not kinds or message.WhichOneof("body") in kinds:
                 return message

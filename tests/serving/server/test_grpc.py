@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.sequence import Request, Work
 from moa_data.serving.protocol import moa_v1_pb2 as pb
@@ -16,7 +17,7 @@ from moa_data.serving.server.handshake import Identities
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 
-from .drafting import Server, Talk
+from .drafting import PLAIN, SPECULATE, Server, Talk
 
 PROMPTS = random_prompts(8, 3, longest=40)
 PROMPT = PROMPTS[0]
@@ -39,7 +40,9 @@ def taught(target: Target) -> Any:
 
 @pytest.fixture(scope="module")
 def server(target: Target, taught: Any) -> Iterator[Server]:
-    with Server(target, {"moa": taught, "eagle": build("eagle", target.model)}, most_drafts=16) as server:
+    with Server(
+        target, {"moa": taught, "eagle": build("eagle", target.model)}, most_drafts=16, drafts=TreeShape(4)
+    ) as server:
         yield server
 
 
@@ -120,7 +123,7 @@ def test_verifies_in_flight_are_answered_in_order(server: Server, answer: list[i
 # Runs
 
 
-@pytest.mark.parametrize("mode", [pb.RUN_MODE_PLAIN, pb.RUN_MODE_SPECULATE])
+@pytest.mark.parametrize("mode", [PLAIN, SPECULATE])
 def test_runs(server: Server, answer: list[int], mode: Any) -> None:
     with Talk(server.address) as talk:
         talk.open(PROMPT)
@@ -132,14 +135,14 @@ def test_runs(server: Server, answer: list[int], mode: Any) -> None:
         commits = list(talk.committed())
         assert [one.answers for one in commits] == [0] * len(commits)
         assert commits[-1].finish == "length"
-        assert (len(commits) < N_NEW) == (mode == pb.RUN_MODE_SPECULATE)
+        assert (len(commits) < N_NEW) == (mode == SPECULATE)
         assert [message.sequence for message in talk.got] == list(range(1, len(talk.got) + 1))
 
 
 def test_a_run_is_paused_and_goes_on(server: Server, answer: list[int]) -> None:
     with Talk(server.address) as talk:
         talk.open(PROMPT)
-        talk.send(run=pb.Run(start=N, mode=pb.RUN_MODE_PLAIN))
+        talk.send(run=pb.Run(start=N, mode=PLAIN))
         talk.read("committed")
         paused = talk.send(pause=pb.Pause(start=N))
         while not (found := talk.read("committed").committed).answers:
@@ -148,7 +151,7 @@ def test_a_run_is_paused_and_goes_on(server: Server, answer: list[int]) -> None:
         assert list(found.tokens) == answer[N : N + len(found.tokens)]
         talk.send(ping=pb.Ping(id=7))
         assert talk.read().pong.id == 7, "nothing is decoded meanwhile"
-        talk.send(run=pb.Run(start=N, mode=pb.RUN_MODE_SPECULATE))
+        talk.send(run=pb.Run(start=N, mode=SPECULATE))
         talk.hang_up()
         talk.rest()
         assert in_order(talk.text) == answer[N:]
@@ -159,7 +162,7 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
     """Right and wrong drafts, late starts, runs broken off, streams cut at any message, with sampling too."""
     chance = random.Random(seed)
     prompt = PROMPTS[seed]
-    sampling = {"temperature": 0.9, "seed": seed} if seed % 2 else {}
+    sampling: dict[str, Any] = {"temperature": 0.9, "seed": seed} if seed % 2 else {}
     truth = sampled(server, prompt, sampling) if sampling else plain_generate(target, prompt, max_new_tokens=24).tokens
     text, tokens, session = prompt + truth, list(prompt), ""
     n_streams = 0
@@ -175,7 +178,7 @@ def test_any_order_of_requests_gives_the_plain_text(server: Server, target: Targ
                 if kind == "verify":
                     talk.send(verify=pb.Verify(start=start, tokens=drafts))
                 elif kind == "run":
-                    talk.send(run=pb.Run(start=start, mode=chance.choice((1, 2))))
+                    talk.send(run=pb.Run(start=start, mode=chance.choice((PLAIN, SPECULATE))))
                 elif kind == "pause":
                     talk.send(pause=pb.Pause(start=start))
                 else:
@@ -197,7 +200,7 @@ def sampled(server: Server, prompt: list[int], sampling: dict[str, Any]) -> list
     """What a single run writes."""
     with Talk(server.address) as talk:
         talk.open(prompt, max_new_tokens=24, sampling=pb.Sampling(**sampling))
-        talk.send(run=pb.Run(start=len(prompt), mode=pb.RUN_MODE_PLAIN))
+        talk.send(run=pb.Run(start=len(prompt), mode=PLAIN))
         talk.hang_up()
         talk.rest()
         return in_order(talk.text)
@@ -218,7 +221,7 @@ def expected_contexts(target: Target, drafter: Any, text: list[int]) -> torch.Te
 
 def received(talk: Talk, width: int, start: int = 0) -> torch.Tensor:
     """All contexts that came, which follow each other from a position on."""
-    parts = []
+    parts: list[torch.Tensor] = []
     for message in talk.got:
         if message.WhichOneof("body") == "context":
             assert message.context.start == start + sum(map(len, parts))
@@ -235,7 +238,7 @@ def test_contexts_come_behind_the_tokens(
         opened = talk.opened(PROMPT, codec=codec)
         assert opened.context_width == taught.context_width
         talk.verify(N, answer[N : N + 3])
-        talk.send(run=pb.Run(start=N + 4, mode=pb.RUN_MODE_SPECULATE))
+        talk.send(run=pb.Run(start=N + 4, mode=SPECULATE))
         talk.hang_up()
         talk.rest()
         known = N
@@ -306,7 +309,7 @@ def test_contexts_that_are_gone_are_made_again(
                 tokens = answer[: N + 4]
                 opened = talk.opened(tokens, N, session=session, codec=codec, n_context=n_context)
                 assert opened.was_rebuilt == was_rebuilt
-                talk.send(run=pb.Run(start=N + 4, mode=1))
+                talk.send(run=pb.Run(start=N + 4, mode=PLAIN))
                 if was_rebuilt:
                     talk.hang_up()
                     talk.rest()
@@ -339,7 +342,7 @@ def test_a_cut_at_any_message_loses_nothing(server: Server, answer: list[int]) -
         for stream in range(12):
             with Talk(server.address) as talk:
                 talk.open(tokens, N, session=session, codec="int4", n_context=n_context)
-                talk.send(run=pb.Run(start=len(tokens), mode=2 - stream % 2))
+                talk.send(run=pb.Run(start=len(tokens), mode=(SPECULATE, PLAIN)[stream % 2]))
                 for _ in range(n_read):
                     message = talk.read()
                     kind = message.WhichOneof("body")
@@ -370,7 +373,7 @@ def test_a_server_that_was_started_again_reads_the_text_anew(target: Target, tau
         assert opened.was_rebuilt
         assert opened.session != session, "names are the server's"
         assert opened.n_committed == N + 3
-        talk.send(run=pb.Run(start=N + 3, mode=2))
+        talk.send(run=pb.Run(start=N + 3, mode=SPECULATE))
         talk.hang_up()
         talk.rest()
         assert in_order(talk.text) == answer[N + 3 :]
@@ -396,10 +399,10 @@ def test_a_server_that_is_ahead_tells_what_the_client_lacks(server: Server, answ
 def test_another_stream_takes_a_session_up(server: Server, answer: list[int]) -> None:
     with Talk(server.address) as first, Talk(server.address) as second:
         session = first.opened(PROMPT).session
-        first.send(run=pb.Run(start=N, mode=1))
+        first.send(run=pb.Run(start=N, mode=PLAIN))
         first.read("committed")
         second.opened(PROMPT, session=session)
-        second.send(run=pb.Run(start=N, mode=1))
+        second.send(run=pb.Run(start=N, mode=PLAIN))
         second.hang_up()
         second.rest()
         assert in_order(second.text) == answer[N:]
@@ -445,7 +448,7 @@ def test_closed_sessions_are_forgotten(server: Server) -> None:
 def test_deadlines_end_the_answer(target: Target) -> None:
     with Server(target, target_ms=30.0) as server, Talk(server.address) as talk:
         talk.open(PROMPT, deadline_ms=200, max_new_tokens=50)
-        talk.send(run=pb.Run(start=N, mode=1))
+        talk.send(run=pb.Run(start=N, mode=PLAIN))
         talk.hang_up()
         talk.rest()
         commits = list(talk.committed())
@@ -462,7 +465,7 @@ def test_work_of_other_clients_shares_calls(server: Server, target: Target) -> N
     talks = [Talk(server.address) for _ in PROMPTS]
     for talk, prompt in zip(talks, PROMPTS, strict=True):
         talk.open(prompt, codec="int4")
-        talk.send(run=pb.Run(start=len(prompt), mode=2))
+        talk.send(run=pb.Run(start=len(prompt), mode=SPECULATE))
         talk.hang_up()
     for talk, prompt in zip(talks, PROMPTS, strict=True):
         talk.rest()
