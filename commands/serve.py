@@ -15,12 +15,12 @@ from .options import StageCommand, config_options
 if TYPE_CHECKING:
     from ..moa.drafters.base import Drafter
     from ..moa.targets.live import Target
-    from ..serving.server.run import Ended, Listening
+    from ..serving.server.run import Drafting, Ended, Listening
     from ..serving.server.service import Service
 
 _SHOWN = {
     "Models": "model drafter name dtype device",
-    "Address": "host port token_file tls_cert tls_key",
+    "Address": "host port grpc_port token_file tls_cert tls_key",
     "Engine": "kv_tokens most_sequences tree target_ms",
 }
 
@@ -28,12 +28,13 @@ _SHOWN = {
 @click.command(cls=StageCommand)
 @config_options(ServeConfig, shown=_SHOWN)
 def serve(config: ServeConfig) -> None:
-    """Serve a target over OpenAI's API, with drafters for speculative decoding.
+    """Serve a target over OpenAI's API, and to clients that draft for themselves.
 
     Texts of all clients share target calls, as many as come. With --drafter each answer is drafted while that pays;
     it is the same text, token for token, as without. Programs that speak OpenAI's API need another base URL only:
     http://HOST:PORT/v1. There are /v1/chat/completions, /v1/completions and /v1/models; /health and /metrics
-    (Prometheus). A request chooses a drafter with "drafter": "NAME", or "none".
+    (Prometheus). A request chooses a drafter with "drafter": "NAME", or "none". Clients that hold the drafter come
+    over gRPC instead (moa.v1 in serving/protocol).
 
     Each request is one JSON line on standard error. Ctrl-C and SIGTERM let answers that have begun end first
     (--set grace_s=S), a second one does not.
@@ -54,15 +55,17 @@ def serve(config: ServeConfig) -> None:
     if listening.tls is not None:
         check_tls(*listening.tls)  # before a model is loaded
     service = _service(config)
+    drafting = None if config.grpc_port is None else _drafting(config, config.grpc_port, service)
     _log_json_lines()
 
-    def on_ready(address: str) -> None:
+    def on_ready(http: str, grpc: str | None) -> None:
         drafters = ", ".join(service.engine.engine.drafters) or "none"
-        out.print(f"serving {service.model_name} on {address}/v1 (drafters: {drafters})", highlight=False)
+        other = f" and gRPC {grpc}" if grpc else ""
+        out.print(f"serving {service.model_name} on {http}/v1{other} (drafters: {drafters})", highlight=False)
         sys.stdout.flush()
 
     async def run() -> "Ended":
-        return await ServerRun(service, listening, on_ready).serve()
+        return await ServerRun(service, listening, on_ready, drafting).serve()
 
     ended = asyncio.run(run())
     rest = f"{ended.n_broken_off} answers were broken off" if ended.n_broken_off else "all answers had ended"
@@ -103,6 +106,21 @@ def _service(config: ServeConfig) -> "Service":
         engine, target, config.name or Path(config.model).name, next(iter(drafters), None),
         f"fp_{target.identity.get('weights_sha256', '')[:12]}", tokens, config.limits.build(),
     )  # fmt: skip
+
+
+def _drafting(config: ServeConfig, port: int, service: "Service") -> "Drafting":
+    """Hash what clients compare, and make the settings of the gRPC server."""
+    from ..serving.protocol.identity import drafter_identity, target_identity, tokenizer_identity
+    from ..serving.server.handshake import Identities
+    from ..serving.server.run import Drafting
+
+    target, drafters = service.target, service.engine.engine.drafters
+    identities = Identities(
+        target_identity(target.identity),
+        tokenizer_identity(target.tokenizer),
+        {name: drafter_identity(drafter) for name, drafter in drafters.items()},
+    )
+    return Drafting(identities, config.drafting.build(port))
 
 
 def _drafters(config: ServeConfig, target: "Target") -> "dict[str, Drafter]":

@@ -10,6 +10,7 @@ from ...pipeline.config import TemplateKwargs
 
 if TYPE_CHECKING:
     from ..engine.admission import EngineSettings
+    from .grpc import DraftingSettings
     from .service import HttpLimits
 
 Port = Annotated[int, Field(ge=0, lt=1 << 16)]
@@ -84,6 +85,31 @@ class LimitOptions(Config):
         return HttpLimits(**self.model_dump(exclude={"most_connections"}))
 
 
+class DraftingOptions(Config):
+    """Bounds of the gRPC server, whose clients draft for themselves."""
+
+    most_sessions: Count = 256
+    """Drafting sessions of all clients, connected or not."""
+    most_sessions_each: Count = 64
+    """Sessions of one bearer token or, without tokens, one address."""
+    most_message_bytes: Count = 1 << 20
+    """Bytes of a message."""
+    messages_per_s: Positive = 200.0
+    """Messages of one session; more are read later."""
+    open_s: Positive = 10.0
+    """Seconds in which a stream has to open its session."""
+    idle_s: Positive = 600.0
+    """Seconds after which a session of which nothing was heard is forgotten."""
+    keepalive_s: Positive = 20.0
+    """Seconds of silence after which a connection is tried."""
+
+    def build(self, port: int) -> "DraftingSettings":
+        """Return what the gRPC server takes."""
+        from .grpc import DraftingSettings
+
+        return DraftingSettings(port=port, **self.model_dump())
+
+
 class ServeConfig(Config):
     """Settings of `moa-data serve`."""
 
@@ -102,6 +128,8 @@ class ServeConfig(Config):
     """Address to listen on; 0.0.0.0 for all of the machine's."""
     port: Port = 8000
     """Port of HTTP; 0 for any that is free."""
+    grpc_port: Port | None = 8001
+    """Port of gRPC, for `moa-data chat` and other clients that draft; 0 for any that is free, none for no gRPC."""
     token_file: str | None = None
     """File of bearer tokens, one a line; whoever has one may use the server. Default: everybody may."""
     tls_cert: str | None = None
@@ -116,6 +144,7 @@ class ServeConfig(Config):
     """auto, cpu, cuda, cuda:1, ..."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     limits: LimitOptions = Field(default_factory=LimitOptions)
+    drafting: DraftingOptions = Field(default_factory=DraftingOptions)
 
     @override
     def problems(self) -> list[str]:

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..engine.engine import Counts
+from .grpc import DraftingCounts
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _GAUGES = {
@@ -28,16 +29,31 @@ _COUNTERS = {
     "n_failed": ("moa_sequences_failed", "Texts that ended with an error."),
 }
 
+_DRAFTING_GAUGES = {
+    "n_sessions": ("moa_drafting_sessions", "Drafting sessions, with a stream or without."),
+    "n_streams": ("moa_drafting_streams", "Open streams."),
+}
+_DRAFTING_COUNTERS = {
+    "n_opened": ("moa_drafting_opened", "Sessions that were opened anew."),
+    "n_resumed": ("moa_drafting_resumed", "Times that a session was taken up again."),
+    "n_rebuilt": ("moa_drafting_rebuilt", "Times that its text had to be read again then."),
+    "n_bytes_in": ("moa_drafting_bytes_in", "Bytes of messages from clients."),
+    "n_bytes_out": ("moa_drafting_bytes_out", "Bytes of messages to clients."),
+}
+
 
 class Metrics:
     """The metrics of one server, in a registry of its own.
 
     Args:
         counts: gives the engine's counts.
+
+    Attributes:
+        n_broken_off: requests that were broken off when the server ended.
     """
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
-        self._registry, self._n_in_flight = CollectorRegistry(), 0
+        self._registry, self._n_in_flight, self.n_broken_off = CollectorRegistry(), 0, 0
         self._registry.register(_EngineCollector(counts))
         self.requests = Counter(
             "moa_http_requests", "Requests by path and status.", ("path", "status"), registry=self._registry
@@ -67,6 +83,10 @@ class Metrics:
         finally:
             self._n_in_flight -= 1
 
+    def add_drafting(self, counts: DraftingCounts) -> None:
+        """Take up the counts of the gRPC server."""
+        self._registry.register(_DraftingCollector(counts))
+
     def text(self) -> bytes:
         """Write all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -85,3 +105,24 @@ class _EngineCollector:
             yield GaugeMetricFamily(name, text, value=getattr(counts, field))
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(counts, field))
+
+
+class _DraftingCollector:
+    """Reads the counts of the gRPC server when Prometheus asks."""
+
+    def __init__(self, counts: DraftingCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the server's metrics."""
+        counts = self._counts
+        for field, (name, text) in _DRAFTING_GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(counts, field))
+        for field, (name, text) in _DRAFTING_COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(counts, field))
+        messages = CounterMetricFamily("moa_drafting_messages", "Messages of clients by kind.", labels=("kind",))
+        failures = CounterMetricFamily("moa_drafting_failures", "Failures told to clients by code.", labels=("code",))
+        for family, found in ((messages, counts.n_messages), (failures, counts.n_failures)):
+            for label, n in found.items():
+                family.add_metric((label,), n)
+            yield family

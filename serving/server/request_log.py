@@ -70,6 +70,7 @@ class RequestLog:
         except asyncio.CancelledError:
             # The server ends and waits no longer; this task has nothing more to do.
             facts.error = "broken off: the server ended"
+            self._metrics.n_broken_off += 1
         except Exception as error:
             facts.status, facts.error = facts.status or 500, facts.error or type(error).__name__
             raise

@@ -1,7 +1,8 @@
 """A server from its start to its end: engine, HTTP and gRPC in one process and one event loop.
 
 A first signal drains: listeners close, requests that come over open connections are refused, answers have a grace
-period to end. A second one, or the end of that period, breaks the rest off.
+period to end, and drafting sessions are told to come back later. A second one, or the end of that period, breaks the
+rest off.
 """
 
 import asyncio
@@ -10,13 +11,17 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import uvicorn
 
 from ..errors import RequestInvalid
+from .grpc import DraftingServer, DraftingSettings, serve_grpc
+from .handshake import Identities
 from .http import create_app
 from .service import Service
 
@@ -65,74 +70,116 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What the gRPC server needs beside the engine; its address is that of HTTP with another port."""
+
+    identities: Identities
+    settings: DraftingSettings
+
+
 class ServerRun:
     """One run of a server.
 
     Args:
-        on_ready: called with the address once requests are taken.
+        on_ready: called with the addresses of HTTP and gRPC once requests are taken; the latter may be None.
+        drafting: None for no gRPC.
     """
 
-    def __init__(self, service: Service, listening: Listening, on_ready: Callable[[str], None]) -> None:
-        self._service, self._listening, self._on_ready = service, listening, on_ready
+    def __init__(
+        self,
+        service: Service,
+        listening: Listening,
+        on_ready: Callable[[str, str | None], None],
+        drafting: Drafting | None = None,
+    ) -> None:
+        self._service, self._listening, self._on_ready, self._drafting = service, listening, on_ready, drafting
         self._signum: int | None = None
-        self._n_told = 0
-        self._ending = asyncio.Event()
+        self._ending, self._breaking_off = asyncio.Event(), asyncio.Event()
 
     def end(self, signum: int | None = None) -> None:
         """Drain, or, when called again, break off; to be called in the event loop."""
-        self._signum, self._n_told = signum, self._n_told + 1
+        self._signum = signum
+        if self._ending.is_set():
+            self._breaking_off.set()
         self._ending.set()
-        if self._n_told > 1:
-            self._http.force_exit = True
 
     async def serve(self) -> Ended:
         """Serve until a signal comes or :meth:`end` is called.
 
         Raises:
-            RequestInvalid: the address cannot be used, or the files of TLS.
+            ServingError: an address cannot be used, or the files of TLS.
         """
-        listening, service = self._listening, self._service
+        service = self._service
+        with bind(self._listening.host, self._listening.port) as listener, self._signals():
+            http = self._http()
+            service.engine.start()
+            drafting: DraftingServer | None = None
+            serving: asyncio.Task[None] | None = None
+            try:
+                drafting = await self._start_drafting()
+                serving = asyncio.create_task(http.serve(sockets=[listener]))
+                while not http.started and not serving.done():
+                    await asyncio.sleep(0.01)
+                if http.started:
+                    self._tell_addresses(listener, drafting)
+                    await _first_of(serving, self._ending.wait())
+                return await self._drain(http, serving, drafting)
+            finally:
+                if drafting is not None:
+                    await drafting.stop()
+                service.engine.stop()
+
+    def _http(self) -> _HttpServer:
+        listening = self._listening
         cert, key = listening.tls or (None, None)
         if cert is not None and key is not None:
             check_tls(cert, key)
-        listener = bind(listening.host, listening.port)
-        app = create_app(service)
-        self._http = _HttpServer(
+        return _HttpServer(
             uvicorn.Config(
-                app, http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key, log_config=None,
-                access_log=False, server_header=False, limit_concurrency=listening.most_connections,
+                create_app(self._service), http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
+                log_config=None, access_log=False, server_header=False, limit_concurrency=listening.most_connections,
                 h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_keep_alive=15,
                 timeout_graceful_shutdown=max(1, round(listening.grace_s)),
             )
         )  # fmt: skip
-        service.engine.start()
-        try:
-            with self._signals():
-                return await self._until_end(listener)
-        finally:
-            listener.close()
-            service.engine.stop()
 
-    async def _until_end(self, listener: socket.socket) -> Ended:
-        serving = asyncio.create_task(self._http.serve(sockets=[listener]))
-        ending = asyncio.create_task(self._ending.wait())
-        try:
-            while not self._http.started and not serving.done():
-                await asyncio.sleep(0.01)
-            if self._http.started:
-                scheme = "http" if self._listening.tls is None else "https"
-                host, port = listener.getsockname()[:2]
-                self._on_ready(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
-            await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
-            self._service.is_draining = True
-            self._http.should_exit = True
-            n_before = self._service.metrics.n_in_flight
-            _LOG.info("draining: %d requests are being answered", n_before)
-            await serving
-            n_left = self._service.metrics.n_in_flight
-        finally:
-            ending.cancel()
-        return Ended(self._signum, n_left)
+    async def _start_drafting(self) -> DraftingServer | None:
+        if self._drafting is None:
+            return None
+        credentials = None
+        if self._listening.tls is not None:
+            cert, key = (file.read_bytes() for file in self._listening.tls)
+            credentials = grpc.ssl_server_credentials([(key, cert)])
+        service, settings = self._service, replace(self._drafting.settings, host=self._listening.host)
+        server = await serve_grpc(service.engine, self._drafting.identities, settings, service.tokens, credentials)
+        service.metrics.add_drafting(server.service.counts)
+        return server
+
+    def _tell_addresses(self, listener: socket.socket, drafting: DraftingServer | None) -> None:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        scheme = "http" if self._listening.tls is None else "https"
+        self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
+
+    async def _drain(self, http: _HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> Ended:
+        """Let what is being done end, or break it off."""
+        self._service.is_draining = True
+        http.should_exit = True
+        _LOG.info("draining: %d requests are being answered", self._service.metrics.n_in_flight)
+        tasks = [serving]
+        if drafting is not None:
+            tasks.append(asyncio.create_task(drafting.stop(self._listening.grace_s)))
+        await _first_of(asyncio.gather(*tasks), self._breaking_off.wait())
+        http.force_exit = True
+        for task in tasks[1:]:
+            task.cancel()
+        await serving
+        rest = list(http.server_state.tasks)
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        return Ended(self._signum, self._service.metrics.n_broken_off)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -189,3 +236,14 @@ def check_tls(cert: Path, key: Path) -> None:
         raise RequestInvalid(
             f"{cert} and {key} make no TLS server: {error}. Give a certificate chain and its key, both PEM."
         ) from error
+
+
+async def _first_of(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> None:
+    """Wait for some work or for an event; errors of the work are raised."""
+    waiting = asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        waiting.cancel()

@@ -34,7 +34,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """Run the command; yields the process, the line that it says and the address in it."""
-    command = [sys.executable, "-m", "moa_data", "serve", "--model", str(model), "--port", "0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "moa_data",
+        "serve",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--grpc-port",
+        "0",
+        *options,
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -63,7 +75,7 @@ def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
     run_folder = model.parent / "run"
     with serving(model, "--drafter", str(run_folder), "--target-ms", "5", "--tree", "3") as (process, line, address):
         assert line.startswith("serving tiny on http://127.0.0.1:")
-        assert line.endswith("(drafters: run)\n")
+        assert re.search(r" and gRPC 127\.0\.0\.1:\d+ \(drafters: run\)\n", line)
         with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
             stream = client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=80, temperature=0, stream=True
@@ -99,7 +111,7 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
 
 def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
     def serve(*options: Any) -> Any:
-        return run("serve", "--model", model, *options)
+        return run("serve", "--model", model, "--port", "0", *options)
 
     refused(serve("--tls-cert", "cert.pem"), "tls_cert and tls_key belong together")
     refused(serve("--tls-cert", "cert.pem", "--tls-key", "key.pem"), "make no TLS server")
@@ -109,4 +121,6 @@ def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
     refused(run("serve", "--model", tmp_path / "none"), "neither a folder nor a Hub id")
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
-        refused(serve("--port", taken.getsockname()[1]), "cannot listen on 127.0.0.1", "Choose another")
+        port = taken.getsockname()[1]
+        refused(serve("--port", port), "cannot listen on 127.0.0.1", "Choose another")
+        refused(serve("--grpc-port", port), "cannot listen on 127.0.0.1", "Choose another")

@@ -77,8 +77,8 @@ class LiveServer:
         torch.set_num_threads(1)
         asyncio.run(serve())
 
-    def _ready(self, address: str) -> None:
-        self.address = address
+    def _ready(self, address: str, grpc_address: str | None) -> None:
+        self.address, self.grpc_address = address, grpc_address
         self._is_ready.set()
 
     def end(self) -> None:
