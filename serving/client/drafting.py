@@ -113,12 +113,13 @@ class TextDrafter:
     """Drafts behind one text after the other.
 
     Attributes:
+        width: W; 0 for a drafter that needs no contexts.
         n_context: positions whose contexts have arrived.
         is_catching_up: whether the last call of :meth:`next` fed known tokens and should be made again.
     """
 
     def __init__(self, model: DraftingModel) -> None:
-        self._model, self._width = model, model.drafter.context_width
+        self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
         self._text: list[int] = []
         self._chain: Chain | None = None
@@ -160,7 +161,7 @@ class TextDrafter:
             None where contexts are missing, or known tokens have to be fed first (``is_catching_up``).
         """
         newest = self._newest_root(tokens)
-        if newest < 1:
+        if newest is None:
             return None
         with torch.inference_mode():
             behind = [*tokens[self._root + 1 :], *drafts]
@@ -184,7 +185,8 @@ class TextDrafter:
 
     def warm(self, tokens: Sequence[int]) -> None:
         """Put what has arrived into the drafter's caches, so that drafting can begin at once."""
-        if (newest := self._newest_root(tokens)) > max(0, self._root):
+        newest = self._newest_root(tokens)
+        if newest is not None and newest > self._root:
             with torch.inference_mode():
                 self._begin_round(tokens, newest)
 
@@ -199,21 +201,23 @@ class TextDrafter:
     def _end_round(self) -> None:
         self._chain, self.is_catching_up = None, False
 
-    def _newest_root(self, tokens: Sequence[int]) -> int:
-        """The position at which a round can begin now; 0 where none can."""
-        if self._width == 0:
-            return len(tokens) - 1
-        return self.n_context if self.n_context < len(tokens) else 0
+    def _newest_root(self, tokens: Sequence[int]) -> int | None:
+        """The newest position at which a round can begin, or has begun; None where there is no such."""
+        newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
+        if newest < max(1, self._n_taken):  # contexts that were taken cannot be left out again
+            return self._root if self._chain is not None and self._root < len(tokens) else None
+        return newest
 
     def _begin_round(self, tokens: Sequence[int], root: int) -> None:
-        drafter = self._model.drafter
-        if self._width == 0:
+        drafter, n_new = self._model.drafter, root - self._n_taken
+        if self.width == 0:
             self.n_context = root
-            self._pending = [torch.empty(root - self._n_taken, 0)]
-        for context in self._pending:
-            drafter.take_context(self._state, self._cache, context, self._n_taken)
-            self._n_taken += len(context)
-        self._pending.clear()
+            self._pending = [torch.empty(n_new, 0)]
+        if n_new:
+            arrived = self._pending[0] if len(self._pending) == 1 else torch.cat(self._pending)
+            drafter.take_context(self._state, self._cache, arrived[:n_new], self._n_taken)
+            self._pending = [arrived[n_new:]] if len(arrived) > n_new else []
+            self._n_taken = root
         self._root, self._fed, self._text = root, [], list(tokens[: root + 1])
         features = drafter.draft_root(self._state, self._model.frozen, [self._text], self._cache)
         self._chain = Chain(drafter, self._model.frozen, self._state, self._cache, features)

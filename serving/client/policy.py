@@ -173,20 +173,21 @@ class ModePolicy:
         """Start to time: a new answer, or the network is there again."""
         self._last_s, self._settles_s, self._switched = None, now_s, None
 
-    def observe_commit(self, now_s: float, n_tokens: int, call_s: float) -> None:
+    def observe_commit(self, now_s: float, n_tokens: int, call_s: float | None) -> None:
         """Take a commit.
 
         Args:
             now_s: when it arrived.
             n_tokens: that it brought.
-            call_s: of the target call, and of waiting for it.
+            call_s: of the target call, and of waiting for it; None of one that read more than the root and drafts.
         """
         if self._switched is not None:
             self._switched = (self._switched[0], self._switched[1] + n_tokens)
         if now_s < self._settles_s:  # what was decoded in the mode before still arrives
             return
         own = self._measured[self.mode]
-        own.call_s.add(call_s, 1)
+        if call_s is not None:
+            own.call_s.add(call_s, 1)
         if self._last_s is not None:
             seconds = now_s - self._last_s
             own.token_s.add(seconds, n_tokens)

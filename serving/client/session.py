@@ -27,9 +27,9 @@ from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ..detokenizer import Detokenizer
 from ..errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
+from ..protocol.identity import PROTOCOL
 from .events import Done, Event, Kind, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
 
-PROTOCOL = 1
 _RUN_MODES: dict[Mode, pb.RunMode] = {"stream": pb.RUN_MODE_PLAIN, "server": pb.RUN_MODE_SPECULATE}
 _FAILURES: dict[str, type[ServingError]] = {
     "overloaded": Overloaded,
@@ -255,9 +255,14 @@ class Session:
         return self._is_opened
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the server owes something: an answer, or the next tokens of a run."""
-        return self._is_up and not self.finish and bool(self._awaited or self._running or not self._is_opened)
+    def was_opened(self) -> bool:
+        """Whether a server has opened the session on this connection or an earlier one."""
+        return self._was_opened
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the server decodes and streams, and the client has nothing to do."""
+        return self._is_opened and self._running is not None and not self._is_alone and not self.finish
 
     def take_messages(self) -> list[pb.ClientMessage]:
         """Hand over the messages to send, in order."""

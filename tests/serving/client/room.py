@@ -1,0 +1,102 @@
+"""A real server with a tiny target, and drafters that were taught to be often right about it."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from moa_data.moa.decoding.coupling import choose
+from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
+from moa_data.moa.targets.live import Target
+from moa_data.serving.client.client import Answer, DraftingClient
+from moa_data.serving.client.drafting import DraftingModel
+from moa_data.serving.client.events import Event
+from moa_data.serving.client.exchange import Patience
+from moa_data.serving.emulation.proxy import Proxy
+from moa_data.tests.kit.drafters import build, frozen_for, teach
+from moa_data.tests.kit.models import build_model, random_prompts
+
+from .world import Display
+
+PROMPTS = random_prompts(7, 7)
+HASTY = Patience(connect_s=20.0, silence_s=0.2, dead_s=1.0)
+"""Waits that are short enough for a test, and long enough for a machine that is busy."""
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "moa": {}, "moa with 1 layer": {"target_layer_inference": 1}, "moa with 3 layers": {"target_layer_inference": 3},
+    "eagle": {}, "independent": {},
+}  # fmt: skip
+
+
+@cache
+def target() -> Target:
+    """A target that never ends an answer."""
+    found = Target(build_model(num_hidden_layers=4))
+    found.eos_token_ids = frozenset()
+    return found
+
+
+@cache
+def model(name: str = "moa", n_steps: int = 60) -> DraftingModel:
+    """A taught drafter, as a client loads it."""
+    drafter = teach(build(name.split()[0], target().model, **DRAFTERS[name]), target(), PROMPTS, n_steps)
+    return DraftingModel(drafter, frozen_for(drafter, target().model), None, frozenset())
+
+
+def plain(tokens: Sequence[int], n_new: int, sampling: SamplingConfig = GREEDY, seed: int = 0) -> list[int]:
+    """What the target writes alone, one token a call."""
+    text, cache_ = list(tokens), target().new_cache()
+    hidden = target().forward(torch.tensor([text]), cache_)
+    cache_.commit([range(len(text))])
+    for _ in range(n_new):
+        text.append(choose(target().logits(hidden[0, -1]), text, sampling, seed, len(text)))
+        hidden = target().forward(torch.tensor([text[-1:]]), cache_)
+        cache_.commit([[0]])
+    return text[len(tokens) :]
+
+
+class Watched:
+    """A client whose events are checked as they come: nothing lost, nothing twice."""
+
+    def __init__(self, client: DraftingClient) -> None:
+        self.client, self.display = client, Display()
+        self.events: list[Event] = []
+
+    def note(self, event: Event) -> None:
+        self.events.append(event)
+        self.display.show(event)
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+    def complete(self, tokens: Sequence[int], n_new: int, **settings: Any) -> Answer:
+        """Complete a text, and compare what was shown with what came out."""
+        self.display, self.events = Display(), []
+        answer = self.client.complete(tokens, max_new_tokens=n_new, on_event=self.note, **settings)
+        assert self.display.tokens == list(answer.tokens)
+        assert self.display.n_verified == len(answer.tokens)
+        assert self.display.finish == answer.finish
+        return answer
+
+
+@contextmanager
+def mended(proxy: Proxy, after_s: float = 0.02) -> Iterator[None]:
+    """Mend the network a moment after each cut, from another thread."""
+    is_over = threading.Event()
+
+    def mend() -> None:
+        while not is_over.is_set():
+            if proxy.wait_cut(0.02):
+                time.sleep(after_s)
+                proxy.mend()
+
+    thread = threading.Thread(target=mend)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

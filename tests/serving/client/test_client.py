@@ -1,0 +1,391 @@
+"""Client and server over real sockets: the answer is that of plain decoding, whatever the network does."""
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from moa_data.moa.decoding.sampling import SamplingConfig
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.bundle import save_target_bundle
+from moa_data.moa.targets.live import Target
+from moa_data.serving.client.client import MODES, DraftingClient
+from moa_data.serving.client.events import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
+from moa_data.serving.client.exchange import Patience
+from moa_data.serving.client.saved import SavedAnswer
+from moa_data.serving.emulation.proxy import Proxy
+from moa_data.serving.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
+from moa_data.serving.protocol.identity import drafter_identity, tokenizer_identity
+from moa_data.serving.server.grpc import DraftingSettings
+from moa_data.serving.server.handshake import Identities
+from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+
+from ..server.drafting import Server
+from .room import DRAFTERS, HASTY, PROMPTS, Watched, mended, model, plain, target
+
+SAMPLED = SamplingConfig(temperature=0.8, top_p=0.95, repetition_penalty=1.1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(target(), {"moa": model().drafter}) as running:
+        yield running
+
+
+def client(address: str, name: str = "moa", **settings: Any) -> DraftingClient:
+    return DraftingClient(address, model(name), **{"patience": HASTY} | settings)
+
+
+# Modes, drafters, sampling, codecs
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_mode_gives_the_plain_answer(name: str) -> None:
+    with Server(target(), {"d": model(name).drafter}) as own:
+        for mode in MODES:
+            with client(own.address, name, mode=mode) as connected:
+                watched = Watched(connected)
+                for prompt in PROMPTS[:2]:
+                    assert list(watched.complete(prompt, 20).tokens) == plain(prompt, 20)
+                    assert watched.kinds().count("Done") == 1
+                    assert watched.kinds()[-2:] == ["Stats", "Done"]
+                    assert "RolledBack" not in watched.kinds(), "without a cut nothing unverified is shown"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_taught_drafter_is_often_right_far_from_its_target(name: str) -> None:
+    """Acceptance over the wire in bfloat16, which is about that beside the target."""
+    with Server(target(), {"d": model(name).drafter}) as own, client(own.address, name, mode="sync") as connected:
+        lengths = []
+        for prompt in PROMPTS:
+            stats = connected.complete(prompt, max_new_tokens=24).stats
+            assert stats.acceptance_length is not None
+            lengths.append(stats.acceptance_length)
+        assert sum(lengths) / len(lengths) > 1.4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> None:
+    with client(server.address, mode=mode) as connected:
+        watched = Watched(connected)
+        for seed in (1, -5):
+            wanted = plain(PROMPTS[1], 24, SAMPLED, seed)
+            assert list(watched.complete(PROMPTS[1], 24, sampling=SAMPLED, seed=seed).tokens) == wanted
+        assert plain(PROMPTS[1], 24, SAMPLED, 1) != wanted
+
+
+def test_codecs_change_the_bytes_and_not_the_text(server: Server) -> None:
+    n_bytes = []
+    for codec in ("bf16", "int8", "int4"):
+        with client(server.address, mode="sync", codec=codec) as connected:
+            answer = Watched(connected).complete(PROMPTS[0], 30)
+            assert list(answer.tokens) == plain(PROMPTS[0], 30)
+            n_bytes.append(answer.stats.bytes_down)
+    assert n_bytes == sorted(n_bytes, reverse=True)
+
+
+def test_answers_end_where_the_target_ends_them(server: Server) -> None:
+    own = Target(target().model)
+    own.eos_token_ids = frozenset({plain(PROMPTS[2], 9)[-1]})
+    n_tokens = 1 + plain(PROMPTS[2], 9).index(plain(PROMPTS[2], 9)[-1])
+    with Server(own, {"moa": model().drafter}) as ending:
+        for mode in MODES:
+            with client(ending.address, mode=mode) as connected:
+                answer = Watched(connected).complete(PROMPTS[2], 30)
+                assert (len(answer.tokens), answer.finish) == (n_tokens, "stop")
+
+
+def test_auto_measures_and_tells(server: Server) -> None:
+    with client(server.address) as connected:
+        watched = Watched(connected)
+        for prompt in PROMPTS[:3]:
+            watched.complete(prompt, 40)
+    stats = next(event for event in reversed(watched.events) if isinstance(event, Stats))
+    assert stats.n_tokens == 40
+    assert stats.tokens_per_s > 0
+    assert stats.round_trip_ms is not None
+    assert stats.verify_ms is not None
+    assert stats.bytes_up > 0
+    assert stats.bytes_down > 0
+    assert [event for event in watched.events if isinstance(event, ModeChanged)]
+
+
+def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
+    """The second prompt begins with the first text; its contexts are here."""
+    with client(server.address, mode="sync") as connected:
+        first = connected.complete(PROMPTS[0], max_new_tokens=30)
+        longer = [*PROMPTS[0], *first.tokens, 5, 6]
+        again = connected.complete(longer, max_new_tokens=4)
+        assert list(again.tokens) == plain(longer, 4)
+        with client(server.address, mode="sync") as other:
+            assert other.complete(longer, max_new_tokens=4).stats.bytes_down > 2 * again.stats.bytes_down
+
+
+# Without a network
+
+
+def test_goes_on_alone_and_takes_back(server: Server) -> None:
+    """A switch on the client's side: the text goes on at once, within bounds, and is put right on return."""
+    with client(server.address, mode="stream", most_alone=10, alone_below=0.0) as connected:
+        watched = Watched(connected)
+        unverified: list[int] = []
+
+        def note(event: Any) -> None:
+            watched.note(event)
+            if isinstance(event, Tokens) and event.start >= 20 and not unverified:
+                connected.cut()
+            if isinstance(event, Tokens) and event.kinds[0] == "unverified":
+                unverified.extend(event.tokens)
+                if len(unverified) == 10:
+                    threading.Timer(0.3, connected.mend).start()
+
+        answer = connected.complete(PROMPTS[0], max_new_tokens=60, on_event=note)
+    assert list(answer.tokens) == plain(PROMPTS[0], 60) == watched.display.tokens
+    assert watched.display.most_unverified == 10
+    assert len(unverified) == 10
+    changes = [event.up for event in watched.events if isinstance(event, LinkChanged)]
+    assert changes == [True, False, True]
+    modes = [event.mode for event in watched.events if isinstance(event, ModeChanged)]
+    assert modes == ["stream", "alone", "stream"]
+    assert any(isinstance(event, Verified | RolledBack) for event in watched.events)
+
+
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "silence"])
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("mode", ["stream", "ahead"])
+def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, server: Server) -> None:
+    """Some of the byte boundaries of an exchange; the slow test cuts at each."""
+    cut_everywhere(server, mode, way, reset, step=389 if way == "down" else 89)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("mode", ["stream", "server", "sync", "ahead"])
+def test_cut_after_every_byte(mode: Any, way: Any, server: Server) -> None:
+    cut_everywhere(server, mode, way, True, step=1)
+
+
+def cut_everywhere(server: Server, mode: Any, way: Any, reset: bool, step: int) -> None:
+    """Record an exchange, then repeat it with the network cut after every so many bytes of one direction."""
+    patience = Patience(connect_s=120.0, silence_s=0.05, dead_s=0.3)
+    wanted = plain(PROMPTS[3], 12)
+    with Proxy(("127.0.0.1", server.server.port)) as proxy:
+        with client(proxy.address, mode=mode) as connected:
+            assert list(connected.complete(PROMPTS[3], max_new_tokens=12).tokens) == wanted
+        n_bytes = proxy.bytes_up if way == "up" else proxy.bytes_down
+    assert n_bytes > 300
+    for n in range(0, n_bytes + step, step):
+        with Proxy(("127.0.0.1", server.server.port)) as proxy, mended(proxy):
+            proxy.cut_after(n, way, reset)
+            with client(proxy.address, mode=mode, patience=patience) as connected:
+                assert list(Watched(connected).complete(PROMPTS[3], 12).tokens) == wanted, n
+
+
+def test_random_cuts(server: Server) -> None:
+    cut_at_random(server, n_cuts=12, longest_s=0.1, n_tokens=70)
+
+
+@pytest.mark.slow
+def test_two_hundred_random_cuts() -> None:
+    """In one answer, of 0.05 to 5 s."""
+    with Server(target(), {"moa": model().drafter}, target_ms=150.0) as slow:
+        cut_at_random(slow, n_cuts=200, longest_s=5.0, n_tokens=80)
+
+
+def cut_at_random(server: Server, n_cuts: int, longest_s: float, n_tokens: int) -> None:
+    chance, n_made, is_over = random.Random(n_cuts), 0, threading.Event()
+    with client(server.address, mode="auto") as connected:
+
+        def cut() -> None:
+            nonlocal n_made
+            while n_made < n_cuts and not is_over.is_set():
+                time.sleep(chance.uniform(0.005, 0.05))
+                connected.cut()
+                time.sleep(chance.uniform(0.01, longest_s) if chance.random() < 0.3 else 0.02)
+                connected.mend()
+                n_made += 1
+
+        watched, cutter = Watched(connected), threading.Thread(target=cut)
+        cutter.start()
+        try:
+            answer = watched.complete(PROMPTS[4], n_tokens)
+        finally:
+            is_over.set()
+            cutter.join()
+        assert list(answer.tokens) == plain(PROMPTS[4], n_tokens)
+        assert n_made > n_cuts // 3
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_server_is_started_again(sampling: SamplingConfig) -> None:
+    """It has lost the session; the client opens it anew with what is committed, and goes on alone meanwhile."""
+    first = Server(target(), {"moa": model().drafter}, target_ms=10.0)
+    port, restarted = first.server.port, list[Server]()
+
+    def restart() -> None:
+        first.stop()
+        time.sleep(0.2)
+        restarted.append(Server(target(), {"moa": model().drafter}, settings=DraftingSettings(port=port)))
+
+    with client(f"127.0.0.1:{port}", mode="stream") as connected:
+        watched, thread = Watched(connected), threading.Thread(target=restart)
+
+        def note(event: Any) -> None:
+            watched.note(event)
+            if isinstance(event, Tokens) and event.start == 12:
+                thread.start()
+
+        answer = connected.complete(PROMPTS[5], max_new_tokens=60, sampling=sampling, seed=3, on_event=note)
+        thread.join()
+        restarted[0].stop()
+    assert list(answer.tokens) == plain(PROMPTS[5], 60, sampling, 3)
+    assert "alone" in [event.mode for event in watched.events if isinstance(event, ModeChanged)]
+    assert restarted[0].counts.n_opened == 1
+
+
+def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> None:
+    """As after a kill: all that the second one has is the file."""
+    file = tmp_path / "session.json"
+
+    class Killed(BaseException):
+        """Stands for the end of the process."""
+
+    def die(event: Any) -> None:
+        if isinstance(event, Tokens) and event.start >= 14:
+            raise Killed
+
+    with client(server.address, session_file=file, mode="sync") as connected, pytest.raises(Killed):
+        connected.complete(PROMPTS[6], max_new_tokens=40, sampling=SAMPLED, seed=9, on_event=die)
+    saved = SavedAnswer.load(file)
+    assert not saved.finish
+    assert saved.session
+    assert len(saved.tokens) > len(PROMPTS[6])
+    with client(server.address, session_file=file, mode="sync") as connected:
+        watched = Watched(connected)
+        answer = connected.resume(saved, watched.note)
+    assert list(answer.tokens) == plain(PROMPTS[6], 40, SAMPLED, 9) == watched.display.tokens
+    assert SavedAnswer.load(file).finish == "length"
+    with client(server.address) as connected:
+        assert connected.resume(SavedAnswer.load(file)).tokens == answer.tokens, "what has ended stays as it is"
+
+
+# Refusals
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with client(f"127.0.0.1:{port}", patience=Patience(connect_s=0.3)) as connected:
+        began = time.monotonic()
+        with pytest.raises(Disconnected, match=f"127.0.0.1:{port} cannot be reached"):
+            connected.complete([5, 6])
+        assert time.monotonic() - began < 10
+
+
+def test_nobody_answers() -> None:
+    """Somebody accepts the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with client(address, patience=Patience(connect_s=0.3)) as connected, pytest.raises(Disconnected):
+            connected.complete([5, 6])
+
+
+def test_gives_up_in_the_end(server: Server) -> None:
+    """Where it was told to; the answer is kept in the file."""
+    with Proxy(("127.0.0.1", server.server.port)) as proxy:
+        patience = Patience(connect_s=20.0, silence_s=0.1, dead_s=0.3, give_up_s=0.5)
+        with client(proxy.address, mode="stream", patience=patience) as connected:
+            watched = Watched(connected)
+
+            def note(event: Any) -> None:
+                watched.note(event)
+                if isinstance(event, Tokens) and event.start == 10:
+                    proxy.cut(reset=True)
+
+            with pytest.raises(Disconnected):
+                connected.complete(PROMPTS[0], max_new_tokens=70, on_event=note)
+            assert (
+                watched.display.tokens[: watched.display.n_verified]
+                == plain(PROMPTS[0], 70)[: watched.display.n_verified]
+            )
+            proxy.mend()
+            assert list(connected.complete(PROMPTS[0], max_new_tokens=20).tokens) == plain(PROMPTS[0], 20)
+
+
+def test_a_wrong_token_is_refused() -> None:
+    with Server(target(), {"moa": model().drafter}, tokens=["right"]) as guarded:
+        for token in ("", "wrong"):
+            with client(guarded.address, token=token) as connected, pytest.raises(NotAllowed, match="token"):
+                connected.complete([5, 6])
+        with client(guarded.address, token="right") as connected:
+            assert list(connected.complete(PROMPTS[0], max_new_tokens=5).tokens) == plain(PROMPTS[0], 5)
+
+
+def test_another_drafter_is_refused() -> None:
+    identities = Identities("t", "", {"moa": "another"})
+    with (
+        Server(target(), {"moa": model().drafter}, identities) as other,
+        client(other.address) as connected,
+        pytest.raises(ProtocolMismatch, match="drafter"),
+    ):
+        connected.complete([5, 6])
+
+
+def test_requests_that_make_no_sense(server: Server) -> None:
+    with client(server.address) as connected:
+        for tokens, n_most in (([], 5), ([5], 0), ([99999], 5)):
+            with pytest.raises(RequestInvalid):
+                connected.complete(tokens, max_new_tokens=n_most)
+        assert list(connected.complete(PROMPTS[0], max_new_tokens=5).tokens) == plain(PROMPTS[0], 5)
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:0", "localhost:99999", "ftp://localhost:80", ":80"])
+def test_addresses_that_make_no_sense(address: str) -> None:
+    with pytest.raises(RequestInvalid, match="is no address of a server; give HOST:PORT"):
+        client(address)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mode": "fast"}, {"codec": "fp1"}, {"most_alone": -1}, {"alone_below": 1.0}, {"ca": "/nowhere"}]
+)
+def test_settings_that_make_no_sense(settings: Any) -> None:
+    with pytest.raises(RequestInvalid):
+        client("localhost:1", **settings)
+
+
+def test_never_loads_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat with drafter and bundle from disk, where nobody can load a target."""
+    text_model, tokenizer = build_text_model(), build_tokenizer(LLAMA3_TEMPLATE)
+    save_target_bundle(text_model, tokenizer, tmp_path / "store" / "target", 1)
+    drafter = build("moa", text_model, target_layer_inference=1)
+    save_drafter(drafter, tmp_path / "drafter")
+    live = Target(text_model, tokenizer)
+    identities = Identities("", tokenizer_identity(tokenizer), {"moa": drafter_identity(drafter)})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the client loads the target")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(Target, "load", refuse)
+    with (
+        Server(live, {"moa": drafter}, identities) as own,
+        DraftingClient(own.address, tmp_path / "drafter", tmp_path / "store", patience=HASTY) as connected,
+    ):
+        texts: list[str] = []
+
+        def note(event: Any) -> None:
+            if isinstance(event, Tokens):
+                texts.extend(event.texts)
+
+        answer = connected.chat([{"role": "user", "content": "the cat sat"}], max_new_tokens=12, on_event=note)
+        assert len(answer.tokens) == 12 or answer.finish == "stop"
+        assert answer.text == tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        assert answer.text.startswith("".join(texts).rstrip("\ufffd"))
