@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from ..serving.client.timeline import Timeline
 from ..storage.care.summary import StoreSummary
 from .target import TargetReport
 
@@ -43,4 +44,26 @@ def bytes_per_token(summary: StoreSummary, path: Path) -> None:
     axes.set_ylabel("bytes per token")
     axes.set_title(f"Store: {summary.bytes_per_token:,.0f} bytes per token, {summary.ratio:.3f} of raw")
     axes.legend()
+    figure.savefig(path, dpi=DPI)
+
+
+def answer_over_time(timeline: Timeline, path: Path) -> None:
+    """Draw the tokens of an answer against time: shown, verified, and the cuts of the network."""
+    seconds = [point.seconds for point in timeline.points]
+    shown = [point.n_shown for point in timeline.points]
+    verified = [point.n_verified for point in timeline.points]
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for number, (went, came) in enumerate(timeline.cuts):
+        label = "no network" if number == 0 else None
+        axes.axvspan(went, seconds[-1] if came is None else came, color="tab:red", alpha=0.12, lw=0, label=label)
+    axes.step(seconds, verified, where="post", color="tab:blue", label="verified")
+    axes.step(seconds, shown, where="post", color="tab:orange", ls="--", lw=1, label="shown")
+    axes.fill_between(seconds, verified, shown, step="post", color="tab:orange", alpha=0.35, label="not verified yet")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("tokens of the answer")
+    axes.set_ylim(bottom=0)
+    axes.set_title("An answer over 4G that loses the network")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left")
     figure.savefig(path, dpi=DPI)

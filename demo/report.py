@@ -14,11 +14,11 @@ from ..trainer.files import CURVES_FILE
 from . import figures
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, read_jsonl
-from .state import PHASES, REPORT_FILE, DemoState
+from .serving import CUT_S, TARGET_MS
+from .state import FIGURES, PHASES, REPORT_FILE, DemoState
 from .target import TargetReport, greedy_answers
 
 N_SAMPLES = 6
-FIGURES = "figures"
 
 
 def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance: dict[str, Any]) -> StoreSummary:
@@ -52,6 +52,7 @@ def write_report(folder: Path, config: DemoConfig, state: DemoState, provenance:
         *_store_section(state, summary),
         *_drafter_section(state, config),
         *_evaluation_section(folder),
+        *_serving_section(state),
         *_time_section(state, config),
         *_provenance_section(provenance),
     ]
@@ -166,6 +167,23 @@ def _evaluation_section(folder: Path) -> list[str]:
     lines = (folder / "eval" / "report.md").read_text(encoding="utf-8").splitlines()
     body = ["#" + line if line.startswith("#") else line for line in lines]
     return [*body, ""]
+
+
+def _serving_section(state: DemoState) -> list[str]:
+    facts = state.facts("serve")
+    same = "the tokens of plain greedy decoding" if facts["is_equal"] else "NOT the tokens of plain greedy decoding"
+    return [
+        "## Served, with a cut",
+        "",
+        f"The target ran in a server of its own, with at least {TARGET_MS:.0f} ms a call; a client that holds the "
+        f"drafter and the store's frozen pieces talked to it through an emulated 4G network, which was cut for "
+        f"{CUT_S:g} s. The answer of {facts['n_tokens']} tokens took {facts['answer_s']:.1f} s and "
+        f"{facts['n_target_calls']} target calls; {facts['n_alone']} tokens were written without the network, "
+        f"{facts['n_rolled_back']} of them taken back when it returned. The answer has {same}.",
+        "",
+        "![An answer over 4G with a cut](figures/serving.png)",
+        "",
+    ]
 
 
 def _time_section(state: DemoState, config: DemoConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""The demo: corpus -> target -> extract -> train -> eval -> report, each phase kept once it is finished."""
+"""The demo: corpus -> target -> extract -> train -> eval -> serve -> report, each phase kept once it is finished."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..trainer.config import PRESETS, TrainConfig
 from ..trainer.files import LAST
 from .config import DemoConfig
 from .corpus import HELD_OUT_FILE, TRAIN_FILE, corpus_stats, generate_corpus, read_jsonl, write_jsonl
-from .state import PHASES, REPORT_FILE, DemoState
+from .state import FIGURES, PHASES, REPORT_FILE, DemoState
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class DemoReport:
     Attributes:
         acceptance_length: Tokens committed per target call, bonus token included.
         speedup: Tokens per second with the drafter over tokens per second without.
-        identical: Whether every answer equalled plain greedy decoding.
+        identical: Whether every answer equalled plain greedy decoding, the served one included.
+        n_alone: Tokens that the client wrote while it had no network.
+        n_rolled_back: How many of these were taken back.
         stored_share: Stored bytes over raw bytes.
         seconds: Seconds of each phase, in order; reused phases count what they took when they ran.
     """
@@ -37,6 +39,8 @@ class DemoReport:
     acceptance_length: float
     speedup: float
     identical: bool
+    n_alone: int
+    n_rolled_back: int
     bytes_per_token: float
     stored_share: float
     seconds: dict[str, float]
@@ -54,6 +58,7 @@ class DemoReport:
         return "\n".join((
             f"acceptance   {self.acceptance_length:.2f} tokens per target call, bonus token included; {same}",
             f"speed        {self.speedup:.2f} x plain decoding on this machine",
+            f"network cut  {self.n_alone} tokens written alone, {self.n_rolled_back} taken back when it returned",
             f"store        {self.bytes_per_token:,.0f} bytes per token, {self.stored_share:.3f} of raw",
             f"time         {sum(self.seconds.values()):.0f} s: {times}{reused}",
             f"report       {self.report}",
@@ -174,6 +179,30 @@ class _Run:
             "n_answers": chain.n_answers,
         }
 
+    def run_serve(self) -> dict[str, Any]:
+        """Serve the target, and answer a held-out prompt through a network that is cut on the way."""
+        from .figures import answer_over_time
+        from .serving import answer_through_a_cut
+
+        rows = read_jsonl(self.corpus / HELD_OUT_FILE)[: self.config.evaluation.n_eval_prompts]
+        if self.progress is not None:
+            self.progress(0, 1, "serve, and cut the network")
+        answered = answer_through_a_cut(
+            self.target, self.store, self.drafter, [row["messages"][:-1] for row in rows],
+            self.config.evaluation.max_new_tokens, self.config.seed,
+        )  # fmt: skip
+        pictures = self.folder / FIGURES
+        pictures.mkdir(exist_ok=True)
+        answer_over_time(answered.timeline, pictures / "serving.png")
+        return {
+            "is_equal": answered.is_equal,
+            "n_tokens": answered.n_tokens,
+            "n_alone": answered.n_alone,
+            "n_rolled_back": answered.timeline.n_rolled_back,
+            "n_target_calls": answered.n_target_calls,
+            "answer_s": answered.seconds,
+        }
+
     def run_report(self) -> dict[str, Any]:
         """Write the Markdown report and its pictures."""
         from .report import write_report
@@ -201,6 +230,7 @@ class _Run:
             "extract": self.run_extract,
             "train": self.run_train,
             "eval": self.run_eval,
+            "serve": self.run_serve,
             "report": self.run_report,
         }
 
@@ -229,13 +259,15 @@ def run_demo(
         except (KeyboardInterrupt, Interrupted) as error:
             raise Interrupted(f"interrupted in the {phase} phase; run the same command again, {run.kept()}") from error
         run.state.finish(phase, time.perf_counter() - started, facts)
-    measured, size = run.state.facts("eval"), run.state.facts("report")
+    measured, served, size = (run.state.facts(phase) for phase in ("eval", "serve", "report"))
     return DemoReport(
         folder=run.folder,
         report=run.folder / REPORT_FILE,
         acceptance_length=measured["acceptance_length"],
         speedup=measured["ratio"],
-        identical=measured["n_exact"] == measured["n_answers"],
+        identical=measured["n_exact"] == measured["n_answers"] and served["is_equal"],
+        n_alone=served["n_alone"],
+        n_rolled_back=served["n_rolled_back"],
         bytes_per_token=size["bytes_per_token"],
         stored_share=size["stored_share"],
         seconds={phase: run.state.facts(phase)["seconds"] for phase in PHASES},

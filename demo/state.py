@@ -12,7 +12,8 @@ from .errors import DemoError
 
 STATE_FILE = "demo.json"
 REPORT_FILE = "report.md"
-PHASES = ("corpus", "target", "extract", "train", "eval", "report")
+FIGURES = "figures"
+PHASES = ("corpus", "target", "extract", "train", "eval", "serve", "report")
 
 
 class DemoState:

@@ -68,7 +68,14 @@ ALLOWED: dict[str, set[str]] = {
     | MOA
     | {"serving", "serving.protocol"}
     | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
-    "demo": LEAVES | {"config"} | STORAGE | MOA | PIPELINE | TRAINER | {"storage.care", "trainer.fit", "evaluation"},
+    "demo": LEAVES
+    | {"config"}
+    | STORAGE
+    | MOA
+    | PIPELINE
+    | TRAINER
+    | {"storage.care", "trainer.fit", "evaluation"}
+    | {"moa.decoding", "serving.client", "serving.emulation"},
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}
 """What stands on top may import everything below; nothing imports it."""

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from .events import Event, LinkChanged, RolledBack, Tokens, Verified
+from .events import Event, RolledBack, Tokens, Verified
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Timeline:
 
     Attributes:
         points: one after each change, in order.
-        cuts: (seconds of the cut, seconds of the return) without a network; the second is None while it lasts.
+        cuts: (seconds of the cut, of the return) of each cut that was marked; the second is None while it lasts.
         n_rolled_back: tokens that were taken back.
     """
 
@@ -49,8 +49,11 @@ class Timeline:
         elif isinstance(event, RolledBack):
             self.n_rolled_back += last.n_shown - event.stop
             self.points.append(Point(now, event.stop, event.stop))
-        elif isinstance(event, LinkChanged):
-            if not event.up:
-                self.cuts.append((now, None))
-            elif self.cuts and self.cuts[-1][1] is None:
-                self.cuts[-1] = (self.cuts[-1][0], now)
+
+    def mark_cut(self) -> None:
+        """Say that the network is cut now; the client itself notices later, or never where nothing was to come."""
+        self.cuts.append((time.perf_counter() - self.began_s, None))
+
+    def mark_mended(self) -> None:
+        """Say that the network is back now."""
+        self.cuts[-1] = (self.cuts[-1][0], time.perf_counter() - self.began_s)

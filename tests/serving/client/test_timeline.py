@@ -1,6 +1,6 @@
 """The course of an answer as the events tell it."""
 
-from moa_data.serving.client.events import LinkChanged, RolledBack, Tokens, Verified
+from moa_data.serving.client.events import RolledBack, Tokens, Verified
 from moa_data.serving.client.timeline import Timeline
 
 
@@ -10,15 +10,11 @@ def tokens(start: int, kind: str, n: int) -> Tokens:
 
 def test_what_is_shown_and_what_is_verified() -> None:
     timeline = Timeline()
-    for event in (
-        tokens(0, "streamed", 2),
-        LinkChanged(False, "cut"),
-        tokens(2, "unverified", 3),
-        LinkChanged(True),
-        Verified(3),
-        RolledBack(3),
-        tokens(3, "bonus", 1),
-    ):
+    timeline.note(tokens(0, "streamed", 2))
+    timeline.mark_cut()
+    timeline.note(tokens(2, "unverified", 3))
+    timeline.mark_mended()
+    for event in (Verified(3), RolledBack(3), tokens(3, "bonus", 1)):
         timeline.note(event)
     assert [(point.n_shown, point.n_verified) for point in timeline.points] == [
         (0, 0), (2, 2), (5, 2), (5, 3), (3, 3), (4, 4),
@@ -29,11 +25,3 @@ def test_what_is_shown_and_what_is_verified() -> None:
     assert 0 < went <= came
     seconds = [point.seconds for point in timeline.points]
     assert seconds == sorted(seconds)
-
-
-def test_a_link_that_opens_first_is_no_cut() -> None:
-    timeline = Timeline()
-    timeline.note(LinkChanged(True))
-    assert timeline.cuts == []
-    timeline.note(LinkChanged(False))
-    assert timeline.cuts[0][1] is None
