@@ -405,7 +405,8 @@ async def serve_grpc(
     # Bytes, which are parsed here: grpc would end the stream as if the server had failed.
     handler = grpc.stream_stream_rpc_method_handler(service.serve)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("moa.v1.Drafting", {"Session": handler}),))
-    address = f"{settings.host}:{settings.port}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"{host}:{settings.port}"
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:

@@ -31,10 +31,11 @@ class ContextLog:
     Attributes:
         first: position of the first that is here.
         stop: position behind the last one.
+        released: position behind the last one that may be sent.
     """
 
     def __init__(self, start: int) -> None:
-        self.first = self.stop = start
+        self.first = self.stop = self.released = start
         self._rows: Tensor | None = None  # [capacity, W] bfloat16 on the host; row i is of position first + i
 
     def append(self, start: int, context: Tensor) -> None:
@@ -49,14 +50,21 @@ class ContextLog:
         self._rows[n_here:n_rows] = fresh
         self.stop += len(fresh)
 
+    def release(self) -> None:
+        """Let all that is here be sent.
+
+        The contexts of a prompt come before the first token of its answer, and would fill a slow network by then.
+        """
+        self.released = self.stop
+
     def n_unsent_bytes(self, sent: int) -> int:
-        """Count the bytes of the positions from ``sent`` on."""
-        return max(0, self.stop - sent) * self._row_bytes
+        """Count the bytes of the released positions from ``sent`` on."""
+        return max(0, self.released - sent) * self._row_bytes
 
     def read(self, start: int, most: int) -> Tensor:
-        """Return up to so many contexts from a position on, which must be here: [n, W]."""
+        """Return up to so many released contexts from a position on, which must be here: [n, W]."""
         assert self._rows is not None
-        return self._rows[start - self.first : min(start + most, self.stop) - self.first]
+        return self._rows[start - self.first : min(start + most, self.released) - self.first]
 
     def drop_sent(self, sent: int) -> None:
         """Forget the oldest of the contexts before a position, but not the newest of them."""
@@ -119,7 +127,7 @@ class Outbox:
         self.wake()
 
     def wake(self) -> None:
-        """Look again: the log of contexts has grown."""
+        """Look again: contexts were released."""
         self._changed.set()
         if self.is_full:
             self._has_room.clear()
@@ -152,7 +160,7 @@ class Outbox:
     def _take(self) -> pb.ServerMessage | None:
         if self._answers:
             return self._answers.popleft()
-        if self._contexts is None or self._n_context >= self._contexts.stop:
+        if self._contexts is None or self._n_context >= self._contexts.released:
             return None
         part = self._contexts.read(self._n_context, self._piece)
         values = encode(self._codec, part)

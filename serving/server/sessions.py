@@ -299,14 +299,13 @@ class Session:
             return  # of a text that was given up meanwhile
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
-            if self.outbox is not None:
-                self.outbox.wake()
         self.tokens += commit.tokens
         if commit.finish:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
         if commit.tokens or commit.finish:
+            self.contexts.release()
             if self._state is State.VERIFYING:
                 asked = self._asked
                 self._send_tokens(asked.start, asked.n_agreed + commit.n_accepted, asked.sequence, commit)

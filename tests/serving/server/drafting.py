@@ -13,6 +13,7 @@ from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.thread import EngineThread
 from moa_data.serving.protocol import moa_v1_pb2 as pb
+from moa_data.serving.protocol.channel import CLIENT_OPTIONS
 from moa_data.serving.server.access import BearerTokens
 from moa_data.serving.server.grpc import DraftingServer, DraftingSettings, serve_grpc
 from moa_data.serving.server.handshake import Identities
@@ -84,7 +85,7 @@ class Talk:
     def __init__(
         self, address: str, metadata: Any = (), credentials: Any = None, options: Any = (), waits: bool = True
     ) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1), *options]
+        options = [("grpc.use_local_subchannel_pool", 1), *options, *CLIENT_OPTIONS]
         if credentials is None:
             self.channel = grpc.insecure_channel(address, options)
         else:

@@ -254,20 +254,19 @@ def test_contexts_come_behind_the_tokens(
         assert ((found - expected).abs() <= expected.abs().amax(dim=1, keepdim=True) / steps[codec]).all()
 
 
-def test_answers_overtake_the_contexts_of_a_prompt(
+def test_the_contexts_of_a_prompt_wait_for_the_first_token(
     target: Target, taught: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come in pieces, so that the answer waits for one of them at most."""
+    """The text is read in chunks, whose contexts are there long before; then they come in pieces."""
     monkeypatch.setattr("moa_data.serving.server.outbox._PIECE_BYTES", 200)
     prompt = random_prompts(1, 5)[0] * 40
-    with Server(target, {"moa": taught}) as server, Talk(server.address) as talk:
+    with Server(target, {"moa": taught}, prefill_chunk=16) as server, Talk(server.address) as talk:
         talk.open(prompt[:80], codec="bf16")
         talk.verify(80)
-        before = sum(message.WhichOneof("body") == "context" for message in talk.got)
+        assert [message.WhichOneof("body") for message in talk.got] == ["opened", "committed"]
         talk.verify(81)
         talk.hang_up()
         talk.rest()
-        assert before <= 1
         assert sum(message.WhichOneof("body") == "context" for message in talk.got) >= 80
         assert len(received(talk, taught.context_width)) == 81
 

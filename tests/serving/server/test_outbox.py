@@ -42,7 +42,10 @@ def test_a_log_gives_what_was_put_in(first: int, steps: list[tuple[int, int, int
         log, sent = ContextLog(first), first
         for n_new, n_again, piece in steps:
             start = max(first, log.stop - n_again)
+            before = log.n_unsent_bytes(sent)
             log.append(start, rows(start, log.stop + n_new))
+            assert log.n_unsent_bytes(sent) == before, "what is not released waits"
+            log.release()
             for _ in range(2):
                 if sent < log.stop:
                     assert log.n_unsent_bytes(sent) == 2 * WIDTH * (log.stop - sent)
@@ -62,12 +65,15 @@ def test_answers_overtake_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         outbox, log = Outbox(), ContextLog(3)
         log.append(3, rows(3, 20))
+        log.release()
         outbox.send_contexts(log, "bf16", 4, WIDTH)
         outbox.put(pong(1))
         got = [await outbox.next(), await outbox.next()]
         outbox.put(pong(2))
         got.append(await outbox.next())
         log.append(20, rows(20, 22))
+        log.release()
+        log.append(22, rows(22, 30))
         outbox.close()
         outbox.put(pong(3))  # too late
         while (message := await outbox.next()) is not None:
@@ -87,6 +93,7 @@ def test_a_failure_ends_it_before_contexts() -> None:
     async def run() -> None:
         outbox, log = Outbox(), ContextLog(0)
         log.append(0, rows(0, 9))
+        log.release()
         outbox.send_contexts(log, "int8", 0, WIDTH)
         outbox.fail("invalid", "once.", answers=4)
         outbox.fail("internal", "the end.", ends=True)
@@ -117,6 +124,7 @@ def test_a_full_outbox_has_room_when_it_is_read(monkeypatch: pytest.MonkeyPatch)
         await outbox.next()
         await waiting
         log.append(0, rows(0, 12))
+        log.release()
         outbox.wake()
         assert outbox.is_full, "contexts count, too"
         for _ in range(3):
