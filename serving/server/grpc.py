@@ -35,12 +35,13 @@ _CODES: dict[type[MoaDataError], str] = {
     Overloaded: "overloaded", RequestInvalid: "invalid", NotAllowed: "not_allowed", ProtocolMismatch: "mismatch",
     DrafterError: "invalid",
 }  # fmt: skip
-_STATUSES = {
+STATUSES = {
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED, "invalid": grpc.StatusCode.INVALID_ARGUMENT,
     "not_allowed": grpc.StatusCode.UNAUTHENTICATED, "mismatch": grpc.StatusCode.FAILED_PRECONDITION,
     "unavailable": grpc.StatusCode.UNAVAILABLE, "idle": grpc.StatusCode.DEADLINE_EXCEEDED,
     "internal": grpc.StatusCode.INTERNAL,
 }  # fmt: skip
+"""Code of a failure that ends a stream -> the stream's status."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class DraftingService:
             self._leave(stream)
         if (failure := stream.outbox.failure) is not None:
             self.counts.n_failures[failure.code] += 1
-            await context.abort(_STATUSES[failure.code], failure.message)
+            await context.abort(STATUSES[failure.code], failure.message)
 
     async def sweep(self) -> None:
         """Forget sessions of which nothing has been heard for too long; runs until it is cancelled."""
