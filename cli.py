@@ -12,7 +12,7 @@ GROUPS = {
         "demo": "demo", "extract": "extract", "inspect": "store", "train": "train", "generate": "generate",
         "eval": "evaluate",
     },
-    "Serve": {"serve": "serve"},
+    "Serve": {"serve": "serve", "chat": "chat"},
     "Care for stores": {
         "plan": "extract", "add": "extract", "verify": "store", "audit": "extract", "repair": "extract",
         "recode": "extract",
@@ -34,6 +34,7 @@ A whole job:
   moa-data eval     --model M --drafter RUN --prompts P   acceptance length, speed
   moa-data generate --model M --drafter RUN --prompt "Why is the sky blue?"
   moa-data serve    --model M --drafter RUN               OpenAI's API, with drafts
+  moa-data chat     --server HOST:PORT --drafter RUN      drafts here, verified there
 
 \b
 Exit codes:

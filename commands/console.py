@@ -49,6 +49,14 @@ class StandardOutput(Console):
         except OSError as error:
             raise _output_failure(error) from error
 
+    def write(self, text: str) -> None:
+        """Write text at once as it is, control sequences included; whatever came from elsewhere is escaped before."""
+        try:
+            self.file.write(text)
+            self.file.flush()
+        except OSError as error:
+            raise _output_failure(error) from error
+
     def on_broken_pipe(self) -> None:
         """Leave the exit code to :class:`ReaderGone`; rich would end with 1, which means something else here."""
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -71,6 +79,7 @@ _GO_ON = {
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",
     "repair": "What was repaired is kept; run the same command again to go on.",
     "demo": "Run the same command again; finished phases are kept.",
+    "chat": "With --session FILE, --resume FILE goes on with the answer.",
     **dict.fromkeys(("eval", "disconnect"), "No report was written; run the same command again."),
     **dict.fromkeys(
         ("plan", "inspect", "verify", "audit", "generate", "export-drafter"),

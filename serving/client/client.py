@@ -157,6 +157,10 @@ class DraftingClient:
         """Take up an answer again that another process began; events begin with what it has so far."""
         return self._answer(saved, on_event)
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Decode tokens of an answer, without special ones."""
+        return self._decode(tokens)
+
     def cut(self) -> None:
         """Close the connection and make none, as if the network were gone; may be called from any thread."""
         self.link.cut()

@@ -1,0 +1,201 @@
+"""The command chat against a real server: in a pipe, on a terminal, through kills."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.bundle import save_target_bundle
+from moa_data.moa.targets.live import Target
+from moa_data.pipeline.chats.prompts import prompt_tokens
+from moa_data.serving.client.saved import SavedAnswer
+from moa_data.serving.emulation.proxy import Proxy
+from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+
+from ..serving.server.drafting import Server
+
+QUESTION = "the cat sat on"
+N_NEW = 24
+
+
+@pytest.fixture(scope="module")
+def live() -> Target:
+    """A target whose texts do not end."""
+    return Target(build_text_model(eos_token_id=399), build_tokenizer(LLAMA3_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def folder(live: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose store has the bundle."""
+    place = tmp_path_factory.mktemp("chat")
+    save_target_bundle(live.model, live.tokenizer, place / "store" / "target", 0)
+    save_drafter(build("moa", live.model), place / "run" / "drafter")
+    (place / "run" / "run.yaml").write_text(f"store: {place / 'store'}\n")
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(live: Target) -> Iterator[Server]:
+    with Server(live, {"moa": build("moa", live.model)}, target_ms=5.0) as running:
+        yield running
+
+
+def answer(live: Target, *turns: str, n_new: int = N_NEW) -> str:
+    """What the target says to the last of some turns."""
+    messages: list[Any] = [
+        {"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)
+    ]
+    tokens = plain_generate(live, prompt_tokens(live.tokenizer, messages), max_new_tokens=n_new).tokens
+    return str(live.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def shown(text: str) -> str:
+    """How a text of the target comes out of a pipe, apart from a last character that is not complete."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text).rstrip("\ufffd")
+
+
+def options(server: str, folder: Path, *more: str) -> list[str]:
+    return ["--server", server, "--drafter", str(folder / "run"), "--max-new-tokens", str(N_NEW), *more]
+
+
+@pytest.mark.parametrize("mode", ["auto", "stream", "sync"])
+def test_answers_a_prompt_in_a_pipe(mode: str, live: Target, server: Server, folder: Path) -> None:
+    done = run("chat", *options(server.address, folder, "--mode", mode, "--prompt", QUESTION))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.rstrip("\n").rstrip("\ufffd") == shown(answer(live, QUESTION))
+    assert re.search(rf"^{N_NEW} tokens, [\d.]+ tokens/s", done.stderr, re.MULTILINE)
+
+
+def test_a_conversation_is_read_line_by_line(live: Target, server: Server, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    arguments = options(server.address, folder, "--session", str(file))
+    done = run("chat", *arguments, input=f"{QUESTION}\n\na mat\n")
+    assert done.exit_code == 0, done.output
+    first = answer(live, QUESTION)
+    second = answer(live, QUESTION, first, "a mat")
+    assert shown(second) in done.stdout
+    assert [message["content"] for message in SavedAnswer.load(file).messages] == [QUESTION, first, "a mat"]
+    again = run("chat", *arguments[:-2], "--resume", str(file), input="and a dog\n")
+    assert again.exit_code == 0, again.output
+    third = answer(live, QUESTION, first, "a mat", second, "and a dog")
+    assert again.stdout.rstrip("\n").rstrip("\ufffd") == shown(third)
+
+
+def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("# nothing\n")
+    base = options(server.address, folder)
+    refused(run("chat", *base, "--prompt", "a", "--web", "0"), "--prompt answers one prompt")
+    refused(run("chat", *base, "--resume", str(tmp_path / "none")), "none cannot be read")
+    refused(run("chat", *base, "--token-file", str(tmp_path / "empty")), "holds no token")
+    refused(run("chat", *base, "--token-file", str(tmp_path / "none")), "cannot be read")
+    refused(run("chat", *base, "--mode", "fast"), "mode is 'fast'")
+    refused(run("chat", *base, "--set", "alone_below=1"), "alone_below")
+    refused(run("chat", *base, "--prompt", "<|eot_id|>"), "<|eot_id|>")
+    refused(run("chat", *options("nowhere", folder), "--prompt", "a"), "is no address of a server")
+    refused(run("chat", *options(server.address, tmp_path), "--prompt", "a"), "holds no drafter")
+    gone = options("127.0.0.1:1", folder, "--set", "connect_s=0.3", "--prompt", "a")
+    refused(run("chat", *gone), "127.0.0.1:1 cannot be reached")
+
+
+@contextlib.contextmanager
+def terminal(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run the command on a terminal; yields the process and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moa_data", "chat", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def read_until(end: int, pattern: str, timeout_s: float = 60.0) -> str:
+    """Read from a terminal until what came matches."""
+    came, stop = "", time.monotonic() + timeout_s
+    while not re.search(pattern, came):
+        ready, _, _ = select.select([end], [], [], max(0.0, stop - time.monotonic()))
+        assert ready, f"{pattern!r} did not come: {came!r}"
+        try:
+            came += os.read(end, 65536).decode(errors="replace")
+        except OSError:  # the process has ended
+            pytest.fail(f"{pattern!r} did not come: {came}")
+    return came
+
+
+def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
+    """The plug is pulled: dim text comes, and is taken back when the network returns."""
+    with (
+        Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow,
+        Proxy(("127.0.0.1", slow.server.port)) as proxy,
+    ):
+        arguments = ["--max-new-tokens", "80", "--mode", "stream", "--set", "alone_below=0", "--max-alone", "6"]
+        with terminal(["--server", proxy.address, "--drafter", str(folder / "run"), *arguments]) as (process, end):
+            read_until(end, "> $")
+            os.write(end, QUESTION.encode() + b"\n")
+            read_until(end, r"[1-9][\d.]* tokens/s")
+            proxy.cut(reset=True)
+            alone = read_until(end, r"alone, ")
+            assert "\x1b[2m" in alone
+            proxy.mend()
+            rest = read_until(end, "> $")
+            assert "\x1b[J" in rest, "a random drafter is wrong, and what it wrote is taken back"
+            assert "taken back" in rest
+            os.write(end, b"\x04")  # the end of the input
+            assert process.wait(30) == 0
+
+
+def wait_for_tokens(file: Path, n_tokens: int) -> None:
+    stop = time.monotonic() + 60
+    while not file.exists() or len(json.loads(file.read_text())["tokens"]) < n_tokens:
+        assert time.monotonic() < stop
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_another_process_goes_on(number: signal.Signals, live: Target, folder: Path, tmp_path: Path) -> None:
+    """After kill -9 in the middle of an answer, and after Ctrl-C, which says how."""
+    file, n_new = tmp_path / "chat.json", 80
+    with Server(live, {"moa": build("moa", live.model)}, target_ms=30.0) as slow:
+        arguments = ["--server", slow.address, "--drafter", str(folder / "run"), "--max-new-tokens", str(n_new)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moa_data", "chat", *arguments, "--prompt", QUESTION, "--session", str(file)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        wait_for_tokens(file, 40)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == (-number if number is signal.SIGKILL else 128 + number)
+        if number is signal.SIGINT:
+            assert "--resume FILE goes on with the answer" in stderr
+        assert not SavedAnswer.load(file).finish
+        done = run("chat", *arguments, "--resume", str(file), input="")
+    tokens = plain_generate(
+        live, prompt_tokens(live.tokenizer, [{"role": "user", "content": QUESTION}]), max_new_tokens=n_new
+    ).tokens
+    whole = shown(str(live.tokenizer.decode(tokens, skip_special_tokens=True)))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.rstrip("\n").rstrip("\ufffd") == whole
+    assert whole.startswith(stdout.rstrip("\n").rstrip("\ufffd")[:10])
