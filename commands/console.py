@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import IO, Any
 
 import click
@@ -390,34 +390,6 @@ class _LogLines:
         share = self.done / max(self.total, 1)
         click.echo(f"{self.message}: {counts} ({share:.0%}), {format_hours(elapsed_s)}{left}", err=True)
         self.shown_s, self.is_shown = self.told_s, True
-
-
-class TokenStream:
-    """Turns tokens that arrive in groups into text that can be printed at once.
-
-    Text that ends inside a multi-byte character is held back until the next token completes it.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self.decode = decode
-        self.tokens: list[int] = []
-        self.shown = ""
-
-    def feed(self, tokens: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
-        """Yields (new text, whether its token was drafted) for each token that completes some text."""
-        for token, is_drafted in zip(tokens, drafted, strict=True):
-            self.tokens.append(token)
-            text = self.decode(self.tokens)
-            if text.endswith("\ufffd") or not text.startswith(self.shown):
-                continue
-            if text != self.shown:
-                yield text[len(self.shown) :], is_drafted
-                self.shown = text
-
-    def rest(self) -> str:
-        """Text that was still held back when the last token had come."""
-        text = self.decode(self.tokens) if self.tokens else ""
-        return text[len(self.shown) :] if text.startswith(self.shown) else ""
 
 
 def quiet_libraries() -> None:

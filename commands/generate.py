@@ -8,7 +8,8 @@ from typing_extensions import override
 
 from ..config import Count
 from ..evaluation.config import DecodingConfig
-from .console import ProgressLine, StageFailure, TokenStream, out, tell
+from ..serving.detokenizer import Detokenizer
+from .console import ProgressLine, StageFailure, out, tell
 from .options import HeadedOption, StageCommand, config_options
 
 if TYPE_CHECKING:
@@ -87,14 +88,14 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     # The first calls set up kernels and buffers, which would be counted against whichever method comes first.
     generate_batch(target, rows, max_new_tokens=4, proposer=proposer, tree=shape or TreeShape(1), sampling=sampling)
     auto = AutoPolicy(sampling.temperature > 0, proposer.max_depth)
-    stream = TokenStream(lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True))
+    text = Detokenizer(lambda ids: target.tokenizer.decode(ids, skip_special_tokens=True))
     try:
         drafted = generate_batch(
             target, rows, max_new_tokens=config.max_new_tokens, proposer=proposer, tree=shape or auto,
-            sampling=sampling, seed=config.sampling.seed, on_tokens=_print_tokens(stream) if len(rows) == 1 else None,
+            sampling=sampling, seed=config.sampling.seed, on_tokens=_print_tokens(text) if len(rows) == 1 else None,
         )  # fmt: skip
     finally:
-        out.print(stream.rest())  # also ends the line of an answer that Ctrl-C cuts short
+        out.print(text.rest)  # also ends the line of an answer that Ctrl-C cuts short
     if len(rows) > 1:
         for number, generation in enumerate(drafted, start=1):
             out.print(f"[{number}]", style="bold")
@@ -128,10 +129,11 @@ def _read_prompt(text: str) -> str:
     return text
 
 
-def _print_tokens(stream: TokenStream) -> "OnTokens":
+def _print_tokens(text: Detokenizer) -> "OnTokens":
     def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
-        for text, is_drafted in stream.feed(tokens, drafted):
-            out.print(text, end="", style="green" if is_drafted else None)
+        for token, is_drafted in zip(tokens, drafted, strict=True):
+            if piece := text.append(token):
+                out.print(piece, end="", style="green" if is_drafted else None)
 
     return on_tokens
 

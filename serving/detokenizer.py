@@ -47,3 +47,9 @@ class Detokenizer:
     def text(self) -> str:
         """The text of all tokens; a last character that is not complete is left out."""
         return "".join(self._texts)
+
+    @property
+    def rest(self) -> str:
+        """What the last tokens would show that are not part of the text, because a character is not complete."""
+        first, shown = self._windows[-1]
+        return self._decode(self._tokens[first:])[len(self._decode(self._tokens[first:shown])) :]

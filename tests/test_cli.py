@@ -15,7 +15,7 @@ import pytest
 
 from moa_data import __version__
 from moa_data.cli import main
-from moa_data.commands.console import ProgressLine, TokenStream, user_message
+from moa_data.commands.console import ProgressLine, user_message
 from moa_data.commands.signals import SignalReceived
 from moa_data.commands.views import bars, decoding_view, sample_view, train_view
 from moa_data.errors import Interrupted
@@ -190,16 +190,6 @@ def test_out_of_memory_gives_advice() -> None:
     message = user_message(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."))
     assert message is not None
     assert "--micro-batch-size" in message
-
-
-def test_token_stream_holds_back_incomplete_characters() -> None:
-    pieces = {1: b"h", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b"!"}
-    stream = TokenStream(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace"))
-    first = list(stream.feed([1, 2], [False, True]))
-    second = list(stream.feed([3, 4], [True, False]))
-    assert first == [("h", False)]
-    assert second == [("é", True), ("!", False)]
-    assert stream.rest() == ""
 
 
 def rendered(view: Any) -> str:

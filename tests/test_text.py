@@ -10,8 +10,9 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from moa_data.commands.console import StandardOutput, TokenStream
+from moa_data.commands.console import StandardOutput
 from moa_data.commands.views import sample_view
+from moa_data.serving.detokenizer import Detokenizer
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import build_room, run
 from moa_data.text import add_command, printable
@@ -68,10 +69,9 @@ def test_streamed_tokens_are_escaped_one_by_one(monkeypatch: pytest.MonkeyPatch)
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
     terminal = StandardOutput()
-    stream = TokenStream(lambda ids: "".join(map(chr, ids)))
+    text = Detokenizer(lambda ids: "".join(map(chr, ids)))
     for character in ATTACK:
-        for text, _ in stream.feed([ord(character)], [False]):
-            terminal.print(text, end="")
+        terminal.print(text.append(ord(character)), end="")
     assert screen.getvalue() == SHOWN
 
 
