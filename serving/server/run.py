@@ -28,6 +28,8 @@ from .service import Service
 _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_HEADER_BYTES = 1 << 16
+_SEND_BUFFER_BYTES = 1 << 16
+"""Text that waits in the kernel for each reader: some hundreds of tokens, enough for any line."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ def bind(host: str, port: int) -> socket.socket:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it. By itself the kernel would take megabytes for a reader that does not read.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             listener.bind((host, port))
         except OSError as error:
             reason = (error.strerror or str(error)).rstrip(".")
