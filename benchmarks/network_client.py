@@ -1,0 +1,247 @@
+"""The client process of network.py: answers prompts over the network in one of several ways, and times what comes.
+
+Reads one job a line, as JSON, from standard input, and writes its result as one line; lines with ``request`` in between
+ask for something, and ``count`` is answered by a line. A method is ``api`` (the HTTP server streams plain decoding),
+``api+DRAFTER`` (it speculates), or MODE:DRAFTER of the drafting client; modes are stream, server, sync, ahead and auto.
+"""
+
+import json
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+
+from moa_data.serving.client.client import DraftingClient
+from moa_data.serving.client.drafting import DraftingModel
+from moa_data.serving.client.events import Event, LinkChanged, RolledBack, Tokens, Verified
+
+JSON = dict[str, Any]
+WARM_UP_TOKENS = 8
+
+
+class Shown:
+    """An answer's text as it is shown: when each piece of verified text came. A piece of a stream counts as a token.
+
+    Attributes:
+        updates: (seconds by ``time.monotonic``, characters of verified text so far).
+        changes: all that happened to tokens and link, for measurements of cuts.
+    """
+
+    def __init__(self) -> None:
+        self.began_s = time.monotonic()
+        self.texts: list[str] = []
+        self.tokens: list[int] = []
+        self.n_verified = self.n_chars = self.n_rolled_back = 0
+        self.updates: list[tuple[float, int]] = []
+        self.changes: list[JSON] = []
+
+    def add_text(self, text: str) -> None:
+        """Take a piece of a stream."""
+        self.texts.append(text)
+        self._verify(len(self.texts))
+
+    def take(self, event: Event) -> None:
+        """Take an event of the drafting client."""
+        now = time.monotonic()
+        if isinstance(event, Tokens):
+            self.texts += event.texts
+            self.tokens += event.tokens
+            if "unverified" in event.kinds:
+                self.changes.append({"at_s": now, "alone": list(event.tokens), "start": event.start})
+            else:
+                self._verify(len(self.texts))
+        elif isinstance(event, Verified):
+            self._verify(event.stop)
+        elif isinstance(event, RolledBack):
+            self.n_rolled_back += len(self.tokens) - event.stop
+            self.changes.append({"at_s": now, "rolled_back": len(self.tokens) - event.stop})
+            del self.texts[event.stop :], self.tokens[event.stop :]
+        elif isinstance(event, LinkChanged):
+            self.changes.append({"at_s": now, "up": event.up, "reason": event.reason})
+
+    def _verify(self, stop: int) -> None:
+        added = sum(len(text) for text in self.texts[self.n_verified : stop])
+        self.n_verified = stop
+        self.n_chars += added
+        if added:
+            self.updates.append((time.monotonic(), self.n_chars))
+
+
+class Clients:
+    """Answers chats by every method; what was loaded and connected once is kept."""
+
+    def __init__(self, settings: JSON) -> None:
+        self._settings = settings
+        self._models = {name: DraftingModel.load(run) for name, run in settings["runs"].items()}
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        return next(iter(self._models.values())).tokenizer
+
+    def open(self, method: str) -> "ApiClient | DraftingClient":
+        """Make a client of a method."""
+        if method == "api" or method.startswith("api+"):
+            _, _, drafter = method.partition("+")
+            name = self._settings["served_names"][drafter] if drafter else "none"
+            return ApiClient(self._settings["http"], self._settings["model"], name)
+        mode, _, drafter = method.partition(":")
+        chosen: Any = mode
+        return DraftingClient(self._settings["grpc"], self._models[drafter], mode=chosen)
+
+    def calls(self) -> float:
+        """Target calls of the server so far."""
+        with urllib.request.urlopen(f"{self._settings['http']}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("moa_target_calls_total "))
+
+
+class ApiClient:
+    """Streams answers of the HTTP server with OpenAI's client."""
+
+    def __init__(self, url: str, model: str, drafter: str) -> None:
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self._model, self._drafter = model, drafter
+
+    def stream(self, messages: Any, max_new_tokens: int) -> Iterator[str]:
+        """Yield an answer's text as it comes."""
+        chunks: Any = self._client.chat.completions.create(
+            model=self._model, messages=messages, max_tokens=max_new_tokens, temperature=0, stream=True,
+            extra_body={"drafter": self._drafter},
+        )  # fmt: skip
+        for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content:
+                yield chunk.choices[0].delta.content
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+
+def answer(
+    client: ApiClient | DraftingClient, messages: Any, max_new_tokens: int, watch: Callable[[Shown], None] | None = None
+) -> Shown:
+    """Answer one chat; ``watch`` is called whenever something was shown."""
+    shown = Shown()
+
+    def take(event: Event) -> None:
+        shown.take(event)
+        if watch is not None:
+            watch(shown)
+
+    if isinstance(client, ApiClient):
+        for text in client.stream(messages, max_new_tokens):
+            shown.add_text(text)
+            if watch is not None:
+                watch(shown)
+    else:
+        client.chat(messages, max_new_tokens=max_new_tokens, on_event=take)
+    return shown
+
+
+def token_times(tokenizer: Any, text: str, shown: Shown) -> list[float]:
+    """Seconds from the question to each token of the verified text: to the piece that brought its last character."""
+    ends = [end for _, end in tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]]
+    updates, times = iter(shown.updates), []
+    at_s, n_chars = next(updates, (shown.began_s, 0))
+    for end in ends:
+        while n_chars < end:
+            at_s, n_chars = next(updates)
+        times.append(at_s - shown.began_s)
+    return times
+
+
+def run_table(clients: Clients, job: JSON) -> JSON:
+    """Answer chats in so many sessions at once; each session answers its chats one after another."""
+    n, chats = job["sessions"], job["chats"]
+    found: list[JSON] = [{} for _ in chats]
+    opened = [clients.open(job["method"]) for _ in range(n)]
+    errors: list[BaseException] = []
+
+    def session(number: int) -> None:
+        try:
+            for place in range(number, len(chats), n):
+                shown = answer(opened[number], chats[place], job["max_new_tokens"])
+                text = "".join(shown.texts)
+                found[place] = {"text": text, "times_s": token_times(clients.tokenizer, text, shown)}
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    for client in opened:  # the handshakes and first measurements are not counted
+        answer(client, chats[0], WARM_UP_TOKENS)
+    threads = [threading.Thread(target=session, args=(number,)) for number in range(n)]
+    calls = clients.calls()
+    count()
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.monotonic() - start
+    count()
+    calls = clients.calls() - calls
+    for client in opened:
+        client.close()
+    if errors:
+        raise errors[0]
+    return {"seconds": seconds, "calls": calls, "answers": found}
+
+
+def run_cut(clients: Clients, job: JSON) -> JSON:
+    """Answer one chat whose network is cut when so many tokens are verified, for so many seconds."""
+    client = clients.open(job["method"])
+    answer(client, job["chat"], WARM_UP_TOKENS)
+    cuts: list[list[float]] = [list(cut) for cut in job["cuts"]]  # (tokens verified, seconds) of each
+    timers: list[threading.Timer] = []
+
+    def watch(shown: Shown) -> None:
+        if cuts and shown.n_verified >= cuts[0][0]:
+            _, seconds = cuts.pop(0)
+            say({"request": "cut", "n_verified": shown.n_verified})
+            timers.append(threading.Timer(seconds, say, [{"request": "mend"}]))
+            timers[-1].start()
+
+    count()
+    shown = answer(client, job["chat"], job["max_new_tokens"], watch)
+    count()
+    for timer in timers:
+        timer.join()
+    client.close()
+    return {
+        "text": "".join(shown.texts), "tokens": shown.tokens, "began_s": shown.began_s, "updates": shown.updates,
+        "changes": shown.changes, "n_rolled_back": shown.n_rolled_back, "ended_s": time.monotonic(),
+    }  # fmt: skip
+
+
+_saying = threading.Lock()
+
+
+def say(what: JSON) -> None:
+    """Write one line, from any thread."""
+    with _saying:
+        print(json.dumps(what), flush=True)
+
+
+def count() -> None:
+    """Let the bytes so far be counted; only where nothing else is in flight."""
+    say({"request": "count"})
+    sys.stdin.readline()
+
+
+def main() -> None:
+    """Do jobs until standard input ends."""
+    clients = Clients(json.loads(sys.argv[1]))
+    say({"ready": True})
+    jobs: dict[str, Callable[[Clients, JSON], JSON]] = {"table": run_table, "cut": run_cut}
+    while line := sys.stdin.readline():
+        job = json.loads(line)
+        say(jobs[job["do"]](clients, job))
+
+
+if __name__ == "__main__":
+    main()

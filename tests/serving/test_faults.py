@@ -1,0 +1,317 @@
+"""Server and client as processes and over a network that fails: nothing is lost, nothing comes twice, nothing stays."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.bundle import save_target_bundle
+from moa_data.moa.targets.live import Target
+from moa_data.serving.client.client import DraftingClient
+from moa_data.serving.client.drafting import DraftingModel
+from moa_data.serving.client.events import Event, LinkChanged, Tokens
+from moa_data.serving.client.exchange import Patience
+from moa_data.serving.client.saved import SavedAnswer
+from moa_data.serving.emulation.conditions import symmetric
+from moa_data.serving.emulation.proxy import Proxy
+from moa_data.serving.server.grpc import DraftingSettings
+from moa_data.tests.kit.drafters import build, frozen_for, teach
+from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+
+from .client.world import Display
+from .server.drafting import Server
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = random_prompts(5, 4)
+N_POSITIONS = 4096
+PATIENCE = Patience(connect_s=60.0, silence_s=0.2, dead_s=1.0)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """It never ends an answer, and has room for a long one."""
+    model = build_text_model(max_position_embeddings=N_POSITIONS)
+    model.lm_head.weight[1] = 0.0  # the end of the text, which is less likely than any token that is likely
+    found = Target(model, build_tokenizer(LLAMA3_TEMPLATE))
+    found.eos_token_ids = frozenset()
+    return found
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> Drafter:
+    drafter: Drafter = teach(build("moa", target.model), target, PROMPTS, 60)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def model(target: Target, drafter: Drafter) -> DraftingModel:
+    return DraftingModel(drafter, frozen_for(drafter, target.model), None, frozenset())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, target: Target, drafter: Drafter) -> Path:
+    """What the processes load: model/, drafter/ and store/target/."""
+    folder = tmp_path_factory.mktemp("served")
+    target.model.save_pretrained(folder / "model")
+    target.tokenizer.save_pretrained(folder / "model")
+    served = Target.load(str(folder / "model"), device="cpu")
+    save_target_bundle(served.model, served.tokenizer, folder / "store" / "target", 0)
+    save_drafter(teach(build("moa", served.model), served, PROMPTS, 20), folder / "drafter")
+    return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """``moa-data serve`` on ports that stay the same when it is started again."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.port, self.grpc_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self.grpc_port}"
+        self._command = [
+            sys.executable, "-m", "moa_data", "serve", "--model", str(folder / "model"), "--drafter",
+            str(folder / "drafter"), "--device", "cpu", "--port", str(self.port), "--grpc-port", str(self.grpc_port),
+            *options,
+        ]  # fmt: skip
+        self._log = (folder / "server.log").open("a")
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=ROOT)
+        assert self._process.stdout is not None
+        assert "serving" in self._process.stdout.readline()
+
+    def kill(self) -> None:
+        """End it as kill -9 does."""
+        with self._process as process:
+            process.kill()
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+        self._log.close()
+
+
+class Cutter:
+    """Cuts a proxy at random until it is stopped, half the time with a reset."""
+
+    def __init__(self, proxy: Proxy, n_cuts: int, longest_s: float, up_s: float, seed: int = 0) -> None:
+        self._proxy, self._n_cuts, self._longest_s, self._up_s = proxy, n_cuts, longest_s, up_s
+        self._chance, self._is_over, self.n_cuts = random.Random(seed), threading.Event(), 0
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while self.n_cuts < self._n_cuts and not self._is_over.wait(self._chance.uniform(0, 2 * self._up_s)):
+            self._proxy.cut(reset=self._chance.random() < 0.5)
+            self._is_over.wait(self._chance.uniform(self._longest_s / 100, self._longest_s))
+            self._proxy.mend()
+            self.n_cuts += 1
+
+    def __enter__(self) -> "Cutter":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def plain(address: str, model: DraftingModel, tokens: list[int], n: int) -> list[int]:
+    """What the server streams without faults and without drafts."""
+    with DraftingClient(address, model, mode="stream", patience=PATIENCE) as client:
+        return list(client.complete(tokens, max_new_tokens=n).tokens)
+
+
+@pytest.mark.parametrize("mode", ["ahead", "auto"])
+def test_two_hundred_random_cuts_in_one_answer(
+    target: Target, drafter: Drafter, model: DraftingModel, mode: Any
+) -> None:
+    """Of 0.05 to 5 s, at a twentieth of that; the network is never up for long."""
+    n = 2000
+    display, events = Display(), list[Event]()
+
+    def note(event: Event) -> None:
+        display.show(event)
+        events.append(event)
+
+    with Server(target, {"moa": drafter}, target_ms=30.0, kv_tokens=8192) as server:
+        wanted = plain(server.address, model, PROMPTS[0], n)
+        with (
+            Proxy(("127.0.0.1", server.server.port), symmetric("near", delay_ms=2)) as proxy,
+            DraftingClient(proxy.address, model, mode=mode, patience=PATIENCE) as client,
+            Cutter(proxy, n_cuts=200, longest_s=0.25, up_s=0.08) as cutter,
+        ):
+            answer = client.complete(PROMPTS[0], max_new_tokens=n, on_event=note)
+            assert cutter.n_cuts == 200, "the answer ended before the cuts"
+        assert list(answer.tokens) == wanted == display.tokens
+        assert display.n_verified == n
+        assert answer.stats.n_rolled_back > 0
+        assert sum(isinstance(event, LinkChanged) and not event.up for event in events) > 20
+
+
+def test_the_server_is_killed_again_and_again(folder: Path) -> None:
+    """With kill -9; the client has the tokens, and what comes after each start is the same text."""
+    model = DraftingModel.load(folder / "drafter", folder / "store")
+    n, n_kills = 120, 3
+    with ServerProcess(folder, "--target-ms", "20") as server:
+        wanted = plain(server.address, model, PROMPTS[1], n)
+        places = [n * (k + 1) // (n_kills + 1) for k in range(n_kills)]
+        restarts: list[threading.Thread] = []
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+
+        display = Display()
+
+        def note(event: Event) -> None:
+            display.show(event)
+            if places and display.n_verified >= places[0] and not (restarts and restarts[-1].is_alive()):
+                places.pop(0)
+                restarts.append(threading.Thread(target=restart))
+                restarts[-1].start()
+
+        with DraftingClient(server.address, model, patience=PATIENCE) as client:
+            answer = client.complete(PROMPTS[1], max_new_tokens=n, on_event=note)
+        for thread in restarts:
+            thread.join()
+    assert list(answer.tokens) == wanted == display.tokens
+    assert len(restarts) == n_kills
+
+
+CLIENT = """
+import json, sys
+from pathlib import Path
+from moa_data.serving.client.client import DraftingClient
+from moa_data.serving.client.saved import SavedAnswer
+address, folder, file, prompt, n = sys.argv[1:]
+with DraftingClient(address, f"{folder}/drafter", f"{folder}/store", session_file=file, mode="sync") as client:
+    print("ready", flush=True)
+    if Path(file).exists():
+        answer = client.resume(SavedAnswer.load(file))
+    else:
+        answer = client.complete(json.loads(prompt), max_new_tokens=int(n))
+print(json.dumps(answer.tokens))
+"""
+
+
+def test_the_client_is_killed_again_and_again(folder: Path, tmp_path: Path) -> None:
+    """With kill -9 at any moment; the next one takes the answer up from the file."""
+    chance, n, file = random.Random(1), 150, tmp_path / "session.json"
+    model = DraftingModel.load(folder / "drafter", folder / "store")
+    with ServerProcess(folder, "--target-ms", "30") as server:
+        wanted = plain(server.address, model, PROMPTS[2], n)
+        command = [sys.executable, "-c", CLIENT, server.address, str(folder), str(file), json.dumps(PROMPTS[2]), str(n)]
+        lengths = []
+        for number in range(6):
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+                assert client.stdout is not None
+                assert client.stdout.readline() == "ready\n"
+                if number < 5:
+                    time.sleep(chance.uniform(0.1, 1.0))
+                    client.kill()
+                tokens = client.stdout.read()
+            if file.exists():
+                lengths.append(len(SavedAnswer.load(file).tokens))
+    assert json.loads(tokens) == wanted
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1] == len(PROMPTS[2]) + n
+
+
+def test_a_hundred_sessions_at_once(target: Target, drafter: Drafter, model: DraftingModel) -> None:
+    """Over a network that is cut now and then; each gets its own text."""
+    n = 24
+    settings = DraftingSettings(port=0, most_sessions=200, most_sessions_each=200, idle_s=20.0)
+    prompts = [[*PROMPTS[k % 4][: 4 + k % 9], 5 + k % 50] for k in range(100)]
+    with Server(target, {"moa": drafter}, settings=settings, kv_tokens=16384) as server:
+        wanted = [plain(server.address, model, prompt, n) for prompt in prompts]
+        with Proxy(("127.0.0.1", server.server.port), symmetric("near", delay_ms=2)) as proxy, ExitStack() as stack:
+            clients = [
+                stack.enter_context(DraftingClient(proxy.address, model, mode=mode, patience=PATIENCE))
+                for _ in range(25) for mode in ("sync", "ahead", "server", "auto")
+            ]  # fmt: skip
+            pool = stack.enter_context(ThreadPoolExecutor(100))
+            stack.enter_context(Cutter(proxy, n_cuts=1000, longest_s=0.1, up_s=2.0))
+            jobs = zip(clients, prompts, strict=True)
+            futures = [pool.submit(client.complete, prompt, max_new_tokens=n) for client, prompt in jobs]
+            assert [list(future.result().tokens) for future in futures] == wanted
+        wait_until(lambda: server.counts.n_streams == 0)
+        assert server.counts.n_sessions < 50, "a client that has its answer closes its session, unless that is lost"
+        wait_until(lambda: server.counts.n_sessions == 0)
+
+
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.05)
+
+
+def test_half_open_connections_do_not_stay(target: Target, drafter: Drafter, model: DraftingModel) -> None:
+    """Clients vanish behind a silent network: the server tries their connections, and forgets the sessions."""
+    settings = DraftingSettings(port=0, idle_s=2.0, keepalive_s=1.0)
+    with Server(target, {"moa": drafter}, settings=settings, target_ms=20.0) as server:
+        with Proxy(("127.0.0.1", server.server.port)) as proxy:
+            silent = Patience(connect_s=60.0, silence_s=0.1, dead_s=600.0)
+            for _ in range(5):
+                client = DraftingClient(proxy.address, model, mode="stream", patience=silent)
+                vanish(client, proxy)
+            assert server.counts.n_streams == 5
+            wait_until(lambda: server.counts.n_streams == server.counts.n_sessions == 0)
+        assert plain(server.address, model, PROMPTS[3], 5)
+
+
+def vanish(client: DraftingClient, proxy: Proxy) -> None:
+    """Begin an answer, lose the network without a word, and end the client."""
+
+    class Gone(BaseException):
+        """Stands for the end of the process."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, Tokens) and event.start >= 3:
+            proxy.strand()
+            raise Gone
+
+    with pytest.raises(Gone):
+        client.complete(PROMPTS[3], max_new_tokens=500, on_event=note)
+    client.close()
+
+
+def test_a_server_that_is_asked_to_end_lets_answers_end(folder: Path) -> None:
+    """SIGTERM in the middle of an answer."""
+    model = DraftingModel.load(folder / "drafter", folder / "store")
+    with ServerProcess(folder, "--target-ms", "10") as server:
+        wanted = plain(server.address, model, PROMPTS[0], 60)
+        seen = threading.Event()
+
+        def note(event: Event) -> None:
+            if isinstance(event, Tokens) and event.start >= 10 and not seen.is_set():
+                seen.set()
+                os.kill(server._process.pid, signal.SIGTERM)
+
+        with DraftingClient(server.address, model, mode="stream", patience=PATIENCE) as client:
+            assert list(client.complete(PROMPTS[0], max_new_tokens=60, on_event=note).tokens) == wanted
+        assert server._process.wait(60) == 128 + signal.SIGTERM
