@@ -399,6 +399,7 @@ def quiet_libraries() -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "GRPC_VERBOSITY": "NONE",  # of a network that is gone it has a line for every attempt
     }
     # On a terminal the bars of a download or of loading many gigabytes are welcome; in a log file they are noise.
     if not sys.stderr.isatty():

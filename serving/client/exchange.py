@@ -24,6 +24,8 @@ _COMPARE_EVERY = 24
 """Tokens of a stream between two chains that are drafted only to see how good they are."""
 _WARM_EVERY = 16
 """Contexts after which they are put into the drafter's caches while there is nothing else to do."""
+_FAR = 32
+"""Tokens without contexts at which the client drafts nothing while the server is there."""
 _OVERLOADED_WAIT_S = 1.0
 _MOST_SENSELESS = 8
 """Connections in a row that end because what came made no sense, without a token in between."""
@@ -193,11 +195,10 @@ class Exchange:
         policy.observe_commit(arrival.at_s, n_new, call_s if is_usual else None)
         self._compare()
         if self._chooses and not session.finish:
-            session.set_mode(policy.choose(arrival.at_s), policy.reason)
+            session.set_mode(policy.choose(arrival.at_s, self._n_lacking <= _FAR), policy.reason)
         session.shape = policy.shape()
         # Contexts come right behind: to wait for them is better than to feed what they stand for level by level.
-        n_lacking = len(session.tokens) - 1 - self._drafter.n_context
-        self._contexts_due_s = time.monotonic() + n_lacking * (policy.draft_s or 0.001)
+        self._contexts_due_s = time.monotonic() + self._n_lacking * (policy.draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
         """Go on without a stream."""
@@ -232,23 +233,27 @@ class Exchange:
 
     # Drafting
 
+    @property
+    def _n_lacking(self) -> int:
+        """Committed tokens before the root whose contexts have not arrived."""
+        return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
+
     def _can_draft(self) -> bool:
         if self._session.wants_draft:
             return not self._waits_for_contexts()
         return self._comparison is not None and not self._comparison.is_complete
 
     def _waits_for_contexts(self) -> bool:
-        session = self._session
-        return (
-            not session.is_alone and not session.drafts and self._drafter.n_context < len(session.tokens) - 1
-            and self._drafter.width > 0 and time.monotonic() < self._contexts_due_s
-        )  # fmt: skip
+        is_fresh = not self._session.is_alone and not self._session.drafts
+        return is_fresh and 0 < self._n_lacking <= _FAR and time.monotonic() < self._contexts_due_s
 
     def _draft(self) -> None:
         """Draft one token, or make the drafter ready for it."""
         session, drafter = self._session, self._drafter
         if session.wants_draft:
-            if self._waits_for_contexts():
+            if self._n_lacking > _FAR and not session.is_alone:
+                session.no_draft()  # those of a long prompt are on their way: to feed it level by level takes longer
+            if not session.wants_draft or self._waits_for_contexts():
                 return
             began_s = time.perf_counter()
             draft = drafter.next(session.tokens, [draft.token for draft in session.drafts])
@@ -265,8 +270,7 @@ class Exchange:
     def _extend_comparison(self) -> None:
         session, drafter = self._session, self._drafter
         if self._comparison is None:
-            is_near = len(session.tokens) - drafter.n_context <= _WARM_EVERY
-            if len(session.tokens) >= self._next_comparison and is_near:
+            if len(session.tokens) >= self._next_comparison and self._n_lacking <= _FAR:
                 self._next_comparison = len(session.tokens) + _COMPARE_EVERY
                 self._comparison = _Comparison(len(session.tokens))
             return

@@ -19,6 +19,7 @@ import grpc
 
 from ..errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
+from ..protocol.channel import CLIENT_OPTIONS
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 """Waits between two attempts to connect; each is twice the one before. Even the longest is not long for somebody who
@@ -28,6 +29,7 @@ _CONNECT_S = 5.0
 _FRAME_BYTES = 5
 """What gRPC puts before each message."""
 _OPTIONS = (
+    *CLIENT_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the waits of an old one to the same server
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
@@ -246,10 +248,10 @@ class Link:
             next(_session(channel)(iter(()), timeout=1.0))
         except grpc.RpcError as failure:
             reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
-            if "CERTIFICATE_VERIFY_FAILED" in reason:
-                return ProtocolMismatch(f"{self.address} has no certificate of the given authority; give its --ca.")
             if "WRONG_VERSION_NUMBER" in reason:
                 return ProtocolMismatch(f"{self.address} speaks no TLS; leave out --ca, or give it a certificate.")
+            if "certificate" in reason.lower():
+                return ProtocolMismatch(f"{self.address} has no certificate of the given authority; give its --ca.")
             return Disconnected(f"{self.address} cannot be reached ({reason[:200]}).")
         except (StopIteration, ValueError):
             pass

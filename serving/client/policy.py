@@ -244,10 +244,15 @@ class ModePolicy:
         foretold = self._foretold_s(mode)
         return None if foretold is None else foretold * self._error.get(mode, 1.0)
 
-    def choose(self, now_s: float) -> Mode:
-        """Decide how tokens come from now on; :attr:`reason` says why."""
+    def choose(self, now_s: float, can_draft: bool = True) -> Mode:
+        """Decide how tokens come from now on; :attr:`reason` says why.
+
+        Args:
+            can_draft: whether the drafter has what it needs just now; else no mode in which it drafts is begun.
+        """
         credit_s = self.credit_s or 0.0
-        known = {mode: found for mode in self._modes if (found := self.token_s(mode)) is not None}
+        modes = [mode for mode in self._modes if can_draft or mode in (*_RUNS, self.mode)]
+        known = {mode: found for mode in modes if (found := self.token_s(mode)) is not None}
         measured = {mode: known[mode] for mode in known if self._measured[mode].n_commits and mode != self.mode}
         if credit_s < 0 and measured and (self._in_trial or _is_chain(self.mode)):
             best = min(measured, key=lambda mode: measured[mode])

@@ -1,0 +1,195 @@
+"""The connection alone: made, ended, made again, with tokens and TLS."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from moa_data.serving.client.link import Arrival, Down, Happening, Link, Up
+from moa_data.serving.emulation.proxy import Proxy
+from moa_data.serving.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
+from moa_data.serving.protocol import moa_v1_pb2 as pb
+from moa_data.tests.kit.certificates import Authority
+
+from ..server.drafting import Server
+from .room import target
+
+OPEN = pb.ClientMessage(sequence=1, open=pb.Open(protocol=1, tokens=[5, 6], n_prompt=2, max_new_tokens=4))
+PING = pb.ClientMessage(sequence=2, ping=pb.Ping(id=7))
+CLOSE = pb.ClientMessage(sequence=3, close=pb.Close())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(target()) as running:
+        yield running
+
+
+@pytest.fixture
+def links() -> Iterator[Any]:
+    """Makes links that are closed in the end."""
+    made: list[Link] = []
+
+    def make(*arguments: Any) -> Link:
+        made.append(Link(*arguments))
+        return made[-1]
+
+    yield make
+    for link in made:
+        link.close()
+
+
+def wait_for(link: Link, kind: type[Happening], timeout_s: float = 30.0) -> Any:
+    """The first happening of a kind; those before it are passed over."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        for happening in link.take(0.1):
+            if isinstance(happening, kind):
+                return happening
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def error_of(link: Link) -> ServingError:
+    """Why a link ends when it opens a session."""
+    link.begin()
+    found: list[Happening] = []
+    while not any(isinstance(happening, Down) for happening in found):
+        for happening in link.take(30.0):
+            found.append(happening)
+            if isinstance(happening, Up):
+                link.send(happening.stream, [OPEN])
+    error: ServingError = next(happening.error for happening in found if isinstance(happening, Down))
+    return error
+
+
+def test_messages_go_and_come(server: Server, links: Any) -> None:
+    link = links(server.address)
+    assert link.take(0.0) == []
+    link.begin()
+    stream = wait_for(link, Up).stream
+    link.send(stream, [OPEN])
+    opened = wait_for(link, Arrival)
+    assert opened.message.WhichOneof("body") == "opened"
+    assert opened.stream == stream
+    before = time.monotonic()
+    link.send(stream, [PING])
+    pong = wait_for(link, Arrival)
+    assert pong.message.pong.id == 7
+    assert before <= pong.at_s <= time.monotonic()
+    assert link.bytes_up == OPEN.ByteSize() + PING.ByteSize() + 10
+    assert link.bytes_down == opened.message.ByteSize() + pong.message.ByteSize() + 10
+
+
+def test_the_next_stream_uses_the_connection(server: Server, links: Any) -> None:
+    """A stream an answer, and one connection for all: no handshake before the second answer."""
+    with Proxy(("127.0.0.1", server.server.port)) as proxy:
+        link = links(proxy.address)
+        for number in (1, 2, 3):
+            link.begin()
+            up = wait_for(link, Up)
+            assert up.stream == number
+            link.send(up.stream, [OPEN])
+            wait_for(link, Arrival)
+            link.send(up.stream, [CLOSE])
+            link.end()
+        assert proxy.n_connections == 1
+
+
+def test_what_was_meant_for_another_stream_is_not_sent(server: Server, links: Any) -> None:
+    link = links(server.address)
+    link.begin()
+    first = wait_for(link, Up).stream
+    link.send(first, [OPEN])
+    wait_for(link, Arrival)
+    link.reconnect("because")
+    down = wait_for(link, Down)
+    assert isinstance(down.error, Disconnected)
+    assert str(down.error) == "because"
+    second = wait_for(link, Up).stream
+    assert second != first
+    n_bytes = link.bytes_up
+    link.send(first, [PING])
+    assert link.bytes_up == n_bytes
+    link.send(second, [OPEN])
+    assert wait_for(link, Arrival).stream == second
+
+
+def test_cut_and_mend(server: Server, links: Any) -> None:
+    with Proxy(("127.0.0.1", server.server.port)) as proxy:
+        link = links(proxy.address)
+        link.begin()
+        wait_for(link, Up)
+        link.cut()
+        assert link.is_cut
+        assert "cut on this side" in str(wait_for(link, Down).error)
+        time.sleep(0.3)
+        assert link.take(0.0) == []
+        assert proxy.n_connections == 1, "nothing tries to connect"
+        link.mend()
+        wait_for(link, Up)
+        assert proxy.n_connections == 2, "a new connection: the old one was closed"
+
+
+def test_wakes_and_times_out(links: Any) -> None:
+    link = links("127.0.0.1:1")
+    began = time.monotonic()
+    assert link.take(0.1) == []
+    assert time.monotonic() - began >= 0.1
+    link.wake()
+    assert link.take(10.0) == []
+    assert time.monotonic() - began < 5
+
+
+def test_closes_while_it_waits(links: Any) -> None:
+    """For a server that is not there, for one that is silent, and for nothing."""
+    for address in ("127.0.0.1:1", "192.0.2.1:80"):
+        link = links(address)
+        link.begin()
+        began = time.monotonic()
+        link.close()
+        assert time.monotonic() - began < 3
+
+
+def test_a_server_that_is_no_drafting_server(links: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        other = grpc.server(pool)
+        port = other.add_insecure_port("127.0.0.1:0")
+        other.start()
+        error = error_of(links(f"127.0.0.1:{port}"))
+        other.stop(None).wait()
+    assert isinstance(error, ProtocolMismatch)
+    assert "does not speak moa.v1" in str(error)
+
+
+def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
+    authority = Authority.make()
+    for name, one in {"ca": authority, "other": Authority.make("other"), "alike": Authority.make()}.items():
+        (tmp_path / f"{name}.pem").write_bytes(one.certificate)
+    with Server(target(), tokens=["t"], credentials=grpc.ssl_server_credentials([authority.server()])) as guarded:
+        address = f"localhost:{guarded.server.port}"
+        link = links(address, "t", tmp_path / "ca.pem")
+        link.begin()
+        link.send(wait_for(link, Up).stream, [OPEN])
+        assert wait_for(link, Arrival).message.WhichOneof("body") == "opened"
+        for name in ("other", "alike"):
+            error = error_of(links(address, "t", tmp_path / f"{name}.pem"))
+            assert isinstance(error, ProtocolMismatch)
+            assert "has no certificate of the given authority" in str(error)
+        assert isinstance(error_of(links(address, "wrong", tmp_path / "ca.pem")), NotAllowed)
+        assert isinstance(error_of(links(address)), Disconnected), "without TLS"
+    with Server(target()) as plain:
+        error = error_of(links(f"localhost:{plain.server.port}", "", tmp_path / "ca.pem"))
+        assert isinstance(error, ProtocolMismatch)
+        assert "speaks no TLS" in str(error)
+
+
+def test_files_that_are_no_authority(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("hello")
+    for file, text in ((tmp_path / "ca.pem", "holds no certificate"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(RequestInvalid, match=text):
+            Link("localhost:1", "", file)
