@@ -315,3 +315,17 @@ def test_a_server_that_is_asked_to_end_lets_answers_end(folder: Path) -> None:
         with DraftingClient(server.address, model, mode="stream", patience=PATIENCE) as client:
             assert list(client.complete(PROMPTS[0], max_new_tokens=60, on_event=note).tokens) == wanted
         assert server._process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_short_load_of_good_and_bad_clients(folder: Path, tmp_path: Path) -> None:
+    """The script that loads a server for ten minutes, for a few seconds; memory is not flat yet."""
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "serving_load.py"), "--model", str(folder / "model"), "--drafter",
+        str(folder / "drafter"), "--bundle", str(folder / "store"), "--minutes", "0.3", "--out", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    figures = json.loads(done.stdout.splitlines()[0])
+    assert figures["n_wrong"] == 0
+    assert figures["answers_afterwards"]
+    assert figures["memory"]["after_mib"] < figures["memory"]["before_mib"] + 64
+    assert min(figures["counts"][role] for role in ("draft", "stream", "leave", "send_garbage")) > 0

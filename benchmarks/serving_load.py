@@ -1,0 +1,248 @@
+"""Loads a server with good and bad clients at once for some minutes, and watches its memory.
+
+Drafting clients come over a network that is cut and loses its connections; others stream over HTTP, read slowly, leave
+in the middle, or send garbage to both ports. Every complete answer has to be the text that the server gives alone. ::
+
+    python benchmarks/serving_load.py --model MODEL --drafter RUN [--bundle STORE] [--minutes 10] [--out FOLDER]
+
+Memory counts as flat if the server's mean in the last quarter of the time is at most 5 % and 8 MiB above that in the
+second. The exit code is 1 if it is not, if a text is wrong, or if the server ended.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from records import add_out_option, settings_of, write_record
+
+from moa_data.errors import MoaDataError
+from moa_data.serving.client.client import DraftingClient
+from moa_data.serving.client.drafting import DraftingModel
+from moa_data.serving.client.exchange import Patience
+from moa_data.serving.emulation.conditions import symmetric
+from moa_data.serving.emulation.proxy import Proxy
+
+N_TOKENS = 40
+QUESTIONS = [f"What is {n} plus {n + 3}, and why?" for n in range(8)]
+BEGINNINGS = (
+    b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+)  # fmt: skip
+"""Of garbage: none, and those of both protocols."""
+MODES = ("sync", "ahead", "stream", "server", "auto")
+MIB = 1 << 20
+
+
+class Server:
+    """``moa-data serve`` as a process of its own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        ports = []
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                ports.append(listener.getsockname()[1])
+        self.port, self.grpc_port = ports
+        self.model = Path(options.model).name
+        options.out.mkdir(parents=True, exist_ok=True)
+        self._log = (options.out / "serving-load-server.log").open("w")
+        command = [
+            sys.executable, "-m", "moa_data", "serve", "--model", options.model, "--drafter", options.drafter,
+            "--port", str(self.port), "--grpc-port", str(self.grpc_port), "--device", "cpu",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def sample(self) -> tuple[float, int, int]:
+        """MiB of memory, threads and open files."""
+        folder = Path("/proc", str(self.process.pid))
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        return int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), len(list((folder / "fd").iterdir()))
+
+    def stop(self) -> None:
+        """End it."""
+        with self.process:
+            self.process.terminate()
+        self._log.close()
+
+    def request(self, question: str, stream: bool) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Ask over HTTP."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        body = {
+            "model": self.model, "messages": [{"role": "user", "content": question}], "stream": stream,
+            "max_tokens": N_TOKENS, "temperature": 0,
+        }  # fmt: skip
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        return connection, connection.getresponse()
+
+    def answer(self, question: str) -> str:
+        """The whole answer to a question."""
+        connection, response = self.request(question, stream=False)
+        with contextlib.closing(connection):
+            return str(json.loads(response.read())["choices"][0]["message"]["content"])
+
+
+class Load:
+    """Clients of all kinds, each in a thread, until they are told to end.
+
+    Attributes:
+        counts: what happened, by kind of client.
+        wrong: texts that are not those of the server alone.
+    """
+
+    def __init__(self, server: Server, model: DraftingModel, texts: dict[str, str]) -> None:
+        self._server, self._model, self._texts = server, model, texts
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[tuple[str, str, str]] = []
+        self._is_over, self._lock = threading.Event(), threading.Lock()
+        self._proxy = Proxy(("127.0.0.1", server.grpc_port), symmetric("near", delay_ms=2, loss=0.01))
+        roles: list[tuple[Callable[[random.Random], None], int]] = [
+            (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2), (self._send_garbage, 2),
+            (self._break_network, 1),
+        ]  # fmt: skip
+        self._threads = [
+            threading.Thread(target=self._play, args=(role, 100 * number + one))
+            for number, (role, n) in enumerate(roles) for one in range(n)
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Let all clients end."""
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        self._proxy.close()
+
+    def _play(self, role: Callable[[random.Random], None], seed: int) -> None:
+        chance = random.Random(seed)
+        name = role.__name__.strip("_")
+        while not self._is_over.is_set():
+            try:
+                role(chance)
+                self._count(name)
+            except (MoaDataError, OSError, http.client.HTTPException) as error:
+                self._count(f"{name}: {type(error).__name__}")
+                self._is_over.wait(0.1)
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    def _check(self, who: str, question: str, text: str) -> None:
+        if text != self._texts[question]:
+            with self._lock:
+                self.wrong.append((who, question, text))
+
+    def _draft(self, chance: random.Random) -> None:
+        patience = Patience(connect_s=60, silence_s=0.3, dead_s=2)
+        mode: Any = chance.choice(MODES)
+        with DraftingClient(self._proxy.address, self._model, mode=mode, patience=patience) as client:
+            for question in chance.sample(QUESTIONS, 3):
+                answer = client.chat([{"role": "user", "content": question}], max_new_tokens=N_TOKENS)
+                self._check(mode, question, answer.text)
+
+    def _pieces(self, response: http.client.HTTPResponse, pause_s: float = 0.0, most: int = 1 << 30) -> str:
+        text = ""
+        for _, line in zip(range(most), response, strict=False):
+            data = line.strip().removeprefix(b"data: ")
+            if data and data != b"[DONE]":
+                text += json.loads(data)["choices"][0]["delta"].get("content") or ""
+            self._is_over.wait(pause_s)
+        return text
+
+    def _stream(self, chance: random.Random) -> None:
+        question = chance.choice(QUESTIONS)
+        connection, response = self._server.request(question, stream=True)
+        with contextlib.closing(connection):
+            self._check("stream", question, self._pieces(response))
+
+    def _read_slowly(self, chance: random.Random) -> None:
+        question = chance.choice(QUESTIONS)
+        connection, response = self._server.request(question, stream=True)
+        with contextlib.closing(connection):
+            self._check("slow reader", question, self._pieces(response, pause_s=0.1))
+
+    def _leave(self, chance: random.Random) -> None:
+        connection, response = self._server.request(chance.choice(QUESTIONS), stream=True)
+        with contextlib.closing(connection):
+            self._pieces(response, most=chance.randint(0, 20))
+
+    def _send_garbage(self, chance: random.Random) -> None:
+        port = chance.choice([self._server.port, self._server.grpc_port])
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(chance.choice(BEGINNINGS) + chance.randbytes(chance.randint(1, 50_000)))
+            self._is_over.wait(chance.random())
+
+    def _break_network(self, chance: random.Random) -> None:
+        self._is_over.wait(chance.uniform(0, 4))
+        if chance.random() < 0.1:
+            self._proxy.strand()
+        else:
+            self._proxy.cut(reset=chance.random() < 0.5)
+            self._is_over.wait(chance.uniform(0.05, 2))
+            self._proxy.mend()
+
+
+def watch(server: Server, seconds: float) -> list[tuple[float, float, int, int]]:
+    """Sample the server's memory, threads and files for so long, or until it ends."""
+    samples, began = [], time.monotonic()
+    while (now := time.monotonic() - began) < seconds and server.process.poll() is None:
+        samples.append((round(now, 1), *server.sample()))
+        time.sleep(min(2.0, seconds / 40))
+    return samples
+
+
+def growth(samples: list[tuple[float, float, int, int]]) -> dict[str, Any]:
+    """Memory of the last quarter of the time beside that of the second, in MiB."""
+    n = len(samples) // 4
+    before, after = (statistics.mean(sample[1] for sample in part) for part in (samples[n : 2 * n], samples[-n:]))
+    return {
+        "before_mib": round(before, 1), "after_mib": round(after, 1), "is_flat": after <= before * 1.05 + 8,
+        "threads": samples[-1][2], "files": samples[-1][3],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Load, watch, and tell."""
+    parser = argparse.ArgumentParser(description="Load a server with good and bad clients, and watch its memory.")
+    parser.add_argument("--model", required=True, help="the target")
+    parser.add_argument("--drafter", required=True, help="a run of moa-data train, or a folder with a drafter")
+    parser.add_argument("--bundle", type=Path, help="store, or its target/; default: that of the run")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    add_out_option(parser)
+    options = parser.parse_args()
+    model = DraftingModel.load(options.drafter, options.bundle)
+    server = Server(options)
+    try:
+        texts = {question: server.answer(question) for question in QUESTIONS}
+        load = Load(server, model, texts)
+        samples = watch(server, 60 * options.minutes)
+        load.end()
+        has_ended = server.process.poll() is not None
+        is_same = not has_ended and server.answer(QUESTIONS[0]) == texts[QUESTIONS[0]]
+    finally:
+        server.stop()
+    figures = {
+        "counts": dict(load.counts), "n_wrong": len(load.wrong), "wrong": load.wrong[:5],
+        "answers_afterwards": is_same, "memory": growth(samples), "samples": samples,
+    }  # fmt: skip
+    print(json.dumps({name: value for name, value in figures.items() if name != "samples"}))
+    print(write_record(options.out, "serving-load", {"figures": figures, "settings": settings_of(options)}))
+    if load.wrong or not is_same or not figures["memory"]["is_flat"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
