@@ -43,7 +43,8 @@ def serve(host: str, port: int) -> None:
 
 def packets(host: str, port: int, n: int, spacing_s: float) -> dict[str, object]:
     """Send numbered packets, far enough apart not to meet, and time those that come back."""
-    sent, times = [0.0] * n, {}
+    sent = [0.0] * n
+    times: dict[int, float] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.connect((host, port))
         udp.settimeout(2.0)

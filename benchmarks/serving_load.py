@@ -234,7 +234,7 @@ def main() -> None:
         is_same = not has_ended and server.answer(QUESTIONS[0]) == texts[QUESTIONS[0]]
     finally:
         server.stop()
-    figures = {
+    figures: dict[str, Any] = {
         "counts": dict(load.counts), "n_wrong": len(load.wrong), "wrong": load.wrong[:5],
         "answers_afterwards": is_same, "memory": growth(samples), "samples": samples,
     }  # fmt: skip

@@ -184,7 +184,7 @@ class _Run:
         from .figures import answer_over_time
         from .serving import answer_through_a_cut
 
-        rows = read_jsonl(self.corpus / HELD_OUT_FILE)[: self.config.evaluation.n_eval_prompts]
+        rows: list[dict[str, Any]] = read_jsonl(self.corpus / HELD_OUT_FILE)[: self.config.evaluation.n_eval_prompts]
         if self.progress is not None:
             self.progress(0, 1, "serve, and cut the network")
         answered = answer_through_a_cut(
