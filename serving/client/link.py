@@ -33,6 +33,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the waits of an old one to the same server
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
+    *CLIENT_OPTIONS,
 )
 _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
     grpc.StatusCode.UNAUTHENTICATED: NotAllowed,

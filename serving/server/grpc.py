@@ -6,6 +6,7 @@ with a :class:`Failure` and the gRPC status that goes with it.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -128,11 +129,15 @@ class DraftingService:
         try:
             while (message := await stream.outbox.next()) is not None:
                 data = message.SerializeToString()
-                await context.write(data)
+                async with asyncio.timeout(self._settings.idle_s):
+                    await context.write(data)
                 self.counts.n_bytes_out += len(data)
                 if stream.session is not None:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
+        except TimeoutError as error:
+            await _abandon(context, f"nothing was read for {self._settings.idle_s:g} s; open the session again.")
+            raise asyncio.CancelledError from error  # for grpc the stream has been broken off
         finally:
             reader.cancel()
             self._leave(stream)
@@ -285,11 +290,7 @@ class DraftingService:
         if not known.must_rebuild(request):
             return False
         self.counts.n_rebuilt += 1
-        try:
-            known.begin_anew(request)
-        except ServingError:
-            self._forget(known)
-            raise
+        known.begin_anew(request)
         return True
 
     def _new_session(self, client: Client, request: Request) -> Session:
@@ -335,6 +336,13 @@ class DraftingService:
 
     def _tell_end(self, stream: _Stream) -> None:
         stream.outbox.fail("unavailable", "the server is going down; open the session again later.", ends=True)
+
+
+async def _abandon(context: Any, message: str) -> None:
+    """Give a client that reads nothing the status that it gets when it does; not to be waited for."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await context.abort(STATUSES["idle"], message)
 
 
 def _parsed(data: bytes) -> pb.ClientMessage:
@@ -392,6 +400,7 @@ async def serve_grpc(
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.most_message_bytes),
+            ("grpc.max_concurrent_streams", 2 * settings.most_sessions_each),  # of one connection
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
             ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives a minute more

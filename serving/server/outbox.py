@@ -40,6 +40,7 @@ class ContextLog:
 
     def append(self, start: int, context: Tensor) -> None:
         """Add contexts [n, W] of the positions from ``start`` on; those that are here already are skipped."""
+        assert start <= self.stop
         fresh = context[self.stop - start :]
         n_here, n_rows = self.stop - self.first, self.stop - self.first + len(fresh)
         if self._rows is None or n_rows > len(self._rows):

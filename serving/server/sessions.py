@@ -101,7 +101,7 @@ class Session:
         self.outbox: Outbox | None = None
         self.taking_up = asyncio.Lock()
         self._engine, self._loop, self._on_lost = engine, loop, on_lost
-        self._state, self._asked, self._tag = State.IDLE, Asked(0, 0, 0), 0
+        self._state, self._asked, self._tag, self._n_begun = State.IDLE, Asked(0, 0, 0), 0, 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify | pb.Pause]] = deque()
         self._is_held = self._ends_when_idle = False
         self._is_idle = asyncio.Event()
@@ -115,7 +115,11 @@ class Session:
         Raises:
             Overloaded: the engine has too many; likewise RequestInvalid.
         """
-        self._sequence_id: int | None = self._engine.add(request, self._hand_commit, self._hand_error)
+        n_begun = self._n_begun + 1
+        self._sequence_id: int | None = self._engine.add(
+            request, self._hand_commit, lambda error: self._hand_error(n_begun, error)
+        )
+        self._n_begun = n_begun
         self.request, self.tokens, self.finish = request, list(request.tokens), ""
         self.contexts = ContextLog(request.n_context)
 
@@ -123,11 +127,12 @@ class Session:
         """Give the text to the engine once more, with what the client knows of it; for a detached session.
 
         Raises:
-            Overloaded: as :meth:`begin`; the session is closed then.
+            Overloaded: as :meth:`begin`; the session is as before then.
         """
-        tokens = max(tuple(self.tokens), request.tokens, key=len)
-        self.close()
-        self.begin(replace(request, tokens=tokens))
+        before = self._sequence_id
+        self.begin(replace(request, tokens=max(tuple(self.tokens), request.tokens, key=len)))
+        if before is not None:
+            self._engine.remove(before)
 
     # The stream
 
@@ -200,10 +205,8 @@ class Session:
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(f"there is no mode {body.mode} of a run; ask for a plain or a speculative one.")
-        if isinstance(body, pb.Verify) and len(body.parents) not in (0, len(body.tokens)):
-            raise RequestInvalid(
-                f"{len(body.tokens)} drafts have {len(body.parents)} parents; give one for each, or none."
-            )
+        if isinstance(body, pb.Verify):
+            self._check_drafts(body)
         if len(self._pending) >= _MOST_PENDING:
             raise Overloaded(f"{_MOST_PENDING} messages wait to be done; wait for their answers.")
         self._pending.append((sequence, body))
@@ -232,6 +235,16 @@ class Session:
         return self._state is State.IDLE
 
     # What is asked for
+
+    def _check_drafts(self, body: pb.Verify) -> None:
+        """Refuse what :meth:`_verify` could not follow; the engine checks the rest."""
+        n_drafts, most = len(body.tokens), self._engine.engine.settings.most_drafts
+        if n_drafts > most:
+            raise RequestInvalid(
+                f"{n_drafts} drafts are more than the {most} that one call verifies; send them in parts."
+            )
+        if len(body.parents) not in (0, n_drafts):
+            raise RequestInvalid(f"{n_drafts} drafts have {len(body.parents)} parents; give one for each, or none.")
 
     def _go_on(self) -> None:
         while self._state is State.IDLE and self._pending:
@@ -291,8 +304,8 @@ class Session:
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
         self._loop.call_soon_threadsafe(self._take_commit, commit)
 
-    def _hand_error(self, error: ServingError) -> None:
-        self._loop.call_soon_threadsafe(self._fail, error)
+    def _hand_error(self, n_begun: int, error: ServingError) -> None:
+        self._loop.call_soon_threadsafe(self._fail, n_begun)
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
@@ -317,11 +330,14 @@ class Session:
         self.update_hold()
         self._go_on()
 
-    def _fail(self, error: ServingError) -> None:
+    def _fail(self, n_begun: int) -> None:
+        if n_begun != self._n_begun or self._sequence_id is None:
+            return  # as above
         self._sequence_id = None
         self._pending.clear()
         self._set_state(State.IDLE)
-        self.send_failure("internal", str(error), ends=True)
+        # What exactly is in the server's log, and nobody else's affair.
+        self.send_failure("internal", "this text failed on the server; open the session again.", ends=True)
         self._on_lost(self)
 
     # What the client gets

@@ -165,6 +165,23 @@ def test_a_session_goes_on_with_its_own_text_alone(server: Server, answer: list[
         assert list(first.verify(N + 3).tokens) == answer[N + 3 : N + 4], "the first stream is unharmed"
 
 
+def test_a_client_may_know_more_than_the_server(server: Server, answer: list[int]) -> None:
+    """Its tokens are the text; if they are none, the session stays as it was."""
+    with Talk(server.address) as talk:
+        session = talk.opened(PROMPT).session
+        talk.verify(N)
+    with Talk(server.address) as talk:
+        talk.open([*answer[: N + 1], 67], N, session=session)
+        assert "tokens must be from 0 to 66" in failure_of(talk).message
+    with Talk(server.address) as talk:
+        opened = talk.opened(answer[: N + 1], N, session=session)
+        assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, False, N + 1)
+    with Talk(server.address) as talk:
+        opened = talk.opened(answer[: N + 5], N, session=session)
+        assert (opened.session, opened.was_rebuilt, opened.n_committed) == (session, True, N + 5)
+        assert list(talk.verify(N + 5, answer[N + 5 : N + 7]).tokens) == answer[N + 5 : N + 8]
+
+
 # Who may come in
 
 
@@ -211,6 +228,7 @@ def test_tls(target: Target, answer: list[int]) -> None:
         ({"run": pb.Run(start=1 << 31, mode=PLAIN)}, "invalid", "open it again with the tokens that you have"),
         ({"run": pb.Run(start=N)}, "invalid", "there is no mode 0 of a run"),
         ({"run": pb.Run(start=N, mode=cast(Any, 9))}, "invalid", "there is no mode 9 of a run"),
+        ({"verify": pb.Verify(start=N, tokens=[1] * 1000)}, "invalid", "1000 drafts are more than the 16"),
         ({"verify": pb.Verify(start=N, tokens=[67])}, "invalid", "tokens must be from 0 to 66"),
         ({"verify": pb.Verify(start=N, tokens=[5] * 17)}, "invalid", "17 drafts are more than the 16"),
         ({"verify": pb.Verify(start=N, tokens=[5], parents=[-1, 0])}, "invalid", "1 drafts have 2 parents"),
@@ -283,7 +301,7 @@ def test_messages_that_are_too_large(server: Server, answer: list[int]) -> None:
     check_health(server, answer)
 
 
-small, any32 = st.integers(0, 20), st.integers(0, (1 << 32) - 1)
+small, any32 = st.integers(0, 20) | st.just(N), st.integers(0, (1 << 32) - 1)
 tokens = st.lists(st.integers(0, 66) | any32, max_size=20)
 identities = st.builds(pb.Identities, target=st.text(max_size=5), drafter=st.text(max_size=5))
 sampling = st.builds(
@@ -322,24 +340,14 @@ bodies = st.one_of(
     st.fixed_dictionaries({"pause": st.builds(pb.Pause, start=small | any32)}),
     st.fixed_dictionaries({"ping": st.builds(pb.Ping, id=any32)}),
 )
-frames = st.one_of(
-    st.binary(max_size=60),
-    st.builds(
-        lambda sequence, body: pb.ClientMessage(sequence=sequence, **body).SerializeToString(),
-        st.integers(0, 100) | st.integers(0, (1 << 64) - 1),
-        bodies,
-    ),
-)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(opens=st.booleans(), data=st.lists(frames, max_size=8))
-def test_fuzzed_frames(server: Server, caplog: pytest.LogCaptureFixture, opens: bool, data: list[bytes]) -> None:
+def check_fuzz(server: Server, caplog: pytest.LogCaptureFixture, opens: bool, frames: list[bytes]) -> None:
     """Any frames give answers, failures or a typed status, never an error of the server's own."""
     with Talk(server.address) as talk:
         if opens:
-            talk.open(PROMPT)
-        for frame in data:
+            talk.open(PROMPT, codec="int4")
+        for frame in frames:
             talk.send_bytes(frame)
         talk.hang_up()
         status = talk.status()
@@ -350,11 +358,34 @@ def test_fuzzed_frames(server: Server, caplog: pytest.LogCaptureFixture, opens: 
     wait_for(lambda: server.counts.n_streams == 0)
 
 
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(opens=st.booleans(), frames=st.lists(st.binary(max_size=60), max_size=4))
+def test_fuzzed_bytes(
+    server: Server, answer: list[int], caplog: pytest.LogCaptureFixture, opens: bool, frames: list[bytes]
+) -> None:
+    check_fuzz(server, caplog, opens, frames)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    opens=st.integers(0, 9).map(bool),
+    messages=st.lists(st.tuples(st.none() | st.integers(0, (1 << 64) - 1), bodies), max_size=8),
+)
+def test_fuzzed_messages(
+    server: Server, caplog: pytest.LogCaptureFixture, opens: bool, messages: list[tuple[int | None, dict[str, Any]]]
+) -> None:
+    n_verified = server.counts.n_messages["verify"]
+    frames = [
+        pb.ClientMessage(sequence=number if sequence is None else sequence, **body).SerializeToString()
+        for number, (sequence, body) in enumerate(messages, start=2)
+    ]
+    check_fuzz(server, caplog, opens, frames)
+    if opens and [list(body) for sequence, body in messages[:1]] == [["verify"]] and messages[0][0] is None:
+        assert server.counts.n_messages["verify"] > n_verified, "it was taken"
+
+
 def test_fuzz_left_the_server_well(server: Server, answer: list[int]) -> None:
     check_health(server, answer)
-    assert server.counts.n_failures["invalid"] > 20
-    assert server.counts.n_bytes_in > 0
-    assert server.counts.n_messages["verify"] > 10
 
 
 def test_other_protocols_on_the_port(server: Server, answer: list[int]) -> None:
@@ -466,6 +497,22 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
         assert sorted(talk.text) == list(range(N, N + 400)), "it goes on when it is read"
 
 
+@pytest.mark.parametrize("n_new", [400, 20], ids=["running", "done"])
+def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
+    target = Target(build_model(num_hidden_layers=2, max_position_embeddings=600))
+    target.eos_token_ids = frozenset()
+    window, limits = [("grpc.http2.lookahead_bytes", 1024)], DraftingSettings(port=0, idle_s=1.0)
+    with Server(target, {"moa": drafter}, settings=limits) as server, Talk(server.address, options=window) as talk:
+        talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
+        talk.send(run=pb.Run(start=100, mode=PLAIN))
+        wait_for(lambda: server.engine.snapshot().n_committed > 10)
+        wait_for(lambda: server.counts.n_streams == server.counts.n_sessions == 0)
+        wait_for(lambda: server.engine.snapshot().n_open == 0)
+        assert talk.status() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert talk.call.details() == "nothing was read for 1 s; open the session again."
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 # Time
 
 
@@ -556,6 +603,7 @@ def test_a_port_in_use_is_said(target: Target) -> None:
 def test_a_text_that_fails_is_opened_again(
     target: Target, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """What broke is the log's affair."""
     real, is_broken = Runner.run, threading.Event()
 
     def run(*arguments: Any) -> Any:
@@ -573,7 +621,8 @@ def test_a_text_that_fails_is_opened_again(
             failure = failure_of(talk)
             assert failure.code == "internal"
             assert talk.call.code() == grpc.StatusCode.INTERNAL
-            assert "Traceback" not in failure.message
+            assert failure.message == "this text failed on the server; open the session again."
+            assert "/secret/path.cu" in caplog.text
         is_broken.clear()
         with Talk(server.address) as talk:
             assert talk.opened(answer[: N + 1], N, session=session).was_rebuilt
