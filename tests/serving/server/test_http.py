@@ -211,7 +211,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "json": (
         {"response_format": {"type": "json_object"}}, "is not supported", "response_format", "unsupported_parameter",
     ),
-    "unknown": ({"temprature": 0}, "unrecognized request argument: temprature", "temprature", "unknown_parameter"),
+    "unknown": ({"warmth": 0}, "unrecognized request argument: warmth", "warmth", "unknown_parameter"),
     "drafter": ({"drafter": "condor"}, "no drafter 'condor' here; .* moa, none", "drafter", "invalid_value"),
     "role": ({"messages": [{"role": "oracle", "content": "x"}]}, "cannot be used: .*role", None, "invalid_prompt"),
     "image": (
