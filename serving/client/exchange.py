@@ -104,7 +104,7 @@ class Exchange:
         """
         session = self._session
         self._lost_s = self._began_s = time.monotonic()
-        self._policy.begin(self._began_s)
+        self._policy.begin()
         self._link.begin()
         try:
             while not session.finish:
@@ -188,14 +188,17 @@ class Exchange:
             self._first_token = (arrival.at_s, n_new)
         call_s = (committed.call_us + committed.queue_us) / 1e6
         if is_answer:
-            policy.observe_chain(n_asked, min(n_asked, committed.n_accepted))
+            policy.observe_drafts(n_asked, min(n_asked, committed.n_accepted))
             policy.observe_round_trip(max(0.0, arrival.at_s - self._asked_s - call_s))
         if not is_usual:
-            policy.begin(arrival.at_s)
-        policy.observe_commit(arrival.at_s, n_new, call_s if is_usual else None)
+            policy.begin()
+        elif committed.answers:
+            policy.observe_chain(arrival.at_s, n_new, call_s)
+        else:
+            policy.observe_streamed(n_new, call_s, committed.draft_us / 1e6)
         self._compare()
         if self._chooses and not session.finish:
-            session.set_mode(policy.choose(arrival.at_s, self._n_lacking <= _FAR), policy.reason)
+            session.set_mode(policy.choose(self._n_lacking <= _FAR), policy.reason)
         session.shape = policy.shape()
         # Contexts come right behind: to wait for them is better than to feed what they stand for level by level.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (policy.draft_s or 0.001)
@@ -206,7 +209,7 @@ class Exchange:
             self._lost_s = time.monotonic()
         self._stream, self._error = 0, error
         self._session.link_down(str(error))
-        self._policy.begin(time.monotonic())
+        self._policy.begin()
 
     def _reconnect(self, error: ServingError, wait_s: float = 0.0) -> None:
         self._link.reconnect(str(error), wait_s)
@@ -296,7 +299,7 @@ class Exchange:
         while n_agreed < len(came) and came[n_agreed] == chain.drafts[n_agreed]:
             n_agreed += 1
         if n_agreed < len(came) or len(came) == len(chain.drafts):
-            self._policy.observe_chain(len(chain.drafts), n_agreed)
+            self._policy.observe_drafts(len(chain.drafts), n_agreed)
             self._comparison = None
 
     # What goes out

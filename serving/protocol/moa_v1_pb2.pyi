@@ -157,7 +157,7 @@ class Opened(_message.Message):
     def __init__(self, session: _Optional[str] = ..., n_committed: _Optional[int] = ..., identities: _Optional[_Union[Identities, _Mapping]] = ..., context_width: _Optional[int] = ..., most_drafts: _Optional[int] = ..., most_positions: _Optional[int] = ..., was_rebuilt: _Optional[bool] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("start", "tokens", "n_accepted", "answers", "finish", "call_us", "queue_us")
+    __slots__ = ("start", "tokens", "n_accepted", "answers", "finish", "call_us", "queue_us", "draft_us")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class Committed(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CALL_US_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     n_accepted: int
@@ -172,7 +173,8 @@ class Committed(_message.Message):
     finish: str
     call_us: int
     queue_us: int
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., n_accepted: _Optional[int] = ..., answers: _Optional[int] = ..., finish: _Optional[str] = ..., call_us: _Optional[int] = ..., queue_us: _Optional[int] = ...) -> None: ...
+    draft_us: int
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., n_accepted: _Optional[int] = ..., answers: _Optional[int] = ..., finish: _Optional[str] = ..., call_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class Context(_message.Message):
     __slots__ = ("start", "n_positions", "codec", "values")

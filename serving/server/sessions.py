@@ -354,6 +354,7 @@ class Session:
         )
         if commit is not None:
             committed.call_us, committed.queue_us = _microseconds(commit.call_s), _microseconds(commit.queue_s)
+            committed.draft_us = _microseconds(commit.draft_s)
         self._n_sent = len(self.tokens)
         self.outbox.put(pb.ServerMessage(committed=committed))
 
