@@ -1,8 +1,8 @@
 """Activations of large language models as a dataset, and drafters for speculative decoding trained from it.
 
 The folders are stages: ``pipeline`` writes what ``storage`` defines, ``trainer`` reads it and trains what ``moa``
-defines, ``evaluation`` decodes and measures. The names below are the public ones; each is imported when it is first
-used, so that reading a store needs no torch.
+defines, ``evaluation`` decodes and measures, ``serving`` answers over a network. The names below are the public ones;
+each is imported when it is first used, so that reading a store needs no torch.
 """
 
 from importlib import import_module
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .pipeline.config import ExtractConfig
     from .pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
     from .pipeline.jobs.extract import extract
+    from .serving.client.client import DraftingClient
     from .storage.read.store import ActivationStore
     from .trainer.config import TrainConfig
     from .trainer.fit.run import train
@@ -38,12 +39,14 @@ _HOMES = {
     "load_drafter": "moa.formats.checkpoint",
     "EvalConfig": "evaluation.config",
     "evaluate": "evaluation.run",
+    "DraftingClient": "serving.client.client",
     "MoaDataError": "errors",
 }
 
 __all__ = [
     "ActivationDataset",
     "ActivationStore",
+    "DraftingClient",
     "EvalConfig",
     "ExtractConfig",
     "IterableActivationDataset",
