@@ -167,7 +167,7 @@ class Session:
         was_opened, self._is_up, self._is_opened = self._is_opened, False, False
         self._awaited, self.n_asked, self._running = 0, 0, None
         self._outbox.clear()
-        if was_opened:
+        if was_opened and not self.finish:
             self._tell(LinkChanged(False, reason))
         self.stall(reason)
 

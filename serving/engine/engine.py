@@ -41,6 +41,8 @@ from .sequence import Commit, Request, Sequence, Work
 from .speculation import Seen, Speculation
 
 _LOG = logging.getLogger(__name__)
+_CONTEXTS_AT_ONCE = 16
+"""Positions whose contexts are encoded together in a run. A client that loses its network lacks those of fewer."""
 
 OnCommit = Callable[[Commit], None]
 OnError = Callable[[ServingError], None]
@@ -245,6 +247,8 @@ class Engine:
             draft_s = drafted - began if sequence.work is Work.SPECULATE else 0.0
             queue_s, sequence.since_s = began - sequence.since_s, done
             self._tell(sequence, replace(one.commit, call_s=done - drafted, draft_s=draft_s, queue_s=queue_s))
+        for one in succeeded:
+            self._tell_context(one.share.sequence)
         return True
 
     def seconds_to_deadline(self) -> float | None:
@@ -335,23 +339,45 @@ class Engine:
             kept = [*range(n_known), *(n_known + node for node in accepted)]
             sequence.kv.commit(kept)
             commit = Commit(sequence.id, first, tuple(new), n_accepted, sequence.finish, answers=sequence.answers)
-            return _Served(share, output, kept, n_drafts, self._with_context(commit, sequence, start, output, kept))
+            if sequence.request.wants_context:
+                first = max(start, sequence.n_context + sequence.n_unencoded)
+                if new_positions := kept[first - start :]:
+                    sequence.unencoded.append(output.hidden[new_positions])
+                if commit.finish:  # nothing comes behind it
+                    commit = self._with_context(commit, sequence)
+            return _Served(share, output, kept, n_drafts, commit)
         except Exception as error:  # noqa: BLE001 - as in _run
             self._fail(sequence, error)
             return None
 
-    def _with_context(self, commit: Commit, sequence: Sequence, start: int, output: Output, kept: list[int]) -> Commit:
-        """Add the drafter's contexts of the positions from ``start`` on that got KV and are not known yet."""
-        name, first = sequence.request.drafter, max(start, sequence.n_context)
-        n_positions = sequence.kv.length - first
-        if name is None or not sequence.request.wants_context or n_positions <= 0:
-            return commit
-        drafter = self.drafters[name]
-        hidden = output.hidden[kept[first - start :]]  # [n, E]
-        kv = sequence.kv.packed(first, n_positions) if drafter.context_needs_kv else None
+    def _with_context(self, commit: Commit, sequence: Sequence) -> Commit:
+        """Add the drafter's contexts of the positions that the target has read, and that are not known yet."""
+        name, first = sequence.request.drafter, sequence.n_context
+        if name is None or not sequence.unencoded or sequence.kv.length < first + sequence.n_unencoded:
+            return commit  # one that lost its KV meanwhile is read again first
+        drafter, hidden = self.drafters[name], torch.cat(sequence.unencoded)  # [n, E]
+        kv = sequence.kv.packed(first, len(hidden)) if drafter.context_needs_kv else None
         context = drafter.encode_context(self._speculations[name].frozen, hidden, kv, first)
         sequence.n_context = sequence.kv.length
+        sequence.unencoded.clear()
         return replace(commit, context_start=first, context=context)
+
+    def _tell_context(self, sequence: Sequence) -> None:
+        """Tell contexts behind the tokens that they belong to.
+
+        While the server decodes by itself they are encoded many at a time, which takes as long as a few; those of the
+        prompt at once, without which the client could not go on alone.
+        """
+        is_run = sequence.work in (Work.PLAIN, Work.SPECULATE) and sequence.n_context >= sequence.request.n_prompt
+        if sequence.finish or sequence.n_unencoded < (_CONTEXTS_AT_ONCE if is_run else 1):
+            return
+        try:
+            commit = self._with_context(_without_tokens(sequence), sequence)
+        except Exception as error:  # noqa: BLE001 - as in _run
+            self._fail(sequence, error)
+            return
+        if commit.context is not None:
+            self._tell(sequence, replace(commit, answers=0))
 
     def _teach(self, groups: Mapping[str, list[Sequence]], served: list[_Served], round_s: float) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""

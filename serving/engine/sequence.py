@@ -33,7 +33,7 @@ class Request:
         seed: with the position it decides each sampled token.
         deadline_s: ``time.monotonic()`` at which the answer ends; None for no end.
         drafter: name of the loaded drafter for drafts of the server and for contexts; None for neither.
-        wants_context: commits carry the drafter's context of each position that got target KV.
+        wants_context: the drafter's context of each position that got target KV is told, behind the tokens.
         n_context: positions whose context is known already; those of later ones are given.
     """
 
@@ -74,7 +74,7 @@ class Commit:
         draft_s: seconds of drafting for it, shared likewise.
         queue_s: seconds that the sequence waited for the call.
         context_start: position of the first of the contexts.
-        context: [n, W], the drafter's contexts of the positions that got target KV; None where none are wanted.
+        context: [n, W], the drafter's contexts of positions that got target KV; None for none.
         answers: the tag given with the work.
     """
 
@@ -100,6 +100,7 @@ class Sequence:
         drafts: what the next call verifies behind the root, in level order.
         parents: of each draft, an index into the drafts, -1 for the root.
         n_context: positions whose context was given.
+        unencoded: hidden states [n, E] of the positions behind them whose context has still to be encoded.
         last_served: counts over all sequences how often one was served, when this one was last; 0 for never.
         since_s: ``time.perf_counter()`` since which it waits for a call.
         is_draftable: False once its drafter has failed; it is then decoded plainly.
@@ -123,9 +124,16 @@ class Sequence:
     last_served: int = 0
     since_s: float = 0.0
 
+    unencoded: list[Tensor] = field(default_factory=list)
+
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
         self.n_context = self.request.n_context
+
+    @property
+    def n_unencoded(self) -> int:
+        """Positions behind ``n_context`` that the target has read, and whose context was not given yet."""
+        return sum(map(len, self.unencoded))
 
     @property
     def n_missing(self) -> int:

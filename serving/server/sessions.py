@@ -317,8 +317,12 @@ class Session:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        if commit.tokens or commit.finish:
+        # Those of a prompt wait for its end, so that the first tokens go first.
+        if commit.tokens or commit.finish or (commit.context is not None and self.contexts.stop == len(self.tokens) - 1):
             self.contexts.release()
+            if self.outbox is not None:
+                self.outbox.wake()
+        if commit.tokens or commit.finish:
             if self._state is State.VERIFYING:
                 asked = self._asked
                 self._send_tokens(asked.start, asked.n_agreed + commit.n_accepted, asked.sequence, commit)
