@@ -276,6 +276,16 @@ class Drafter(nn.Module, ABC):
         weight = next(self.parameters())
         self._take_context(state, cache, context.to(weight.device, weight.dtype))
 
+    def reuse_context(self, state: Any, context: Tensor, start: int) -> None:
+        """Take contexts [n, W] that were made beside the target, so that drafting there need not make them again.
+
+        By default nothing is reused. What does not follow on what the state knows is made again, as without this call.
+
+        Args:
+            state: of one row.
+            start: the first of the n positions.
+        """
+
     def _check_context_width(self) -> int:
         if self.context_width is None:
             raise DrafterError(

@@ -401,12 +401,24 @@ class MoADrafter(Drafter):
     def _take_context(self, state: MoADraftState, cache: ContextCache, context: Tensor) -> None:
         state.forget_drafts()
         kv_width, n_layers = self.config.kv_width, self.config.target_layer_inference
-        own, layers = context.split((context.shape[1] - n_layers * kv_width, n_layers * kv_width), dim=1)
+        layers = context[:, context.shape[1] - n_layers * kv_width :]
+        self._extend_memory_by(state, context)
+        n_kv_heads = kv_width // (2 * self.config.head_dim)
+        cache.append(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
+
+    @override
+    def reuse_context(self, state: MoADraftState, context: Tensor, start: int) -> None:
+        state.forget_drafts()
+        if state.memory.lengths == [start]:
+            self._extend_memory_by(state, context)
+
+    def _extend_memory_by(self, state: MoADraftState, context: Tensor) -> None:
+        """Append the memory of the next n positions, from their contexts [n, W]."""
+        n_own = context.shape[1] - self.config.target_layer_inference * self.config.kv_width
+        own = context[:, :n_own]
         memory = self.kv_to_hidden(own) if self._sends_means else own
         positions = positions_behind(state.memory.lengths, len(context), context.device)
         self._append_memory(state, memory[None], positions)
-        n_kv_heads = kv_width // (2 * self.config.head_dim)
-        cache.append(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
 
     def _remember(self, state: MoADraftState, n_verified: Sequence[int], cache: KVSource) -> None:
         """Bring the memory up to the verified positions of each row."""

@@ -357,7 +357,9 @@ class Engine:
             return commit  # one that lost its KV meanwhile is read again first
         drafter, hidden = self.drafters[name], torch.cat(sequence.unencoded)  # [n, E]
         kv = sequence.kv.packed(first, len(hidden)) if drafter.context_needs_kv else None
-        context = drafter.encode_context(self._speculations[name].frozen, hidden, kv, first)
+        speculation = self._speculations[name]
+        context = drafter.encode_context(speculation.frozen, hidden, kv, first)
+        speculation.reuse_context(sequence, context, first)
         sequence.n_context = sequence.kv.length
         sequence.unencoded.clear()
         return replace(commit, context_start=first, context=context)

@@ -145,6 +145,11 @@ class Speculation:
             if id_ in self._apart:
                 self.drafter.observe(self._apart[id_], one.hidden[None], [one.kept])
 
+    def reuse_context(self, sequence: Sequence, context: Tensor, start: int) -> None:
+        """Hand over contexts [n, W] that were encoded for a client, those of a prompt above all."""
+        if (state := self._apart.get(sequence.id)) is not None:
+            self.drafter.reuse_context(state, context, start)
+
     def judge(self, n_sequences: int, n_drafts: int, n_committed: int, round_s: float) -> None:
         """Learn from a round of the gathered sequences: their drafts and committed tokens, and the seconds it took."""
         self._policy(n_sequences).observe(n_drafts, n_committed / n_sequences, round_s)

@@ -318,7 +318,11 @@ class Session:
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
         # Those of a prompt wait for its end, so that the first tokens go first.
-        if commit.tokens or commit.finish or (commit.context is not None and self.contexts.stop == len(self.tokens) - 1):
+        if (
+            commit.tokens
+            or commit.finish
+            or (commit.context is not None and self.contexts.stop == len(self.tokens) - 1)
+        ):
             self.contexts.release()
             if self.outbox is not None:
                 self.outbox.wake()

@@ -155,6 +155,13 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=close)
             logits = [drafter.draft_logits(sender.frozen, features) for features in (got, expected)]
             assert torch.equal(logits[0].argmax(dim=-1), logits[1].argmax(dim=-1))
+    # Beside the target they save their making: those that follow on what is known, and of the others nothing changes.
+    reusing, plain = Rows(drafter, target), Rows(drafter, target)
+    for root, start in ((9, 0), (last - 2, 9), (last - 1, 3)):
+        reusing.commit([text[:root]])
+        plain.commit([text[:root]])
+        drafter.reuse_context(reusing.proposer.state, contexts[start:root], start)
+        torch.testing.assert_close(reusing.chain(text, root, 1), plain.chain(text, root, 1), rtol=1e-5, atol=close)
 
 
 def batch_of(drafter: Drafter, model: Any, n_tokens: int = 30) -> TrainingInputs:
