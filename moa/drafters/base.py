@@ -230,14 +230,14 @@ class Drafter(nn.Module, ABC):
         return ContextCache(self.config.n_layers, self.config.target_layer_inference)
 
     @torch.inference_mode()
-    def encode_context(self, frozen: FrozenTarget, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
-        """Make the contexts of n positions of one text that the target has seen.
+    def encode_context(self, frozen: FrozenTarget, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
+        """Make the contexts of n positions that the target has seen, of one text or several.
 
         Args:
             frozen: target pieces, as for :meth:`draft_root`.
             hidden: [n, E], the target's hidden states after its final norm.
             kv: [n, L, D], packed KV of all layers; may be None unless :attr:`context_needs_kv`.
-            start: the first of the positions.
+            positions: [n] int64, where they stand in their texts.
 
         Returns:
             [n, W], in the drafter's dtype.
@@ -248,7 +248,7 @@ class Drafter(nn.Module, ABC):
         self._check_context_width()
         if self.context_needs_kv and kv is None:
             raise DrafterError(f"contexts of a {self.kind} drafter are made from the target's KV; give it.")
-        return self._make_context(hidden, kv, start).to(self.dtype)
+        return self._make_context(hidden, kv, positions).to(self.dtype)
 
     @torch.inference_mode()
     def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
@@ -294,7 +294,7 @@ class Drafter(nn.Module, ABC):
             )
         return self.context_width
 
-    def _make_context(self, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         """Make what :meth:`encode_context` returns; by default nothing, [n, 0]."""
         return hidden[:, :0]
 

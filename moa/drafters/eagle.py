@@ -93,7 +93,7 @@ class EagleDrafter(FeatureDrafter):
         return self.config.hidden_size
 
     @override
-    def _make_context(self, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         return hidden
 
     @override

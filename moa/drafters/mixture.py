@@ -388,11 +388,10 @@ class MoADrafter(Drafter):
         return True
 
     @override
-    def _make_context(self, hidden: Tensor, kv: Tensor | None, start: int) -> Tensor:
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         assert kv is not None
-        positions = torch.arange(start, start + len(kv), device=kv.device)[None]
         encode = self.encode_means if self._sends_means else self.encode_memory
-        own = encode(kv[None], positions)[0]  # [n, G * D or E]
+        own = encode(kv[None], positions[None])[0]  # [n, G * D or E]
         n_layers = self.config.target_layer_inference
         layers = kv[:, kv.shape[1] - n_layers :].flatten(1)  # [n, N * D]
         return torch.cat((own, layers.to(own.dtype)), dim=1)

@@ -20,8 +20,6 @@ _PING_EVERY_S = 0.25
 _LOOK_EVERY_S = 0.1
 """How long to wait for the network before looking at the time again."""
 _STATS_EVERY_S = 0.25
-_COMPARE_EVERY = 24
-"""Tokens of a stream between two chains that are drafted only to see how good they are."""
 _WARM_EVERY = 16
 """Contexts after which they are put into the drafter's caches while there is nothing else to do."""
 _FAR = 32
@@ -274,7 +272,7 @@ class Exchange:
         session, drafter = self._session, self._drafter
         if self._comparison is None:
             if len(session.tokens) >= self._next_comparison and self._n_lacking <= _FAR:
-                self._next_comparison = len(session.tokens) + _COMPARE_EVERY
+                self._next_comparison = len(session.tokens) + self._policy.compare_every
                 self._comparison = _Comparison(len(session.tokens))
             return
         chain, shape = self._comparison, session.shape

@@ -32,6 +32,9 @@ _RETRY_COMMITS = 100
 """Commits after which chains that failed may be tried again, at first, and those that did not are compared again."""
 _LEAST_COMPARED = 12
 """Drafts that must have been compared with the target's tokens before anything is foretold of chains."""
+_COMPARE_EVERY, _KNOWN_DRAFTS = 24, 60
+"""Tokens of a stream between two chains that are drafted only to see how good they are; eight times as many once so
+many drafts have been compared, for each chain costs the client ten drafts."""
 _SLOPE = 0.03
 """What each draft adds to a target call, as a share of it."""
 _LONGEST = 24
@@ -103,6 +106,11 @@ class ModePolicy:
     def acceptance(self) -> float | None:
         """alpha, the share of drafts that are accepted among those whose predecessors are."""
         return self._accepted.value
+
+    @property
+    def compare_every(self) -> int:
+        """Tokens of a stream between two chains that are drafted only to be compared with it."""
+        return _COMPARE_EVERY * (1 if self._accepted.below < _KNOWN_DRAFTS else 8)
 
     def limit_drafts(self, most_drafts: int) -> None:
         """Take the most drafts that the server verifies in a call."""

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 import torch
@@ -247,8 +248,7 @@ class Engine:
             draft_s = drafted - began if sequence.work is Work.SPECULATE else 0.0
             queue_s, sequence.since_s = began - sequence.since_s, done
             self._tell(sequence, replace(one.commit, call_s=done - drafted, draft_s=draft_s, queue_s=queue_s))
-        for one in succeeded:
-            self._tell_context(one.share.sequence)
+        self._tell_contexts([one.share.sequence for one in succeeded])
         return True
 
     def seconds_to_deadline(self) -> float | None:
@@ -343,43 +343,60 @@ class Engine:
                 first = max(start, sequence.n_context + sequence.n_unencoded)
                 if new_positions := kept[first - start :]:
                     sequence.unencoded.append(output.hidden[new_positions])
-                if commit.finish:  # nothing comes behind it
-                    commit = self._with_context(commit, sequence)
+                if commit.finish and self._has_context(sequence):  # nothing comes behind it
+                    [commit] = self._with_contexts([commit], [sequence])
             return _Served(share, output, kept, n_drafts, commit)
         except Exception as error:  # noqa: BLE001 - as in _run
             self._fail(sequence, error)
             return None
 
-    def _with_context(self, commit: Commit, sequence: Sequence) -> Commit:
-        """Add the drafter's contexts of the positions that the target has read, and that are not known yet."""
-        name, first = sequence.request.drafter, sequence.n_context
-        if name is None or not sequence.unencoded or sequence.kv.length < first + sequence.n_unencoded:
-            return commit  # one that lost its KV meanwhile is read again first
-        drafter, hidden = self.drafters[name], torch.cat(sequence.unencoded)  # [n, E]
-        kv = sequence.kv.packed(first, len(hidden)) if drafter.context_needs_kv else None
-        speculation = self._speculations[name]
-        context = drafter.encode_context(speculation.frozen, hidden, kv, first)
-        speculation.reuse_context(sequence, context, first)
-        sequence.n_context = sequence.kv.length
-        sequence.unencoded.clear()
-        return replace(commit, context_start=first, context=context)
+    def _has_context(self, sequence: Sequence) -> bool:
+        """Whether contexts can be encoded; one that lost its KV meanwhile is read again first."""
+        n_unencoded = sequence.n_unencoded
+        return n_unencoded > 0 and sequence.kv.length >= sequence.n_context + n_unencoded
 
-    def _tell_context(self, sequence: Sequence) -> None:
+    def _with_contexts(self, commits: Rows[Commit], sequences: Rows[Sequence]) -> list[Commit]:
+        """Add the contexts that the drafter of these sequences makes of what the target has read; all have some."""
+        name = sequences[0].request.drafter
+        assert name is not None
+        drafter, speculation = self.drafters[name], self._speculations[name]
+        counts = [sequence.n_unencoded for sequence in sequences]
+        hidden = torch.cat([part for sequence in sequences for part in sequence.unencoded])  # [n, E]
+        spans = [(sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)]
+        positions = torch.cat([torch.arange(first, first + n, device=hidden.device) for _, first, n in spans])
+        kv = None
+        if drafter.context_needs_kv:
+            kv = torch.cat([sequence.kv.packed(first, n) for sequence, first, n in spans])
+        contexts = drafter.encode_context(speculation.frozen, hidden, kv, positions).split(counts)
+        told = []
+        for commit, (sequence, first, n), context in zip(commits, spans, contexts, strict=True):
+            speculation.reuse_context(sequence, context, first)
+            sequence.n_context = first + n
+            sequence.unencoded.clear()
+            told.append(replace(commit, context_start=first, context=context))
+        return told
+
+    def _tell_contexts(self, sequences: Rows[Sequence]) -> None:
         """Tell contexts behind the tokens that they belong to.
 
         While the server decodes by itself they are encoded many at a time, which takes as long as a few; those of the
         prompt at once, without which the client could not go on alone.
         """
-        is_run = sequence.work in (Work.PLAIN, Work.SPECULATE) and sequence.n_context >= sequence.request.n_prompt
-        if sequence.finish or sequence.n_unencoded < (_CONTEXTS_AT_ONCE if is_run else 1):
-            return
-        try:
-            commit = self._with_context(_without_tokens(sequence), sequence)
-        except Exception as error:  # noqa: BLE001 - as in _run
-            self._fail(sequence, error)
-            return
-        if commit.context is not None:
-            self._tell(sequence, replace(commit, answers=0))
+        due: dict[str | None, list[Sequence]] = {}
+        for sequence in sequences:
+            is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
+            least = _CONTEXTS_AT_ONCE if is_run and sequence.n_context >= sequence.request.n_prompt else 1
+            if not sequence.finish and sequence.n_unencoded >= least and self._has_context(sequence):
+                due.setdefault(sequence.request.drafter, []).append(sequence)
+        for group in due.values():
+            try:
+                commits = self._with_contexts([_without_tokens(sequence) for sequence in group], group)
+            except Exception as error:  # noqa: BLE001 - as in _run
+                for sequence in group:
+                    self._fail(sequence, error)
+                continue
+            for sequence, commit in zip(group, commits, strict=True):
+                self._tell(sequence, replace(commit, answers=0))
 
     def _teach(self, groups: Mapping[str, list[Sequence]], served: list[_Served], round_s: float) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""

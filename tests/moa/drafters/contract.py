@@ -139,7 +139,10 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
     sender.cache.commit([range(len(text))])
     kv = sender.cache.packed([0], len(text))[0] if drafter.context_needs_kv else None
     pieces = [(0, 5), (5, 6), (6, len(text))]
-    made = [drafter.encode_context(sender.frozen, hidden[a:b], None if kv is None else kv[a:b], a) for a, b in pieces]
+    made = [
+        drafter.encode_context(sender.frozen, hidden[a:b], None if kv is None else kv[a:b], torch.arange(a, b))
+        for a, b in pieces
+    ]
     contexts = torch.cat(made)
     assert contexts.shape == (len(text), drafter.context_width)
     assert contexts.dtype == drafter.dtype
@@ -425,7 +428,9 @@ class DrafterContract:
         message = f"a {self.kind} drafter drafts beside its target alone; over a network draft with one of "
         for attempt in (
             drafter.new_context_cache,
-            lambda: drafter.encode_context(frozen_for(drafter, target.model), torch.zeros(1, 48), None, 0),
+            lambda: drafter.encode_context(
+                frozen_for(drafter, target.model), torch.zeros(1, 48), None, torch.zeros(1, dtype=torch.int64)
+            ),
             lambda: drafter.take_context(drafter.new_state(1), ContextCache(4), torch.zeros(1, 48), 0),
         ):
             with pytest.raises(DrafterError, match=message + ", ".join(able)):
@@ -451,7 +456,7 @@ class DrafterContract:
         assert receiver.cache.lengths == [3]
         if drafter.context_needs_kv:
             with pytest.raises(DrafterError, match="made from the target's KV; give it"):
-                drafter.encode_context(receiver.frozen, torch.zeros(1, 48), None, 0)
+                drafter.encode_context(receiver.frozen, torch.zeros(1, 48), None, torch.zeros(1, dtype=torch.int64))
             with pytest.raises(DrafterError, match="positions 3 to 4 have not arrived; begin the round at token 3"):
                 receiver.chain(list(range(6)), 5, 0)
 

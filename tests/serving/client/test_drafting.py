@@ -53,7 +53,9 @@ class Beside:
         cache = self.target.new_cache()
         hidden = self.target.forward(torch.tensor([text]), cache)[0]
         cache.commit([range(len(text))])
-        found: Tensor = self.drafter.encode_context(self.frozen, hidden, cache.packed([0], len(text))[0], 0)
+        found: Tensor = self.drafter.encode_context(
+            self.frozen, hidden, cache.packed([0], len(text))[0], torch.arange(len(text))
+        )
         return found
 
     @torch.inference_mode()

@@ -560,7 +560,7 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
     with torch.inference_mode():
         hidden = target.forward(torch.tensor([text[:n_known]]), cache)
         cache.commit([range(n_known)])
-        expected = drafter.encode_context(frozen, hidden[0], cache.packed([0], n_known)[0], 0)
+        expected = drafter.encode_context(frozen, hidden[0], cache.packed([0], n_known)[0], torch.arange(n_known))
     torch.testing.assert_close(torch.cat(found), expected[5:n_known], rtol=1e-4, atol=1e-4)
 
 

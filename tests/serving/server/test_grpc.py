@@ -214,7 +214,7 @@ def expected_contexts(target: Target, drafter: Any, text: list[int]) -> torch.Te
     hidden = target.forward(torch.tensor([text]), cache)[0]
     cache.commit([range(len(text))])
     contexts: torch.Tensor = drafter.encode_context(
-        frozen_for(drafter, target.model), hidden, cache.packed([0], len(text))[0], 0
+        frozen_for(drafter, target.model), hidden, cache.packed([0], len(text))[0], torch.arange(len(text))
     )
     return contexts
 
