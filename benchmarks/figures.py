@@ -1,9 +1,10 @@
-"""Draws the picture of the README and of docs/results.md from the figures in benchmarks/results.
+"""Draws pictures of the documentation from the figures in benchmarks/results.
 
 python benchmarks/figures.py
 """
 
 import json
+from typing import Any
 
 import matplotlib
 from tables import RESULTS, ROOT
@@ -11,12 +12,52 @@ from tables import RESULTS, ROOT
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-PICTURE = ROOT / "docs" / "images" / "moa-and-eagle.png"
+IMAGES = ROOT / "docs" / "images"
 DRAFTS = "chain of 10"
 SERIES = {"moa": ("Mixture of Attentions", "#c2410c"), "eagle": ("EAGLE-2", "#475569")}
 
 
+CUTS = {
+    "moa": ("Mixture of Attentions, N = 0", "#c2410c", "-"),
+    "moa-n1": ("N = 1", "#c2410c", "--"),
+    "moa-n3": ("N = 3", "#c2410c", ":"),
+    "eagle": ("EAGLE-2", "#475569", "-"),
+    "independent": ("independent", "#94a3b8", "-"),
+}
+SHOWN_TOKENS = 24
+
+
 def main() -> None:
+    """Draw all pictures."""
+    IMAGES.mkdir(exist_ok=True)
+    save(drafters_by_tokens(), "moa-and-eagle.png")
+    save(tokens_after_a_cut(), "after-a-cut.png")
+
+
+def save(figure: Any, name: str) -> None:
+    """Write a figure; fixed metadata: equal figures give equal bytes."""
+    figure.savefig(IMAGES / name, dpi=200, metadata={"Software": None})
+
+
+def tokens_after_a_cut() -> Any:
+    """Draw how many of the tokens that a client wrote alone were right, by their distance from the cut."""
+    rows = json.loads((RESULTS / "network-cuts.json").read_text())["rows"]
+    by_share = {share: [row for row in rows if row["cut"] == share] for share in ("10 %", "50 %")}
+    figure, panels = pyplot.subplots(1, 2, figsize=(8.5, 3.4), sharey=True, layout="constrained")
+    for axes, (share, of) in zip(panels, by_share.items(), strict=True):
+        for row in of:
+            label, color, style = CUTS[row["drafter"]]
+            values = [100 * value for value in row["agreement"][:SHOWN_TOKENS]]
+            axes.plot(range(1, len(values) + 1), values, style, color=color, linewidth=2, label=label)
+        axes.set(xlabel="tokens since the cut", ylim=(0, 102), title=f"cut at {share} of the answer")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e2e8f0")
+    panels[0].set_ylabel("tokens that are the target's, %")
+    panels[1].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def drafters_by_tokens() -> Any:
     """Draw acceptance length by training tokens: a line through the means of the seeds, a dot for each seed."""
     rows = json.loads((RESULTS / "drafters-eagle.json").read_text())["rows"]
     rows = [row for row in rows if row["drafts"] == DRAFTS]
@@ -41,9 +82,7 @@ def main() -> None:
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e8f0")
-    PICTURE.parent.mkdir(exist_ok=True)
-    # Fixed metadata: equal figures give equal bytes.
-    figure.savefig(PICTURE, dpi=200, metadata={"Software": None})
+    return figure
 
 
 if __name__ == "__main__":

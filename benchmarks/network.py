@@ -2,7 +2,8 @@
 
 Server and client are two processes in two network namespaces, joined by a network of the paper's conditions. Methods
 are ``api`` (OpenAI's API, plain decoding, streamed), ``api+DRAFTER`` (the server drafts, and streams), and MODE:DRAFTER
-of the drafting client (MODE: sync, ahead, stream, server, auto). In each condition all methods take turns, in an order
+of the drafting client (MODE: sync, ahead, stream, server, auto; @int8 or @int4 behind it for a codec of the drafter's
+contexts). In each condition all methods take turns, in an order
 that is turned round each time, and answer the same prompts; what opens the connections is not counted.
 
     python benchmarks/network.py --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS

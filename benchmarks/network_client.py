@@ -3,6 +3,7 @@
 Reads one job a line, as JSON, from standard input, and writes its result as one line; lines with ``request`` in between
 ask for something, and ``count`` is answered by a line. A method is ``api`` (the HTTP server streams plain decoding),
 ``api+DRAFTER`` (it speculates), or MODE:DRAFTER of the drafting client; modes are stream, server, sync, ahead and auto.
+MODE:DRAFTER@CODEC has the contexts of the drafter sent in another codec than bf16.
 """
 
 import json
@@ -90,8 +91,9 @@ class Clients:
             name = self._settings["served_names"][drafter] if drafter else "none"
             return ApiClient(self._settings["http"], self._settings["model"], name)
         mode, _, drafter = method.partition(":")
+        drafter, _, codec = drafter.partition("@")
         chosen: Any = mode
-        return DraftingClient(self._settings["grpc"], self._models[drafter], mode=chosen)
+        return DraftingClient(self._settings["grpc"], self._models[drafter], mode=chosen, codec=codec or "bf16")
 
     def calls(self) -> float:
         """Target calls of the server so far."""
