@@ -1,13 +1,19 @@
 """Commands that run the target, or write a store: plan, extract, add, recode, repair, audit."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..pipeline.config import AddConfig, ExtractConfig
 from .console import Findings, ProgressLine, StageFailure, out
-from .options import StageCommand, StorePath, config_options
+from .options import StageCommand, StoreArgument, config_options
 from .provenance import collect_provenance
+
+if TYPE_CHECKING:
+    from ..storage.paths import StorePath
 
 _SHOWN = {
     "What to extract": "model revision dataset dataset_config dataset_revision split out max_sequences max_length "
@@ -105,14 +111,14 @@ def add(config: AddConfig, dry_run: bool) -> None:
 
 
 @click.command()
-@click.argument("store", type=StorePath())
+@click.argument("store", type=StoreArgument(takes_urls=True))
 @click.option(
     "--codec",
     required=True,
     help="lossless, int8, int6 or transform:<bits per value>[,hidden=<bits>][,tokens][@<scope>].",
 )
 @click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the new store.")
-def recode(store: Path, codec: str, folder: Path) -> None:
+def recode(store: StorePath, codec: str, folder: Path) -> None:
     """Write a lossless store again with another codec, without the target.
 
     Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
@@ -132,7 +138,7 @@ def recode(store: Path, codec: str, folder: Path) -> None:
 
 
 @click.command()
-@click.argument("store", type=StorePath())
+@click.argument("store", type=StoreArgument())
 @click.option("--model", help="Extract what is damaged again with this target, the one the store was made with.")
 @click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
 @click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
@@ -172,14 +178,14 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
 
 
 @click.command()
-@click.argument("store", type=StorePath())
+@click.argument("store", type=StoreArgument(takes_urls=True))
 @click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
 @click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Picks the sequences."
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-def audit(store: Path, model: str, samples: int, seed: int, device: str) -> None:
+def audit(store: StorePath, model: str, samples: int, seed: int, device: str) -> None:
     """Run random sequences on the live target and compare with the store.
 
     Compares tokens, masks, keys and values, hidden states and the teacher's logits. Exit code 1 if anything is out of

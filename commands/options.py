@@ -6,12 +6,15 @@ A command shows what people change; docs/options.md lists every setting.
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ..config import Config, Earlier, Presets, Setting, option_name, resolve
 from ..errors import OptionInvalid
+
+if TYPE_CHECKING:
+    from ..storage.paths import StorePath
 
 _SOURCES, _OTHER = "Configuration", "Other"
 
@@ -30,17 +33,18 @@ class StageCommand(click.Command):
                 formatter.write_dl(sections[heading])
 
 
-class StorePath(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
-    """The type of an argument that names a store: a folder or a ``file://`` URL, or any URL where it is only read."""
+class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
+    """The type of an argument that names a store: a folder, or a URL where the command takes remote stores."""
 
     name = "store"
 
     def __init__(self, takes_urls: bool = False) -> None:
         self.takes_urls = takes_urls
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the store's folder, or what stands for it where the store is remote."""
-        from ..storage.disk.files import RemotePath, open_path
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "StorePath":
+        """Return the store's place."""
+        from ..storage.disk.files import open_path
+        from ..storage.paths import RemotePath
 
         path = open_path(value)
         if isinstance(path, RemotePath) and not self.takes_urls:

@@ -1,17 +1,22 @@
 """Commands that read a store: inspect, verify."""
 
-from pathlib import Path
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import click
 
 from .console import Findings, ProgressLine, StageFailure, out
-from .options import StorePath
+from .options import StoreArgument
+
+if TYPE_CHECKING:
+    from ..storage.paths import StorePath
 
 
 @click.command()
-@click.argument("store", type=StorePath(takes_urls=True))
+@click.argument("store", type=StoreArgument(takes_urls=True))
 @click.option("--sample", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
-def inspect(store: Path, sample: int | None) -> None:
+def inspect(store: StorePath, sample: int | None) -> None:
     """Show what a store holds: identities, conventions, activations, sizes, lengths.
 
     \b
@@ -39,9 +44,9 @@ def inspect(store: Path, sample: int | None) -> None:
 
 
 @click.command()
-@click.argument("store", type=StorePath())
+@click.argument("store", type=StoreArgument(takes_urls=True))
 @click.option("--checksums-only", is_flag=True, help="Compare all bytes, decode no values: as fast as the disk reads.")
-def verify(store: Path, checksums_only: bool) -> None:
+def verify(store: StorePath, checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
     Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could not be checked, which
@@ -51,6 +56,7 @@ def verify(store: Path, checksums_only: bool) -> None:
     Examples:
       moa-data verify store
       moa-data verify store --checksums-only
+      moa-data verify s3://bucket/store --checksums-only
     """
     from ..storage.care.verify import verify_store
     from .views import verify_view

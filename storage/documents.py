@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ShardCorrupt
+from .paths import RemotePath, StorePath
 
 MAX_DOCUMENT_BYTES = 16 << 20
 """Longest JSON document that is parsed; a commit of a part has about 100 bytes per file."""
@@ -42,21 +43,18 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def read_bounded(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+def read_bounded(path: StorePath, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Return the bytes of a file of a store, local or remote; its kind and size are looked at before it is read.
 
     Raises:
         ValueError: it is longer, or no regular file; nothing was read.
         FileNotFoundError: no such file.
     """
-    if not isinstance(path, Path):  # a ``files.RemotePath``: its size is that of the listing
-        if (n_bytes := path.stat().st_size) <= max_bytes:
-            content = path.read_bytes()
-            n_bytes = len(content)
-    else:
-        with open(open_regular(path), "rb") as file:
-            if (n_bytes := os.fstat(file.fileno()).st_size) <= max_bytes:
-                content = file.read(n_bytes)
+    if isinstance(path, RemotePath):
+        return path.read_bytes(max_bytes)
+    with open(open_regular(path), "rb") as file:
+        if (n_bytes := os.fstat(file.fileno()).st_size) <= max_bytes:
+            content = file.read(n_bytes)
     if n_bytes > max_bytes:
         raise ValueError(f"it has {n_bytes} bytes, at most {max_bytes} are read")
     return content

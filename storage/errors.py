@@ -72,6 +72,10 @@ class StoreMismatch(StoreError, ValueError):
         )
 
 
+class StorageUnavailable(MoaDataError, OSError):
+    """An object store cannot be asked, or refuses; which says nothing about the files that it holds."""
+
+
 class StoreReadOnly(StoreError, PermissionError):
     """The folder to write to lies on a read-only file system, or belongs to somebody else."""
 

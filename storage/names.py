@@ -1,6 +1,8 @@
 """Names of a store's files and folders, and the paths of its parts and commits."""
 
-from pathlib import Path
+from typing import cast
+
+from .paths import AnyPath
 
 MANIFEST_NAME = "store.json"
 PLAN_NAME = "plan.parquet"
@@ -35,22 +37,27 @@ def part_name(part: int) -> str:
     return f"part-{part:05d}"
 
 
-def part_folder(store: Path, part: int, schema_version: int) -> Path:
+def part_folder(store: AnyPath, part: int, schema_version: int) -> AnyPath:
     """Return the folder that the names in a part's commit start from: of all parts, in version 1 of the part's own."""
-    folder = store / PARTS_NAME
-    return folder / f"{part_name(part)}.zarr" if schema_version == 1 else folder
+    own = (f"{part_name(part)}.zarr",) if schema_version == 1 else ()
+    return below(store, PARTS_NAME, *own)
 
 
-def commit_path(store: Path, part: int) -> Path:
+def commit_path(store: AnyPath, part: int) -> AnyPath:
     """Return the path of a part's commit."""
-    return store / COMMITS_NAME / f"{part_name(part)}.json"
+    return below(store, COMMITS_NAME, f"{part_name(part)}.json")
 
 
-def target_commit_path(store: Path) -> Path:
+def target_commit_path(store: AnyPath) -> AnyPath:
     """Return the path of the target bundle's commit."""
-    return store / COMMITS_NAME / "target.json"
+    return below(store, COMMITS_NAME, "target.json")
 
 
-def manifest_commit_path(store: Path) -> Path:
+def manifest_commit_path(store: AnyPath) -> AnyPath:
     """Return the path of the commit of store.json and plan.parquet."""
-    return store / COMMITS_NAME / MANIFEST_NAME
+    return below(store, COMMITS_NAME, MANIFEST_NAME)
+
+
+def below(folder: AnyPath, *names: str) -> AnyPath:
+    """Return a path below a folder, of the folder's own kind."""
+    return cast(AnyPath, folder / "/".join(names))

@@ -59,6 +59,35 @@ def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def moto_server() -> Iterator[str]:
+    """The endpoint of an S3 server in memory."""
+    from moa_data.tests.kit.object_stores import moto
+
+    with moto() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The endpoint of an S3 server that keeps its data on disk; slow to start."""
+    from moa_data.tests.kit.object_stores import Seaweed
+
+    server = Seaweed(tmp_path_factory.mktemp("seaweed"))
+    server.start()
+    yield server.endpoint
+    server.kill()
+
+
+@pytest.fixture
+def s3(moto_server: str) -> Iterator[str]:
+    """The URL of a prefix of a bucket that holds nothing."""
+    from moa_data.tests.kit.object_stores import empty_place, use
+
+    with use(moto_server):
+        yield empty_place(moto_server)
+
+
+@pytest.fixture(scope="session")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/, drafter/, chats.jsonl and store/ of several parts; tests change copies of them."""
     from moa_data.tests.kit.chats import chat

@@ -96,6 +96,7 @@ OUTSIDE: dict[str, set[str]] = {
         "array_api_compat",
         "safetensors",
         "fsspec",
+        "obstore",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions"},
     "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},

@@ -74,7 +74,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
         StoreError: the store cannot be read, or parts of it are still to be extracted.
     """
     folder = Path(config.out).expanduser()
-    with ActivationStore(Path(config.store).expanduser(), require_complete=True) as store:
+    with ActivationStore(config.store, require_complete=True) as store:
         file_format = make_format(config.format, config.layers, int(store.manifest.target["n_layers"]), config.compress)
         require_fields(file_format.fields, store.fields, str(store.path), file_format.name)
         n = min(config.max_sequences or len(store), len(store))

@@ -148,7 +148,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         TargetError: the model folder has no config, weights or tokenizer.
     """
     with ActivationStore(Path(config.store).expanduser()) as reader:
-        stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, Path(reader.path)
+        stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, Path(str(reader.path))
         n_tokens, sequences = int(reader.lengths.sum()), reader.sequences
     _check_settings(path, stored)
     revision = pinned_revision(recorded_sources(stored.extraction), "model", config.model, None)

@@ -16,8 +16,11 @@ from torch import Tensor
 from ...errors import OptionInvalid
 from ...moa.targets.bundle import FrozenTarget, hash_target
 from ...moa.targets.live import Target, resolve_model_folder
+from ...storage.disk.files import names_in
 from ...storage.documents import parse_object, read_bounded
 from ...storage.dtypes import to_float32
+from ...storage.names import RUNS_NAME
+from ...storage.paths import StorePath
 from ...storage.read.store import ActivationStore
 from ...text import Progress
 from ..chats.columns import Columns
@@ -70,7 +73,7 @@ class AuditRow:
 class AuditReport:
     """All comparisons, and notes on what could not be compared and why."""
 
-    store: Path
+    store: StorePath
     model: str
     rows: tuple[AuditRow, ...]
     n_samples: int
@@ -107,7 +110,7 @@ class AuditReport:
 
 
 def audit(
-    store: str | os.PathLike[str],
+    store: str | os.PathLike[str] | StorePath,
     model: str,
     samples: int = 8,
     seed: int = 0,
@@ -169,10 +172,10 @@ def _tokenize_again(
     stored: ActivationStore, tokenizer: Any, indices: Sequence[int]
 ) -> tuple[dict[int, TokenizedChat], str]:
     """Tokenise dataset rows by source row; empty with the reason where the dataset cannot be read."""
-    runs = sorted((stored.path / "runs").glob("*.json"))
+    runs = [name for name in names_in(stored.path / RUNS_NAME) if name.endswith(".json")]
     config: Any = None
     with contextlib.suppress(FileNotFoundError, ValueError):
-        config = parse_object(read_bounded(runs[-1])).get("config") if runs else None
+        config = parse_object(read_bounded(stored.path / RUNS_NAME / runs[-1])).get("config") if runs else None
     dataset = config.get("dataset") if isinstance(config, dict) else None
     if not isinstance(dataset, str) or "max_length" not in stored.manifest.extraction:
         return {}, "no run record names the dataset; tokens and masks were checked by their content hash only"

@@ -21,6 +21,7 @@ from ...storage.dtypes import to_float32
 from ...storage.errors import CodecUnknown
 from ...storage.names import commit_path
 from ...storage.parts.commit import read_part_commit
+from ...storage.paths import StorePath
 from ...storage.read.store import ActivationStore
 from ...storage.schema import SCHEMA_VERSION
 from ...storage.write.store import StoreWriter
@@ -33,7 +34,7 @@ from .plan import existing_parent
 class RecodeReport:
     """What a recoding did; ``source_bytes`` are those of the source's parts."""
 
-    source: Path
+    source: StorePath
     out: Path
     codec: str
     n_parts: int
@@ -54,7 +55,7 @@ class RecodeReport:
 
 
 def recode(
-    store: str | os.PathLike[str],
+    store: str | os.PathLike[str] | StorePath,
     codec: str,
     out: str | os.PathLike[str],
     progress: Progress | None = None,
@@ -97,7 +98,7 @@ def recode(
                     "command again to go on."
                 ) from error
             report = RecodeReport(
-                source=Path(source.path),
+                source=source.path,
                 out=target_store,
                 codec=new.name,
                 n_parts=writer.n_parts,

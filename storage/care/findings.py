@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..disk.checking import check_incomplete, reason
+from ..paths import StorePath
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class VerifyReport:
             else:
                 self.unchecked.append(finding)
 
-    def check_complete(self, store: Path) -> None:
+    def check_complete(self, store: StorePath) -> None:
         """Refuse a report that leaves something open."""
         if self.unchecked:
             first = self.unchecked[0]

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from ..names import PLAN_NAME
 from ..parts.commit import PartCommit, array_of, read_commits
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, read_plan
+from ..paths import StorePath
 from ..read.store import read_manifest
 from ..write.addition import unfinished_fields
 
@@ -98,7 +98,7 @@ class StoreSummary:
         unfinished: fields that an addition has written to some parts only -> how many parts.
     """
 
-    path: Path
+    path: StorePath
     schema_version: int
     identities: Mapping[str, str]
     conventions: Mapping[str, str]
@@ -138,7 +138,7 @@ class StoreSummary:
         return self.stored_bytes / self.n_tokens if self.n_tokens else float("nan")
 
 
-def summarize_store(path: str | os.PathLike[str], n_bins: int = 16) -> StoreSummary:
+def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) -> StoreSummary:
     """Summarise a store: its folder, or its URL.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ from ..chunks.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..disk.checking import MISSING, check_guard, exists
 from ..disk.durable import file_crc32
+from ..disk.files import names_in, open_path, reads_of, sizes_of
 from ..dtypes import FLOAT_DTYPES, is_finite
 from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from ..names import (
     CODEC_NAME,
     COMMITS_NAME,
     MANIFEST_NAME,
+    PARTS_NAME,
     PLAN_NAME,
     TARGET_NAME,
     commit_path,
@@ -33,6 +35,7 @@ from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_
 from ..parts.manifest_commit import find_manifest_damage
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..parts.shard import FileRecord
+from ..paths import Stat, StorePath, name_below
 from ..read.store import ActivationStore, read_manifest
 from ..schema import FieldSpec, StoreManifest
 from .findings import Damage, Finding, Unchecked, VerifyReport
@@ -45,7 +48,7 @@ SLICE_TOKENS = 64
 
 
 def verify_store(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | StorePath,
     progress: Progress | None = None,
     n_threads: int | None = None,
     values: bool = True,
@@ -75,7 +78,7 @@ def verify_store(
         ManifestInvalid: store.json or plan.parquet cannot be read, in a store without commits/store.json.
         PlanInvalid: plan.parquet breaks a rule of the plan.
     """
-    store = Path(path)
+    store = open_path(path)
     report = VerifyReport()
     with check_guard(store):
         _verify(store, report, _Settings(progress, n_threads, values, parts))
@@ -94,7 +97,7 @@ class _Settings:
     parts: Collection[int] | None
 
 
-def _verify(store: Path, report: VerifyReport, settings: _Settings) -> None:
+def _verify(store: StorePath, report: VerifyReport, settings: _Settings) -> None:
     if exists(store / MANIFEST_NAME):
         report.add(Damage(None, _below(store, path), str(error)) for path, error in find_manifest_damage(store))
     if report.damages:
@@ -115,8 +118,8 @@ def _verify(store: Path, report: VerifyReport, settings: _Settings) -> None:
         _Check(store, manifest, commits, report, pool, settings.progress, settings.values).run()
 
 
-def _below(store: Path, path: Path) -> str:
-    return path.relative_to(store).as_posix()
+def _below(store: StorePath, path: StorePath) -> str:
+    return name_below(store, path)
 
 
 def _check_plan(manifest: StoreManifest, plan: pa.Table) -> Iterator[Damage]:
@@ -126,16 +129,15 @@ def _check_plan(manifest: StoreManifest, plan: pa.Table) -> Iterator[Damage]:
             yield Damage(None, PLAN_NAME, f"{PLAN_NAME} has {key} {counted}, store.json says {expected}")
 
 
-def _check_strays(store: Path, plan: pa.Table) -> Iterator[Damage]:
+def _check_strays(store: StorePath, plan: pa.Table) -> Iterator[Damage]:
     """Name commits of parts that the plan does not have."""
     known = {commit_path(store, part).name for part in range(int(plan["part"].to_numpy().max()) + 1)}
-    folder = store / COMMITS_NAME
-    for name in sorted(os.listdir(folder)) if exists(folder) else ():
+    for name in names_in(store / COMMITS_NAME):
         if name.startswith("part-") and name.endswith(".json") and name not in known:
             yield Damage(None, f"{COMMITS_NAME}/{name}", "a commit of a part that the plan does not have")
 
 
-def _check_bundle(store: Path, pool: Executor) -> Iterator[Finding]:
+def _check_bundle(store: StorePath, pool: Executor) -> Iterator[Finding]:
     path = target_commit_path(store)
     try:
         if not exists(path):
@@ -152,23 +154,22 @@ def _check_bundle(store: Path, pool: Executor) -> Iterator[Finding]:
 
 
 def _check_commits(
-    store: Path, plan: pa.Table, lengths: np.ndarray, report: VerifyReport, wanted: Collection[int] | None
+    store: StorePath, plan: pa.Table, lengths: np.ndarray, report: VerifyReport, wanted: Collection[int] | None
 ) -> dict[int, PartCommit]:
     """Return the commits that can be read, their files having the right sizes or not; count the rest."""
     parts = plan["part"].to_numpy()
     n_tokens = np.bincount(parts, plan["n_tokens"].to_numpy(), len(lengths)).astype(np.int64)
     n_sequences = np.bincount(parts, minlength=len(lengths))
     commits: dict[int, PartCommit] = {}
-    for part in range(len(lengths)):
-        if wanted is not None and part not in wanted:
-            continue
-        path = commit_path(store, part)
+    chosen = [part for part in range(len(lengths)) if wanted is None or part in wanted]
+    for part, (path, read) in zip(chosen, reads_of(commit_path(store, part) for part in chosen), strict=True):
+        report.n_parts += 1
         try:
-            if not exists(path):
-                report.n_pending_parts += 1
-                continue
-            report.n_parts += 1
-            commits[part] = commit = read_part_commit(path)
+            commits[part] = commit = read_part_commit(path, read)
+        except MISSING:
+            report.n_pending_parts += 1
+            report.n_parts -= 1
+            continue
         except ManifestInvalid as error:
             report.damages.append(Damage(part, _below(store, path), str(error)))
             continue
@@ -191,7 +192,7 @@ def _check_commits(
 
 
 def _file_checks(
-    store: Path, folder: Path, files: Mapping[str, FileRecord], part: int | None, pool: Executor
+    store: StorePath, folder: StorePath, files: Mapping[str, FileRecord], part: int | None, pool: Executor
 ) -> list[Future[list[Finding]]]:
     """Start to check size and checksum of each file."""
 
@@ -217,7 +218,7 @@ class _Check:
 
     def __init__(
         self,
-        store: Path,
+        store: StorePath,
         manifest: StoreManifest,
         commits: Mapping[int, PartCommit],
         report: VerifyReport,
@@ -231,19 +232,20 @@ class _Check:
         self.done_bytes = 0.0
         self.damaged = {damage.part for damage in report.damages}
         self.unsized: dict[int, OSError | MemoryError] = {}
-        sized = [part for part in commits if part not in self.damaged and self._has_sizes(part)]
+        look = sizes_of(store / PARTS_NAME)
+        sized = [part for part in commits if part not in self.damaged and self._has_sizes(part, look)]
         self.reader = ActivationStore(store, parts=sized) if sized and values else None
         self.rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in sized}
         for i, row in enumerate(self.reader.sequences.to_pylist() if self.reader else ()):
             self.rows[row["part"]].append((i, row))
 
-    def _folder(self, part: int) -> Path:
+    def _folder(self, part: int) -> StorePath:
         return part_folder(self.store, part, self.manifest.schema_version)
 
-    def _has_sizes(self, part: int) -> bool:
+    def _has_sizes(self, part: int, look: Callable[[StorePath], Stat | os.stat_result]) -> bool:
         """Whether all files of a part are there with their sizes; if not, or if it can't be told, ``run`` says why."""
         try:
-            return not find_size_damage(self._folder(part), self.commits[part].files)
+            return not find_size_damage(self._folder(part), self.commits[part].files, look)
         except (OSError, MemoryError) as error:
             self.unsized[part] = error
             return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
 from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
 from ..names import CODEC_NAME
+from ..paths import StorePath
 from ..schema import SCHEMA_VERSION, FieldSpec, StoreManifest, tokens_field
 from .lossless import LosslessCodec
 from .quantised import SCHEMES, QuantisedCodec
@@ -72,7 +72,7 @@ class StoreCodec:
                 )
 
     @classmethod
-    def open(cls, manifest: StoreManifest, store: Path) -> StoreCodec:
+    def open(cls, manifest: StoreManifest, store: StorePath) -> StoreCodec:
         """Return the codec of a store, with what it has learned.
 
         Raises:
@@ -145,7 +145,7 @@ class StoreCodec:
             prefix = f"{name}:"
             codec.load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
 
-    def read_basis(self, path: Path) -> bytes:
+    def read_basis(self, path: StorePath) -> bytes:
         """Return the content of a file of ``codec/``; no bytes where it is too long for these fields."""
         n_bytes = _BASIS_HEADER_BYTES + sum(codec.max_state_bytes for codec in self.learned.values())
         try:
@@ -158,7 +158,7 @@ class StoreCodec:
         spec = self.fields[TOKENS].spec if TOKENS in self.fields else None
         return spec is not None and (spec.dtype, spec.token_shape) == (expected.dtype, expected.token_shape)
 
-    def _load(self, folder: Path, expected_sha256: str) -> None:
+    def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
         try:
             content = self.read_basis(path)

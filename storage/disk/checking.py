@@ -10,9 +10,9 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ..errors import CheckIncomplete, StoreError
+from ..paths import RemotePath, StorePath
 
 MISSING = (FileNotFoundError, NotADirectoryError)
 """What the system raises where there is no such file."""
@@ -27,8 +27,10 @@ _ADVICE = {
 }
 
 
-def exists(path: Path) -> bool:
+def exists(path: StorePath) -> bool:
     """Whether there is such a file or folder; OSError where it cannot be told (``Path.exists`` says no)."""
+    if isinstance(path, RemotePath):
+        return path.exists()
     try:
         path.stat()
     except MISSING:
@@ -43,7 +45,7 @@ def reason(error: OSError | MemoryError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-def check_incomplete(store: Path, path: str, error: OSError | MemoryError, n_files: int = 1) -> CheckIncomplete:
+def check_incomplete(store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1) -> CheckIncomplete:
     """Return the error for what could not be checked; ``path``, the first file, is absolute or in the store."""
     code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0
     advice = _ADVICE.get(code, "Check the disk, or the mount of the network file system")
@@ -55,7 +57,7 @@ def check_incomplete(store: Path, path: str, error: OSError | MemoryError, n_fil
 
 
 @contextmanager
-def check_guard(store: Path) -> Iterator[None]:
+def check_guard(store: StorePath) -> Iterator[None]:
     """Turn what the machine refuses while a store is looked at into :class:`CheckIncomplete`."""
     try:
         yield

@@ -12,8 +12,9 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from ..documents import open_regular
 from ..errors import DiskFull
+from ..paths import RemotePath, StorePath
+from .files import blocks_of
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of files and folders that are being written; whatever carries it after a crash is rubbish."""
@@ -38,7 +39,7 @@ def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> i
     return int(google_crc32c.extend(crc, plain))
 
 
-def file_crc32(path: Path, block_bytes: int = 8 << 20) -> int:
+def file_crc32(path: StorePath, block_bytes: int = 8 << 20) -> int:
     """Return the CRC-32 of a whole file, as ``zlib.crc32`` computes it.
 
     Not CRC-32C: a shard is made of pieces that end with their own CRC-32C, and a CRC of such pieces depends on their
@@ -49,9 +50,8 @@ def file_crc32(path: Path, block_bytes: int = 8 << 20) -> int:
         OSError: the file cannot be read.
     """
     crc = 0
-    with open(open_regular(path), "rb", buffering=0) as file:
-        while block := file.read(block_bytes):
-            crc = zlib.crc32(block, crc)
+    for block in blocks_of(path, block_bytes):
+        crc = zlib.crc32(block, crc)
     return crc
 
 
@@ -93,8 +93,11 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: StorePath, data: bytes) -> None:
     """Replace a file: after a crash at any moment it is either as before or complete."""
+    if isinstance(path, RemotePath):
+        path.bucket.put(path.key, data)
+        return
     with replacing(path) as partial:
         write_file(partial, data)
 

@@ -1,50 +1,43 @@
-"""Where a store's bytes come from: a local folder, or any file system that fsspec knows, read by position.
-
-A local store is a ``pathlib.Path``. A remote one is a :class:`RemotePath`, which has those methods of ``Path`` that
-reading uses; so the rest of the reader does not tell them apart.
-"""
+"""Opens stores by path or URL, and reads their files by position, several at once and in blocks."""
 
 from __future__ import annotations
 
 import os
 import re
-import stat
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from ..documents import MAX_DOCUMENT_BYTES, relative_name
-from ..errors import StoreNotFound
+from ..documents import open_regular, read_bounded, relative_name
+from ..paths import RemotePath, Stat, StorePath
+from .bucket import bucket_at
+from .checking import MISSING
 from .open_files import ReadHandle
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+from .requests import REQUEST_BYTES, requests
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
-def open_path(path_or_url: str | os.PathLike[str]) -> Path:
+def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
     """Return the folder of a store.
 
     Args:
-        path_or_url: a path, a ``file://`` URL, or a URL of any protocol that fsspec has (``s3://``, ``hf://``, ...).
-
-    Returns:
-        A ``Path``, or a :class:`RemotePath` in its place.
+        path_or_url: a path, a ``file://`` URL, or the URL of an object store (``s3://``, ``gs://``, ``az://``) or, to
+            read from, of any protocol that fsspec has (``hf://``).
     """
     if isinstance(path_or_url, RemotePath):
-        return cast(Path, path_or_url)
+        return path_or_url
     text = os.fspath(path_or_url)
     if not _URL.match(text):
-        return Path(text)
+        return Path(text).expanduser()
     if text.startswith("file://"):
         return Path(unquote(urlsplit(text).path))
-    return cast(Path, RemotePath(_RemoteRoot(text.rstrip("/")), ""))
+    return RemotePath(bucket_at(text))
 
 
 class LocalFile:
@@ -101,120 +94,20 @@ class LocalFile:
             self._handle.give_back()
 
 
-class _RemoteRoot:
-    """The file system behind a URL: made anew in each process, with one listing of all files."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._per_process: tuple[int, AbstractFileSystem, str] | None = None
-        self._sizes: dict[str, int] | None = None
-        self._contents: dict[str, bytes] = {}
-
-    def __reduce__(self) -> tuple[type[_RemoteRoot], tuple[str]]:
-        return (_RemoteRoot, (self.url,))
-
-    def connect(self) -> tuple[AbstractFileSystem, str]:
-        """Return this process's file system and the root's path on it; StoreNotFound if fsspec lacks the protocol."""
-        from fsspec.core import url_to_fs
-
-        if self._per_process is None or self._per_process[0] != os.getpid():
-            try:
-                filesystem, root = url_to_fs(self.url)
-            except (ImportError, ValueError) as error:
-                raise StoreNotFound(f"{self.url} cannot be opened as a store: {error}") from error
-            self._per_process = (os.getpid(), filesystem, str(root).rstrip("/"))
-        return self._per_process[1:]
-
-    def sizes(self) -> dict[str, int]:
-        """Return path below the root -> bytes, of every file; listed once."""
-        if self._sizes is None:
-            filesystem, root = self.connect()
-            found = filesystem.find(root, detail=True)
-            if any(item["size"] is None for item in found.values()):  # of HTTP: each file would have to be asked for
-                raise StoreNotFound(
-                    f"{self.url} lists its files without their sizes, so it cannot be read as a store. Copy it to a "
-                    "disk, or give its s3://, gs:// or hf:// URL."
-                )
-            self._sizes = {name[len(root) :].strip("/"): int(item["size"]) for name, item in found.items()}
-        return self._sizes
-
-    def read(self, key: str) -> bytes:
-        """Return a whole file's content."""
-        if key in self._contents:
-            return self._contents[key]
-        filesystem, root = self.connect()
-        return bytes(filesystem.cat_file(f"{root}/{key}"))
-
-    def preload(self, keys: Iterable[str]) -> None:
-        """Fetch documents at once, so that reading them one by one needs no further round trip."""
-        filesystem, root = self.connect()
-        wanted = [
-            f"{root}/{key}" for key in keys if self.sizes().get(key, MAX_DOCUMENT_BYTES + 1) <= MAX_DOCUMENT_BYTES
-        ]
-        if not wanted:
-            return
-        found = filesystem.cat(wanted, on_error="omit")
-        for name, content in found.items() if isinstance(found, dict) else ():
-            self._contents[name[len(root) :].strip("/")] = bytes(content)
-
-
-class _Stat(NamedTuple):
-    st_size: int
-    st_mode: int = stat.S_IFREG
-
-
-class RemotePath:
-    """A file or folder of a remote store, with the ``Path`` methods that reading uses; the store itself has no key."""
-
-    def __init__(self, root: _RemoteRoot, key: str) -> None:
-        self.root, self.key = root, key
-
-    def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.root, f"{self.key}/{name}".strip("/"))
-
-    def __str__(self) -> str:
-        return f"{self.root.url}/{self.key}".rstrip("/")
-
-    __repr__ = __fspath__ = __str__
-
-    def read_bytes(self) -> bytes:
-        """Return the file's content."""
-        return self.root.read(self.key)
-
-    def exists(self) -> bool:
-        """Whether there is such a file, or a file below it."""
-        return self.key in self.root.sizes() or self.is_dir()
-
-    def is_dir(self) -> bool:
-        """Whether there is a file below it."""
-        folder = f"{self.key}/" if self.key else ""
-        return any(name.startswith(folder) for name in self.root.sizes())
-
-    def stat(self) -> _Stat:
-        """Return the size."""
-        if self.key not in self.root.sizes():
-            raise FileNotFoundError(f"{self} does not exist")
-        return _Stat(self.root.sizes()[self.key])
-
-    def download(self, folder: Path) -> None:
-        """Copy every file below this path into a local folder; a name that leads out of it raises ValueError."""
-        filesystem, root = self.root.connect()
-        for name in self.root.sizes():
-            if name.startswith(f"{self.key}/"):
-                target = folder / relative_name(name[len(self.key) + 1 :])
-                target.parent.mkdir(parents=True, exist_ok=True)
-                filesystem.get_file(f"{root}/{name}", str(target))
-
-
 class RemoteFile:
     """A remote file of which byte ranges are read, one request each."""
 
-    max_read_bytes = 8 << 20
+    max_read_bytes = REQUEST_BYTES
     is_remote = True
 
-    def __init__(self, path: RemotePath) -> None:
+    def __init__(self, path: RemotePath, n_bytes: int | None = None) -> None:
         self.path = path
-        self.n_bytes = path.stat().st_size
+        self._n_bytes = n_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """The size of the file, as it was given or as the server says."""
+        return self.path.stat().st_size if self._n_bytes is None else self._n_bytes
 
     def read_into(self, offset: int, buffer: np.ndarray) -> int:
         """Fill ``buffer`` (uint8) with the bytes from ``offset`` on; return how many there were."""
@@ -226,27 +119,90 @@ class RemoteFile:
         """Do nothing: a remote file has no page cache to fill."""
 
 
-def open_file(path: Path) -> LocalFile | RemoteFile:
-    """Return a file of a store for reading by position; only a remote one must exist now (FileNotFoundError)."""
-    return RemoteFile(path) if isinstance(path, RemotePath) else LocalFile(path)
+def open_file(path: StorePath, n_bytes: int | None = None) -> LocalFile | RemoteFile:
+    """Return a file of a store for reading by position; it need not exist before bytes of it are read.
+
+    Args:
+        n_bytes: its size, which a remote file is then not asked for.
+    """
+    return RemoteFile(path, n_bytes) if isinstance(path, RemotePath) else LocalFile(path)
 
 
-def fetch_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[bytes]:
+def fetch_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[memoryview]:
     """Fetch byte ranges [start, stop) of remote files of one store, all requests under way at the same time.
 
     Raises:
-        OSError: a range cannot be read; FileNotFoundError, with the file's URL, where it is gone.
+        FileNotFoundError: a file is gone; the message is its URL.
+        StorageUnavailable: a range cannot be read.
     """
-    filesystem, root = ranges[0][0].path.root.connect()
-    names = [f"{root}/{file.path.key}" for file, _, _ in ranges]
-    starts, stops = [start for _, start, _ in ranges], [stop for _, _, stop in ranges]
-    found: list[Any] = filesystem.cat_ranges(names, starts, stops, on_error="return")
-    for (file, start, _), data in zip(ranges, found, strict=True):
-        if isinstance(data, FileNotFoundError):
-            raise FileNotFoundError(str(file.path)) from data
-        if isinstance(data, Exception):
-            raise OSError(f"{file.path} cannot be read at byte {start}: {data}") from data
-    return [bytes(data) for data in found]
+    bucket = ranges[0][0].path.bucket
+    return bucket.read_ranges([(file.path.key, start, stop) for file, start, stop in ranges])
+
+
+def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:
+    """Yield documents with what reads each, as :func:`read_bounded` does; remote ones are read ahead, all at once."""
+    paths = list(paths)
+    ahead = [requests().submit(read_bounded, path) if isinstance(path, RemotePath) else None for path in paths]
+    for path, future in zip(paths, ahead, strict=True):
+        yield path, partial(read_bounded, path) if future is None else future.result
+
+
+def names_in(folder: StorePath) -> list[str]:
+    """Return the names of the files and folders in a folder, sorted; none where there is no such folder."""
+    if isinstance(folder, RemotePath):
+        return sorted({name.partition("/")[0] for name in folder.names()})
+    try:
+        return sorted(os.listdir(folder))
+    except MISSING:
+        return []
+
+
+def sizes_of(store: StorePath) -> Callable[[StorePath], Stat | os.stat_result]:
+    """Return what tells a file's size: of a remote store from one listing, and by asking for what that lacks."""
+    if not isinstance(store, RemotePath):
+        return lambda path: path.stat()
+    listing = store.bucket.find(store.key)
+
+    def look(path: StorePath) -> Stat | os.stat_result:
+        known = listing.get(path.key) if isinstance(path, RemotePath) else None
+        return path.stat() if known is None else Stat(known.n_bytes)
+
+    return look
+
+
+_BLOCKS_AHEAD = 4
+
+
+def blocks_of(path: StorePath, block_bytes: int = 8 << 20) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a whole file in order; of a remote one several blocks are on their way at a time.
+
+    Raises:
+        ShardCorrupt: it is no regular file.
+        OSError: it cannot be read.
+    """
+    if not isinstance(path, RemotePath):
+        with open(open_regular(path), "rb", buffering=0) as file:
+            while block := file.read(block_bytes):
+                yield block
+        return
+    n_bytes, bucket, key = path.stat().st_size, path.bucket, path.key
+    blocks = [(key, at, min(at + block_bytes, n_bytes)) for at in range(0, n_bytes, block_bytes)]
+    for first in range(0, len(blocks), _BLOCKS_AHEAD):
+        yield from bucket.read_ranges(blocks[first : first + _BLOCKS_AHEAD])
+
+
+def download(folder: RemotePath, target: Path, names: Iterable[str] | None = None) -> None:
+    """Copy files below a remote folder into a local one; a name that leads out of it raises ValueError.
+
+    Args:
+        names: names below the folder; None for all.
+    """
+    for name in folder.names() if names is None else names:
+        local = target / relative_name(name)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with open(local, "wb") as file:
+            for block in blocks_of(folder / name):
+                file.write(block)
 
 
 _scratch = threading.local()

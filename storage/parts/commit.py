@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from ..disk.checking import MISSING, exists
+from ..disk.checking import MISSING
+from ..disk.files import names_in, reads_of
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from ..names import COMMITS_NAME, commit_path
+from ..paths import RemotePath, Stat, StorePath
 from .shard import FileRecord
 
 
@@ -43,10 +45,14 @@ class PartCommit:
         return _dump(vars(self) | {"files": {name: vars(record) for name, record in self.files.items()}})
 
 
-def read_part_commit(path: Path) -> PartCommit:
-    """Read a part's commit; raises ManifestInvalid where it is damaged."""
+def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -> PartCommit:
+    """Read a part's commit; raises ManifestInvalid where it is damaged.
+
+    Args:
+        read: reads the file, where it is on its way already (``files.reads_of``).
+    """
     try:
-        text = read_bounded(path)
+        text = read() if read else read_bounded(path)
         document = parse_object(text)
         counts = {key: whole_number(document[key], key) for key in ("part", "n_sequences", "n_tokens")}
         allocated_tokens = whole_number(document["allocated_tokens"], "allocated_tokens")
@@ -59,26 +65,28 @@ def read_part_commit(path: Path) -> PartCommit:
     return commit
 
 
-def read_commits(store: Path, parts: Iterable[int]) -> dict[int, PartCommit]:
+def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit]:
     """Read, in order, the commits of those parts that have one; each must be whole and name its own part."""
     commits: dict[int, PartCommit] = {}
-    for part in sorted(parts):
-        path = commit_path(store, part)
-        if not exists(path):
+    wanted = sorted(parts)
+    for part, (path, read) in zip(wanted, reads_of(commit_path(store, part) for part in wanted), strict=True):
+        try:
+            commit = read_part_commit(path, read)
+        except MISSING:
             continue
-        commit = read_part_commit(path)
         if commit.part != part:
             raise ManifestInvalid(f"{path} is the commit of part {commit.part}. Delete it and run extract again.")
         commits[part] = commit
     return commits
 
 
-def committed_bytes(store: Path) -> int:
+def committed_bytes(store: StorePath) -> int:
     """Sum the bytes of all files that a store's commits list, without opening them; 0 for other folders."""
     n_bytes = 0
-    for path in (store / COMMITS_NAME).glob("*.json"):
+    folder = store / COMMITS_NAME
+    for _, read in reads_of(folder / name for name in names_in(folder) if name.endswith(".json")):
         with contextlib.suppress(KeyError, TypeError, ValueError, OSError):  # what is damaged is written again
-            n_bytes += sum(record.bytes for record in _records(parse_object(read_bounded(path))).values())
+            n_bytes += sum(record.bytes for record in _records(parse_object(read())).values())
     return n_bytes
 
 
@@ -93,12 +101,12 @@ def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:
     return _dump({"files": {name: asdict(record) for name, record in files.items()}})
 
 
-def read_target_commit(path: Path) -> dict[str, FileRecord]:
+def read_target_commit(path: StorePath) -> dict[str, FileRecord]:
     """Read the target bundle's commit: file name -> its record."""
     return read_file_records(path)
 
 
-def read_file_records(path: Path) -> dict[str, FileRecord]:
+def read_file_records(path: StorePath) -> dict[str, FileRecord]:
     """Read a commit that lists files alone; raises ManifestInvalid where it is damaged."""
     try:
         text = read_bounded(path)
@@ -110,17 +118,24 @@ def read_file_records(path: Path) -> dict[str, FileRecord]:
     return records
 
 
-def find_size_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[tuple[Path, StoreError]]:
+def find_size_damage(
+    folder: StorePath, files: Mapping[str, FileRecord], look: Callable[[StorePath], Stat | os.stat_result] | None = None
+) -> list[tuple[StorePath, StoreError]]:
     """Return (path, error) for each committed file that is missing or has another size.
+
+    Args:
+        look: tells a file's size (``files.sizes_of``); what it says against a file is asked for once more.
 
     Raises:
         OSError: the system failed to look at a file, which says nothing about it.
     """
-    damage: list[tuple[Path, StoreError]] = []
+    damage: list[tuple[StorePath, StoreError]] = []
     for name, record in files.items():
         path = folder / name
         try:
-            found = path.stat()
+            found = look(path) if look else path.stat()
+            if found.st_size != record.bytes and isinstance(path, RemotePath):
+                found = path.stat()  # a listing may lag behind
         except MISSING:
             damage.append((path, ShardMissing(f"{path} is missing although it was committed. {_REPAIR}")))
             continue
@@ -145,7 +160,7 @@ def _dump(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _invalid(path: Path, error: Exception) -> ManifestInvalid:
+def _invalid(path: StorePath, error: Exception) -> ManifestInvalid:
     return ManifestInvalid(f"{path} is not a commit ({error}). Delete it and run extract again: it redoes that part.")
 
 

@@ -14,7 +14,7 @@ import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ..disk.checking import MISSING
 from ..disk.durable import file_crc32, write_atomic
@@ -29,6 +29,7 @@ from ..names import (
     manifest_commit_path,
     target_commit_path,
 )
+from ..paths import RemotePath, StorePath, name_below
 from .commit import find_size_damage, read_file_records, read_target_commit
 from .plan import MAX_PLAN_BYTES
 from .shard import FileRecord
@@ -43,16 +44,16 @@ def metadata_names(arrays: Iterable[str]) -> set[str]:
     return {(group / ZARR_NAME).as_posix() for group in groups}
 
 
-def write_manifest_commit(store: Path, metadata: Collection[str] = ()) -> None:
+def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> None:
     """Record store.json, plan.parquet, and the metadata of these names, as they are."""
     files = {}
     for name in (*_NAMES, *sorted(metadata)):
-        content = (store / name).read_bytes()
+        content = read_bounded(store / name, MAX_PLAN_BYTES)
         files[name] = asdict(FileRecord(len(content), zlib.crc32(content)))
     write_atomic(manifest_commit_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
 
 
-def read_manifest_commit(store: Path) -> dict[str, FileRecord] | None:
+def read_manifest_commit(store: StorePath) -> dict[str, FileRecord] | None:
     """Return the recorded sizes and checksums by name inside the store, or None where there is no such commit."""
     path = manifest_commit_path(store)
     try:
@@ -72,7 +73,7 @@ def is_metadata(name: str) -> bool:
     return name.startswith(f"{PARTS_NAME}/") and name.endswith(f"/{ZARR_NAME}")
 
 
-def find_manifest_damage(store: Path, metadata: bool = True) -> list[tuple[Path, ManifestInvalid]]:
+def find_manifest_damage(store: StorePath, metadata: bool = True) -> list[tuple[StorePath, ManifestInvalid]]:
     """Return (path, error) for each recorded file that has changed, or for the commit itself.
 
     Args:
@@ -89,7 +90,7 @@ def find_manifest_damage(store: Path, metadata: bool = True) -> list[tuple[Path,
             return damage
 
 
-def _compare(store: Path, metadata: bool) -> list[tuple[Path, ManifestInvalid]]:
+def _compare(store: StorePath, metadata: bool) -> list[tuple[StorePath, ManifestInvalid]]:
     try:
         records = read_manifest_commit(store)
     except ManifestInvalid as error:
@@ -104,7 +105,7 @@ def _compare(store: Path, metadata: bool) -> list[tuple[Path, ManifestInvalid]]:
     return damage
 
 
-def _holds(path: Path, record: FileRecord) -> bool:
+def _holds(path: StorePath, record: FileRecord) -> bool:
     """Whether a file holds the recorded bytes; it is read only if its size is the recorded one."""
     try:
         if path.stat().st_size != record.bytes:
@@ -114,7 +115,7 @@ def _holds(path: Path, record: FileRecord) -> bool:
         return False
 
 
-def _content(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
+def _content(path: StorePath, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
     """Return a file's bytes, or None where there is no such file; no bytes of one that is longer or not regular."""
     try:
         return read_bounded(path, max_bytes)
@@ -129,13 +130,13 @@ def matches_record(content: bytes, record: FileRecord) -> bool:
     return len(content) == record.bytes and zlib.crc32(content) == record.crc32
 
 
-def check_manifest(store: Path) -> None:
+def check_manifest(store: StorePath) -> None:
     """Refuse a store whose store.json or plan.parquet has changed; raises ManifestInvalid."""
     for _, error in find_manifest_damage(store, metadata=False):
         raise error
 
 
-def restore_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
+def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> list[str]:
     """Write recorded files again where they are damaged and their commit confirms the given bytes.
 
     A file that holds the given bytes is left alone: then its record is what is damaged.
@@ -149,18 +150,19 @@ def restore_files(store: Path, contents: Mapping[str, bytes]) -> list[str]:
     records = read_manifest_commit(store)
     restored = []
     for path, error in find_manifest_damage(store):
-        name = path.relative_to(store).as_posix()
+        name = name_below(store, path)
         if name not in contents or _content(path, MAX_PLAN_BYTES) == contents[name]:
             continue
         if not matches_record(contents[name], (records or {})[name]):
             raise error
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not isinstance(path, RemotePath):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, contents[name])
         restored.append(name)
     return restored
 
 
-def check_target_bundle(store: Path, folder: Path) -> None:
+def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     """Compare the target bundle with its commit, byte for byte.
 
     Args:
@@ -180,7 +182,7 @@ def check_target_bundle(store: Path, folder: Path) -> None:
             raise error
 
 
-def _bundle_error(commit: Path, folder: Path) -> StoreError | None:
+def _bundle_error(commit: StorePath, folder: StorePath) -> StoreError | None:
     try:
         files = read_target_commit(commit)
     except FileNotFoundError:

@@ -6,8 +6,6 @@ part the sequences are sorted by length, so that batches of neighbours hold litt
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,6 +15,7 @@ from ...text import first_line
 from ..disk.checking import MISSING
 from ..documents import MAX_WHOLE_NUMBER, read_bounded
 from ..errors import ManifestInvalid, PlanInvalid
+from ..paths import StorePath
 
 SEQUENCE_SCHEMA = pa.schema(
     [
@@ -143,7 +142,7 @@ def plan_bytes(plan: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def read_plan(path: Path) -> pa.Table:
+def read_plan(path: StorePath) -> pa.Table:
     """Read plan.parquet; sizes that it claims are checked against the file's own before anything is allocated.
 
     Raises:

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from ..chunks.field import StoredArray
@@ -16,6 +15,7 @@ from ..errors import ShardCorrupt, ShardMissing
 from ..names import ZARR_NAME, part_folder
 from ..parts.commit import PartCommit
 from ..parts.grid import ArrayGrid, grid_from_metadata
+from ..paths import StorePath
 from ..schema import StoreManifest
 from .shard import ShardReader
 
@@ -30,7 +30,7 @@ V = TypeVar("V")
 class PartArrays:
     """Finds stored arrays' shards and counts stored bytes read of them; safe in threads and after a fork."""
 
-    def __init__(self, store: Path, manifest: StoreManifest, commits: Mapping[int, PartCommit]) -> None:
+    def __init__(self, store: StorePath, manifest: StoreManifest, commits: Mapping[int, PartCommit]) -> None:
         self._store, self._manifest, self._commits = store, manifest, commits
         self._has_part_groups = manifest.schema_version == 1
         self._longest_part = max((commit.allocated_tokens for commit in commits.values()), default=0)
@@ -76,11 +76,14 @@ class PartArrays:
 
     def _open(self, part: int, array: StoredArray, number: int) -> ShardReader:
         grid = self.grid(part, array)
-        path = self._folder(part) / array.name / grid.shard_key(part, number)
-        n_chunk_rows = grid.n_chunk_rows(array.n_rows(self._commits[part].allocated_tokens))
-        return ShardReader(path, grid, min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard))
+        commit = self._commits[part]
+        name = f"{array.name}/{grid.shard_key(part, number)}"
+        n_chunk_rows = grid.n_chunk_rows(array.n_rows(commit.allocated_tokens))
+        n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
+        record = commit.files.get(name)
+        return ShardReader(self._folder(part) / name, grid, n_rows, None if record is None else record.bytes)
 
-    def _folder(self, part: int) -> Path:
+    def _folder(self, part: int) -> StorePath:
         return part_folder(self._store, part, self._manifest.schema_version)
 
 

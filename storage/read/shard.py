@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from ..disk.durable import crc32c
 from ..disk.files import LocalFile, RemoteFile, open_file, scratch_bytes
 from ..errors import ShardCorrupt, ShardMissing
 from ..parts.grid import ArrayGrid
+from ..paths import StorePath
 
 _REPAIR = "Delete the part's file in commits/ and run extract again: it redoes that part only."
 
@@ -22,6 +22,7 @@ class ShardReader:
 
     Args:
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
+        n_bytes: the file's bytes, where its commit tells them: to ask a server costs a request for each shard.
 
     Attributes:
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
@@ -31,12 +32,12 @@ class ShardReader:
         ShardCorrupt: the index is damaged.
     """
 
-    def __init__(self, path: Path, grid: ArrayGrid, n_rows: int) -> None:
+    def __init__(self, path: StorePath, grid: ArrayGrid, n_rows: int, n_bytes: int | None = None) -> None:
         self.path = path
         self.grid = grid
         self.chunk_size = math.prod(grid.chunk_shape)
         try:
-            self.file: LocalFile | RemoteFile = open_file(path)
+            self.file: LocalFile | RemoteFile = open_file(path, n_bytes)
             self.index = self._read_index(n_rows)
         except MISSING as error:
             raise self._missing() from error

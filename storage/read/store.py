@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ..chunks.field import TOKENS, FieldCodec
 from ..codecs.registry import StoreCodec
-from ..disk.files import RemotePath, open_path
+from ..disk.files import download, open_path, sizes_of
 from ..documents import read_bounded
 from ..errors import (
     ManifestInvalid,
@@ -26,10 +26,11 @@ from ..errors import (
     StoreNotFound,
     UnknownField,
 )
-from ..names import MANIFEST_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_folder
+from ..names import MANIFEST_NAME, PARTS_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_folder
 from ..parts.commit import find_size_damage, read_commits
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
+from ..paths import RemotePath, StorePath
 from ..schema import FieldSpec, StoreManifest
 from . import selection
 from .arrays import PartArrays
@@ -52,7 +53,7 @@ class ActivationStore:
     committed size; reading checks the checksum of each chunk. ``verify_store`` checks the rest.
 
     Args:
-        path: the store's folder, or its URL (``file://``, or any protocol that fsspec has).
+        path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``; others by fsspec).
         require_complete: refuse a store of which planned parts have no commit.
         parts: see only these parts; the others may be damaged. None for all.
 
@@ -79,7 +80,7 @@ class ActivationStore:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | StorePath,
         *,
         require_complete: bool = False,
         parts: Collection[int] | None = None,
@@ -91,10 +92,9 @@ class ActivationStore:
         plan = read_plan(self.path / PLAN_NAME)
         self._check_plan(plan)
         wanted = range(self.manifest.n_parts) if parts is None else parts
-        if isinstance(self.path, RemotePath):
-            self.path.root.preload(commit_path(Path(), part).as_posix() for part in wanted)
         self.commits = read_commits(self.path, wanted)
         lengths = part_lengths(plan, self.manifest.alignment_tokens)
+        look = sizes_of(self.path / PARTS_NAME)
         for part, commit in self.commits.items():
             # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
             if commit.allocated_tokens != lengths[part]:
@@ -104,7 +104,7 @@ class ActivationStore:
                     "and run extract again: it redoes that part."
                 )
             folder = part_folder(self.path, part, self.manifest.schema_version)
-            for _, error in find_size_damage(folder, commit.files):
+            for _, error in find_size_damage(folder, commit.files, look):
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
@@ -130,7 +130,7 @@ class ActivationStore:
                     "Restore the two files from one copy."
                 )
 
-    def __reduce__(self) -> tuple[Callable[[Path], ActivationStore], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[[StorePath], ActivationStore], tuple[StorePath]]:
         return (partial(ActivationStore, parts=self._selected), (self.path,))
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class ActivationStore:
         if isinstance(folder, RemotePath):
             if self._download is None:
                 self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
-                folder.download(Path(self._download.name))
+                download(folder, Path(self._download.name))
             return Path(self._download.name)
         return folder
 
@@ -393,7 +393,7 @@ class ActivationStore:
             yield RowRange(part, array, *rows, out[array.name], None if indices is None else tuple(indices))
 
 
-def read_manifest(store: Path) -> StoreManifest:
+def read_manifest(store: StorePath) -> StoreManifest:
     """Read a store's manifest."""
     path = store / MANIFEST_NAME
     try:
@@ -406,7 +406,7 @@ def read_manifest(store: Path) -> StoreManifest:
     return StoreManifest.from_json(text, str(path))
 
 
-def _open_manifest(store: Path) -> tuple[StoreManifest, StoreCodec]:
+def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
     """Read the manifest, and the codec with what it has learned, of one and the same moment."""
     while True:
         manifest = read_manifest(store)

@@ -51,7 +51,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     needed |= {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(layers)}
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
-        how = f"add with {add_command(store.path, missing, n_last)}"
+        how = f"add with {add_command(str(store.path), missing, n_last)}"
         if origin := store.manifest.extraction.get("imported_from"):
             how = f"nothing can be added to a store that was imported from {origin}, so extract one with all fields"
         trainable = [kind for kind, other in DRAFTERS.items() if _has_all(store, other, n_layers)]

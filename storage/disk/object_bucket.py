@@ -1,0 +1,286 @@
+"""Object stores by obstore: S3 and whatever speaks it, Google Cloud Storage, Azure.
+
+Settings come from the environment alone, under the names that each provider's own tools have: ``AWS_ACCESS_KEY_ID``,
+``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server that speaks S3), ``GOOGLE_APPLICATION_CREDENTIALS``,
+``AZURE_STORAGE_ACCOUNT_NAME`` and so on; and ``MOA_DATA_REMOTE_TIMEOUT_S``, how long a server may fail before a command
+gives up.
+
+A server may answer late, twice, or not at all, and what it did is then unknown. So every request may be made again: a
+read returns what the file holds, an upload writes the same bytes under the same name, and of a create or replace that
+got no clear answer the file itself tells the outcome.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, from_url
+
+from ...errors import MoaDataError
+from ...text import first_line
+from ..errors import StorageUnavailable, StoreNotFound
+from ..paths import Bucket, Entry
+from .requests import REQUEST_BYTES, bounded, requests
+
+GAP_BYTES = 256 << 10
+"""Ranges that lie at most so far apart are read by one request: fetching the gap costs less than asking twice."""
+UPLOADS_AT_ONCE = 8
+"""Pieces of one file that are uploaded at the same time; each is held in memory."""
+_TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
+_TIMEOUT_S = 180.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+
+T = TypeVar("T")
+
+
+class _Torn(Exception):
+    """A file or range came with another length than was announced."""
+
+
+class ObjectBucket:
+    """A prefix of a bucket behind obstore: connected anew in each process, pickled as its URL, safe in threads."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._connected: ObjectStore | None = None
+
+    def __reduce__(self) -> tuple[type[Bucket], tuple[str]]:
+        return (ObjectBucket, (self.url,))
+
+    @property
+    def store(self) -> ObjectStore:
+        """The object of obstore, which zarr takes too (``zarr.storage.ObjectStore``)."""
+        _refuse_fork(self.url)
+        if self._connected is None:
+            self._connected = _connect(self.url)
+        return self._connected
+
+    def find(self, folder: str = "") -> dict[str, Entry]:  # noqa: D102  (paths.Bucket)
+        def all_pages() -> dict[str, Entry]:
+            pages = obstore.list(self.store, folder or None, chunk_size=1000)
+            return {item["path"]: Entry(item["size"], item["last_modified"]) for page in pages for item in page}
+
+        return self._asked(folder, all_pages)
+
+    def size(self, name: str) -> int:  # noqa: D102
+        return int(self._asked(name, lambda: obstore.head(self.store, name)["size"]))
+
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:  # noqa: D102
+        return self._asked(name, lambda: self._get(name, max_bytes))
+
+    def _get(self, name: str, max_bytes: int | None = None) -> bytes:
+        found = obstore.get(self.store, name)
+        n_bytes = found.meta["size"]
+        bounded(b"", n_bytes, max_bytes)
+        content = found.bytes().to_bytes()
+        if len(content) != n_bytes:
+            raise _Torn(f"{len(content)} bytes came of {n_bytes}")
+        return content
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:  # noqa: D102
+        found: list[memoryview] = [memoryview(b"")] * len(ranges)
+
+        def fetch(group: Sequence[int]) -> None:
+            name, first, _ = ranges[group[0]]
+            last = max(ranges[i][2] for i in group)
+            data = self._asked(name, lambda: self._get_range(name, first, last))
+            for i in group:
+                found[i] = data[ranges[i][1] - first : ranges[i][2] - first]
+
+        for _ in requests().map(fetch, _grouped(ranges)):
+            pass
+        return found
+
+    def _get_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Return bytes of a file by one request; not by ``obstore.get_ranges``, which panics where fewer come."""
+        try:
+            data = memoryview(obstore.get_range(self.store, name, start=start, end=stop))
+            if len(data) == stop - start:
+                return data
+            failure: Exception = _Torn("fewer bytes came than were asked for")
+        except BaseError as error:
+            failure = error
+        n_bytes = obstore.head(self.store, name)["size"]
+        if n_bytes >= stop:
+            raise failure
+        # The file is shorter than whoever asks believes, for which servers have answers of many kinds.
+        if start >= n_bytes:
+            return memoryview(b"")
+        return memoryview(obstore.get_range(self.store, name, start=start, end=n_bytes))
+
+    def create(self, name: str, data: bytes) -> bool:  # noqa: D102
+        return self._settled(name, data, "create")
+
+    def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
+        def found() -> tuple[bytes, Any]:
+            answer = obstore.get(self.store, name)
+            versions = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
+            return answer.bytes().to_bytes(), {key: value for key, value in versions.items() if value is not None}
+
+        content, version = self._asked(name, found)
+        return content == old and self._settled(name, new, version)
+
+    def _settled(self, name: str, data: bytes, mode: Any) -> bool:
+        """Put a file under a condition; where the answer leaves it open who won, ask the file."""
+        pauses = _pauses()
+        while True:
+            try:
+                obstore.put(self.store, name, data, mode=mode)
+                return True
+            except (BaseError, OSError) as error:
+                _refuse_hopeless(self.url, name, error)
+                try:
+                    found = self._asked(name, lambda: self._get(name))
+                except FileNotFoundError:
+                    found = None
+                # S3 answers 409 to both of two that meet, and then neither may have won: then ask once more.
+                if found == data:
+                    return True
+                is_conflict = type(error).__name__ in ("AlreadyExistsError", "PreconditionError")
+                if found is not None and (is_conflict or mode == "create"):
+                    return False
+                if not next(pauses):
+                    raise _unavailable(self.url, name, error) from error
+
+    def put(self, name: str, data: bytes | Iterable[bytes]) -> None:  # noqa: D102
+        # What came of an iterable is gone; of bytes another try can be made.
+        content, tries = (data, None) if isinstance(data, bytes) else (iter(data), 1)
+
+        def upload() -> None:
+            obstore.put(self.store, name, content, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
+
+        self._asked(name, upload, tries)
+
+    def delete(self, names: Iterable[str]) -> None:  # noqa: D102
+        def delete(several: list[str]) -> None:
+            try:
+                obstore.delete(self.store, several)
+            except FileNotFoundError:
+                for name in several if len(several) > 1 else ():
+                    delete([name])
+
+        wanted = list(names)
+        for start in range(0, len(wanted), 1000):
+            self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
+
+    def _asked(self, name: str, request: Callable[[], T], tries: int | None = None) -> T:
+        """Make a request, again and again while the server fails, for a while."""
+        pauses = _pauses()
+        for n_tried in itertools.count(1):
+            try:
+                return request()
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise StorageUnavailable(f"{self.url}: there is no such bucket. Make it first.") from error
+                raise FileNotFoundError(f"{self.url}/{name}") from None
+            except MoaDataError:
+                raise
+            except (BaseError, OSError, _Torn) as error:
+                _refuse_hopeless(self.url, name, error)
+                if n_tried == tries or not next(pauses):
+                    raise _unavailable(self.url, name, error) from error
+        raise AssertionError("unreachable")
+
+
+def _connect(url: str) -> ObjectStore:
+    timeout = timedelta(seconds=timeout_s())
+    is_plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    try:
+        return from_url(
+            url,
+            # A stalled transfer ends, a slow one goes on: the time of a whole request says nothing where links differ.
+            client_options={
+                "timeout": timedelta(minutes=20), "read_timeout": timedelta(seconds=30),
+                "connect_timeout": timedelta(seconds=5), **({"allow_http": True} if is_plain else {}),
+            },
+            retry_config={
+                "max_retries": 10, "retry_timeout": timeout,
+                "backoff": {"init_backoff": timedelta(seconds=_FIRST_PAUSE_S), "max_backoff": timedelta(seconds=5)},
+            },
+        )  # fmt: skip
+    except (BaseError, ValueError) as error:
+        raise StoreNotFound(f"{url} cannot be opened as a store: {first_line(error)}") from error
+
+
+def timeout_s() -> float:
+    """Return how long a server may fail before a request is given up."""
+    try:
+        return max(0.0, float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S)))
+    except ValueError:
+        return _TIMEOUT_S
+
+
+def _pauses() -> Iterator[bool]:
+    """Wait at each step, longer and longer and by chance; yield whether there is time for one more try."""
+    until = time.monotonic() + timeout_s()
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        if time.monotonic() + pause_s > until:
+            yield False
+        time.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        yield True
+
+
+def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
+    """Yield the positions of ranges that one request reads: of one file, close together, and not too many bytes."""
+    group: list[int] = []
+    for i in sorted(range(len(ranges)), key=lambda i: ranges[i]):
+        name, start, stop = ranges[i]
+        if group:
+            first, last = ranges[group[0]], ranges[group[-1]]
+            fits = name == first[0] and start - last[2] <= GAP_BYTES and stop - first[1] <= REQUEST_BYTES
+            if not fits:
+                yield group
+                group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
+    """Raise for what another try cannot change."""
+    kind = type(error).__name__
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        raise StorageUnavailable(
+            f"{url}/{name}: the server refuses ({_line(error)}). Put credentials that may do this into the "
+            "environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        ) from error
+    if kind in ("InvalidPathError", "NotSupportedError", "UnknownConfigurationKeyError"):
+        raise _unavailable(url, name, error) from error
+
+
+def _unavailable(url: str, name: str, error: Exception) -> StorageUnavailable:
+    return StorageUnavailable(
+        f"{url}/{name} could not be reached for {timeout_s():.0f} s ({_line(error)}). Check the network, "
+        "AWS_ENDPOINT_URL and the credentials in the environment, then run the same command again."
+    )
+
+
+def _line(error: Exception) -> str:
+    return first_line(error)[:300]
+
+
+_runtime_pid: int | None = None
+
+
+def _refuse_fork(url: str) -> None:
+    """Refuse a process whose parent has used obstore before the fork: its threads are gone, and calls would hang."""
+    global _runtime_pid
+    if _runtime_pid is None:
+        _runtime_pid = os.getpid()
+    if _runtime_pid != os.getpid():
+        raise StorageUnavailable(
+            f"{url} was opened before this process was forked, which the client of object stores does not survive. "
+            "Start processes with the method 'spawn' or 'forkserver', or use threads."
+        )
