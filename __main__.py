@@ -9,7 +9,8 @@ import resource
 import sys
 import threading
 
-from .commands.signals import ignore_signals, interruption_code, is_first_process, raise_signals
+from .commands.signals import ignore_signals, interruption_code, raise_signals
+from .machine import is_first_process
 
 _M_ARENA_MAX = -8  # of malloc.h
 

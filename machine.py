@@ -22,6 +22,14 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that torchrun, SLURM or Lightning has started; it speaks for all."""
+    # torchrun's RANK counts over all machines. Under SLURM a machine may run one torchrun, whose processes then have
+    # SLURM's rank of the machine too; without either, Lightning counts machines and their devices apart.
+    names = ("RANK",) if "RANK" in os.environ else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
+    return all(os.environ.get(name, "0") == "0" for name in names)
+
+
 def free_memory() -> int | None:
     """Return the bytes of memory that this process can still take without swapping; None where that can't be told.
 

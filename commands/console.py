@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..errors import Interrupted, MoaDataError
+from ..machine import is_first_process
 from ..text import format_bytes, format_hours, printable
-from .signals import ignore_signals, interruption_code, is_first_process
+from .signals import ignore_signals, interruption_code
 
 
 class StandardOutput(Console):

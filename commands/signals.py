@@ -3,7 +3,6 @@
 Whatever treats ``KeyboardInterrupt`` well treats all three well; only the exit code tells them apart.
 """
 
-import os
 import signal
 import sys
 import threading
@@ -50,11 +49,6 @@ def ignore_signals() -> None:
     if sys.unraisablehook is _raise_again:  # else the caller is a test, whose signals are not ours
         for number in _ENDING:
             signal.signal(number, signal.SIG_IGN)
-
-
-def is_first_process() -> bool:
-    """Whether this is the first of the processes that torchrun or Lightning has started; it speaks for all."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
 
 
 def interruption_code(error: BaseException) -> int | None:

@@ -17,8 +17,8 @@ _SHOWN = {
     "Drafter": "drafter target_layer_inference",
     "Length and learning rate": "max_steps epochs learning_rate decay_steps optimizer",
     "Batches": "batch_size micro_batch_size",
-    "Validation and records": "validation_fraction validate_every draft_length log_every checkpoint_every",
-    "Machine": "accelerator devices precision compile",
+    "Validation and records": "validation_fraction validate_every draft_length log_every checkpoint_every logger",
+    "Machine": "accelerator devices num_nodes strategy precision compile",
 }
 
 
@@ -57,11 +57,17 @@ def train(config: TrainConfig) -> None:
     from them. --dry-run prints the arithmetic. --micro-batch-size sets their number: the result differs by rounding
     alone.
 
+    Several devices share each batch, with --strategy fsdp weights and optimizer state too; the result differs by
+    rounding alone. On several machines run the command under torchrun or srun, with --num-nodes.
+
     \b
     Examples:
       moa-data train store --out runs/moa --max-steps 2000
       moa-data train store --out runs/small --preset small --max-steps 340
       moa-data train store --out runs/moa --dry-run
+      moa-data train store --out runs/moa --devices 8 --logger wandb
+      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+          -m moa_data train store --out runs/moa --num-nodes 2 --devices 8 --strategy fsdp
       moa-data train store --out runs/moa --resume
       moa-data train store --out runs/moa --resume --max-steps 4000
       moa-data train other-store --out runs/more --init-from runs/moa

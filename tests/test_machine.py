@@ -59,3 +59,24 @@ def test_a_limit_of_a_group_around_it_counts(proc: Path) -> None:
 def test_this_machine_has_cores_and_memory() -> None:
     assert machine.usable_cores() >= 1
     assert (machine.free_memory() or 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_first"),
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "1"}, True),  # torchrun on the second machine of a job
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True),
+        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, False),
+        ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),
+        ({"NODE_RANK": "1"}, False),  # by hand, before Lightning has started the other devices
+    ],
+)
+def test_the_first_process(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_first: bool) -> None:
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert machine.is_first_process() == is_first

@@ -251,6 +251,10 @@ class RecordSettings(Config):
     """Steps between log rows."""
     checkpoint_every: Count = 100
     """Steps between saves of the last state."""
+    logger: Literal["wandb", "mlflow"] | None = None
+    """Log to Weights & Biases or to MLflow too, set up by their environment variables."""
+    project: str = "moa-data"
+    """Project, or experiment, of the run there."""
 
 
 class MachineSettings(Config):
@@ -259,7 +263,12 @@ class MachineSettings(Config):
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     """Kind of device; auto takes an accelerator where there is one."""
     devices: str = "auto"
-    """Devices of this machine to use: auto or a number."""
+    """Devices of each machine to use: auto or a number."""
+    num_nodes: Count = 1
+    """Machines that train together, each started by torchrun or SLURM with the same command."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """What devices share beside the batch: ddp nothing, fsdp weights, gradients and optimizer state, for drafters that
+    do not fit; auto is ddp on several devices."""
     precision: str = "auto"
     """bf16-mixed, 32-true or 16-mixed; auto is bf16-mixed on an accelerator and 32-true on CPU."""
     compile: bool = False
@@ -277,6 +286,8 @@ class MachineSettings(Config):
             )
         elif self.precision not in PRECISIONS:
             found.append(f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
+        if self.strategy == "fsdp" and self.precision == "16-mixed":
+            found.append("strategy fsdp does not scale losses as precision 16-mixed needs it; use bf16-mixed")
         return found
 
 

@@ -27,6 +27,10 @@ class CheckpointInvalid(TrainingError):
         )
 
 
+class LoggerMissing(TrainingError, ImportError):
+    """The package of the logger that was asked for is not installed."""
+
+
 class NonFiniteGradient(TrainingError, FloatingPointError):
     """A gradient is NaN or infinite; the step was not taken."""
 

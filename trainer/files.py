@@ -8,6 +8,7 @@
         report.json        figures of the finished run
         metrics.csv        training and validation, beside tensorboard/ and curves.png
         memory.json        what a step takes of memory, and what was chosen by it
+        tracker.json        its entry in Weights & Biases or MLflow, for --resume
         run.lock           held while a process trains here
         drafter/           the drafter of the best validation
         checkpoints/       last.ckpt to go on from, best.ckpt
@@ -20,6 +21,7 @@ REPORT_FILE = "report.json"
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
 MEMORY_FILE = "memory.json"
+TRACKER_FILE = "tracker.json"
 LOCK_FILE = "run.lock"
 DRAFTER = "drafter"
 CHECKPOINTS = "checkpoints"

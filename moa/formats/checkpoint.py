@@ -5,6 +5,7 @@ Attentions) and ``drafter.safetensors``.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ CONFIG_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
 
 
-def save_drafter(drafter: Drafter, folder: str | Path) -> None:
-    """Write the own layout; each file replaces its predecessor in one step, ``drafter.json`` last."""
+def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the own layout; each file replaces its predecessor in one step, ``drafter.json`` last.
+
+    Args:
+        weights: the drafter's, where they are elsewhere; None for its own.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / (WEIGHTS_FILE + ".partial")
-    write_tensors(partial, drafter.state_dict())
+    write_tensors(partial, drafter.state_dict() if weights is None else weights)
     partial.replace(folder / WEIGHTS_FILE)
     partial = folder / (CONFIG_FILE + ".partial")
     partial.write_text(json.dumps(drafter.config.to_dict(), indent=1) + "\n")

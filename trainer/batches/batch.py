@@ -60,6 +60,8 @@ class Batch:
     """The divisor of sums over loss positions, which weighs unequal micro-batches and devices by their positions."""
     n_tokens: int
     """Real tokens, without padding."""
+    n_tokens_of_all: int = 0
+    """Those of the micro-batches that all devices take at the same time."""
     n_bytes_read: int = 0
     """Bytes of the store that were read for it."""
     index: int = 0

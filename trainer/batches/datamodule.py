@@ -155,9 +155,14 @@ class TrainingStream:
         rows = plan.rows[part]
         inputs, encoded = self._reader.read(self._sequences[rows], self._lengths[rows], plan.response[part])
         own = rows_of(plan.draws, torch.from_numpy(part))
-        n_tokens = int(self._lengths[rows].sum())
+        n_tokens, at_once = int(self._lengths[rows].sum()), self._micro * self._n_ranks
+        rows_of_all = plan.rows[index * at_once : (index + 1) * at_once]
         batch = Batch(inputs, own, plan.denominator, n_tokens, encoded=encoded, index=index, n_parts=len(plan.parts))
-        batch = replace(batch, n_bytes_read=self._reader.store.n_bytes_read - n_bytes_before)
+        batch = replace(
+            batch,
+            n_tokens_of_all=int(self._lengths[rows_of_all].sum()),
+            n_bytes_read=self._reader.store.n_bytes_read - n_bytes_before,
+        )
         return self._reader.deliver(batch)
 
 
@@ -318,7 +323,7 @@ class StoreDataModule(L.LightningDataModule):
         """Make the stream that starts at the trainer's current step."""
         trainer = self.trainer
         assert trainer is not None
-        reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.world_size)
+        reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.num_devices)
         stream = TrainingStream(
             reader,
             self.train_sequences,
@@ -335,7 +340,7 @@ class StoreDataModule(L.LightningDataModule):
         """Make the validation batches of the trainer's device."""
         trainer = self.trainer
         assert trainer is not None
-        reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.world_size)
+        reader = BatchReader(self.store, self.config, trainer.strategy.root_device, trainer.num_devices)
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         size, ranks = self.micro_batch, (trainer.global_rank, trainer.world_size)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def export_drafter(drafter: Drafter, folder: Path) -> None:
+def export_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a run's ``drafter/``: after a crash at any moment its files are those before, or the new ones, or none.
 
     Drafters of one run have the same sizes, so that replacing the weights replaces the folder.
+
+    Args:
+        weights: all of the drafter's, which may hold a share of them itself.
 
     Raises:
         DiskFull: no room; the folder is as before.
@@ -119,7 +122,7 @@ def export_drafter(drafter: Drafter, folder: Path) -> None:
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):
         try:
-            save_drafter(drafter, partial)
+            save_drafter(drafter, partial, weights)
             fsync_directory(partial)
             sizes = folder / CONFIG_FILE
             if sizes.is_file() and sizes.read_bytes() == (partial / CONFIG_FILE).read_bytes():

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from ...machine import free_memory
 from ...storage.disk.durable import write_atomic
@@ -20,6 +21,7 @@ from ..checkpoints.saving import export_drafter
 from ..errors import MemoryShort
 from ..step.memory import MeasuredStep, MemoryPlan
 from ..step.module import DrafterModule
+from .sharded import ShardedStrategy
 
 
 class Throughput(L.Callback):
@@ -28,7 +30,7 @@ class Throughput(L.Callback):
     Attributes:
         n_tokens: real tokens trained on in this invocation.
         n_tokens_total: real tokens trained on in all invocations of the run.
-        n_bytes_read: bytes of the store that were read in all invocations.
+        n_bytes_read: bytes of the store that were read in all invocations; other devices are taken to read as many.
         step_s: seconds in steps and waiting, without validation and the writing of checkpoints.
         wait_s: seconds waiting for the next batch.
     """
@@ -52,8 +54,8 @@ class Throughput(L.Callback):
         # Whatever is done between two batches ends before the trainer asks for the next one.
         self.step_s += time.perf_counter() - stream.asked_s
         self.wait_s = stream.wait_s - self._wait_before_s
-        self.n_tokens += batch.n_tokens * trainer.world_size
-        self.n_tokens_total += batch.n_tokens * trainer.world_size
+        self.n_tokens += batch.n_tokens_of_all
+        self.n_tokens_total += batch.n_tokens_of_all
         self.n_bytes_read += batch.n_bytes_read * trainer.world_size
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if ends_step:
@@ -95,6 +97,13 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
     return stream
 
 
+def drafter_weights(trainer: L.Trainer) -> dict[str, Tensor]:
+    """Gather the drafter's weights, which devices may share; all must ask, the first gets them."""
+    prefix = "drafter."
+    found = trainer.strategy.lightning_module_state_dict()
+    return {name.removeprefix(prefix): weight for name, weight in found.items() if name.startswith(prefix)}
+
+
 class ExportBest(L.Callback):
     """Writes ``drafter/`` and ``best.ckpt`` whenever the expected acceptance length reaches a new best."""
 
@@ -109,8 +118,9 @@ class ExportBest(L.Callback):
         if trainer.sanity_checking or value is None or not float(value) > self.best:
             return
         self.best = float(value)
+        weights = drafter_weights(trainer)
         if trainer.is_global_zero:
-            export_drafter(pl_module.drafter, self.folder)
+            export_drafter(pl_module.drafter, self.folder, weights)
         trainer.save_checkpoint(self.file)
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,7 +238,10 @@ class MicroBatches(L.Callback):
 
     def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
         device, given = trainer.strategy.root_device, self.data.config.data.micro_batch_size
-        plan = plan_memory(self.measured, self.data, share, device, trainer.world_size)
+        measured = self.measured
+        if isinstance(trainer.strategy, ShardedStrategy):
+            measured = measured.shared(trainer.world_size)
+        plan = plan_memory(measured, self.data, share, device, trainer.num_devices)
         chosen, noted = plan.here(), self._noted()
         # Devices of unlike memory take steps together.
         size = int(trainer.strategy.reduce(torch.tensor(chosen.micro_batch, device=device), reduce_op="min"))
@@ -238,7 +251,7 @@ class MicroBatches(L.Callback):
         self.data.micro_batch = size
         module.recomputes = chosen.memory.recomputes or noted.get("recomputes") is True
         if trainer.is_global_zero:
-            facts = dataclasses.asdict(self.measured.recomputing if module.recomputes else self.measured.plain)
+            facts = dataclasses.asdict(measured.recomputing if module.recomputes else measured.plain)
             facts |= {"free_bytes": plan.free_bytes, "micro_batch_size": size}
             write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
         if (shortage := plan.shortage()) and not self._has_warned:

@@ -24,13 +24,11 @@ from typing import Any
 import lightning as L
 import torch
 import yaml
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ...errors import Interrupted
-from ...machine import keep_freed_memory
+from ...machine import is_first_process, keep_freed_memory
 from ...moa.drafters.registry import drafter_class
 from ...moa.targets.bundle import FrozenTarget, target_sizes
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
@@ -62,10 +60,13 @@ from ..step.module import DrafterModule
 from . import callbacks
 from .curves import keep_earlier_metrics, plot_curves
 from .interruption import SignalsLeftAlone, StopGuard, StoppedAtOnce, stopped_at
+from .loggers import build_loggers, check_logger
+from .sharded import ShardedStrategy
 
 _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
-     "checkpoint_every", "devices", "accelerator", "max_steps", "epochs", "decay_steps", "dry_run"}
+     "checkpoint_every", "devices", "num_nodes", "strategy", "accelerator", "logger", "project", "max_steps", "epochs",
+     "decay_steps", "dry_run"}
 )  # fmt: skip
 """Settings that may differ between two invocations of one run; those of its length only as far as :func:`_check_length`
 allows."""
@@ -113,8 +114,8 @@ def train(
     """
     keep_freed_memory()
     out = Path(config.out)
-    # Lightning starts this very command once more for each further device.
-    is_first = getattr(rank_zero_only, "rank", 0) == 0
+    # Launchers start this very command once more for each further device.
+    is_first = is_first_process()
     try:
         with disk_full_guard(out, FULL_DISK_ADVICE):
             return _train(config, out, progress, provenance, is_first)
@@ -143,6 +144,7 @@ def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
 def _train(
     config: TrainConfig, out: Path, progress: Progress | None, provenance: dict[str, Any] | None, is_first: bool
 ) -> TrainReport:
+    check_logger(config)
     if is_first:
         _check_folder(config, out)
     store = ActivationStore(config.store)
@@ -220,9 +222,10 @@ def _fit(
         n_tokens_total=throughput.n_tokens_total,
         n_bytes_read=throughput.n_bytes_read,
     )
+    weights = callbacks.drafter_weights(trainer) if report.best_expected_acceptance_length is None else None
     if is_first:
-        if report.best_expected_acceptance_length is None:
-            export_drafter(module.drafter, out / DRAFTER)
+        if weights is not None:
+            export_drafter(module.drafter, out / DRAFTER, weights)
         plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
     return report
@@ -282,6 +285,8 @@ def _build_trainer(
             default_root_dir=out,
             accelerator=machine.accelerator,
             devices=devices,
+            num_nodes=machine.num_nodes,
+            strategy=ShardedStrategy() if machine.strategy == "fsdp" else machine.strategy,
             precision=_precision(machine),
             max_steps=min(data.max_steps, config.schedule.stop_after_steps or data.max_steps),
             max_epochs=-1,
@@ -291,7 +296,7 @@ def _build_trainer(
             check_val_every_n_epoch=None if has_validation else 1,
             limit_val_batches=1.0 if has_validation else 0,
             num_sanity_val_steps=0,
-            logger=[CSVLogger(out, name="", version=""), TensorBoardLogger(out, name="tensorboard", version="")],
+            logger=build_loggers(config),
             callbacks=extra,
             plugins=[files],
             enable_checkpointing=False,
@@ -302,11 +307,27 @@ def _build_trainer(
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
             f"this machine cannot train with --accelerator {machine.accelerator} --devices {machine.devices} "
-            f"--precision {machine.precision} ({error}); choose others, or auto."
+            f"--num-nodes {machine.num_nodes} --strategy {machine.strategy} --precision {machine.precision} ({error}); "
+            "choose others, or auto."
         ) from error
+    _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = SignalsLeftAlone(trainer)
     device_share(config, trainer.world_size)  # refuses before anything is started
     return trainer
+
+
+def _check_processes(machine: MachineSettings, n_devices: int) -> None:
+    """Refuse another number of processes than of devices: each would train alone, in one folder, or wait for ever."""
+    launched = None
+    if TorchElasticEnvironment.detect():
+        launched = int(os.environ["WORLD_SIZE"])
+    elif SLURMEnvironment.detect():
+        launched = int(os.environ["SLURM_NTASKS"])
+    if launched not in (None, n_devices):
+        raise TrainingError(
+            f"{launched} processes were launched for the {n_devices} devices of --devices {machine.devices} "
+            f"--num-nodes {machine.num_nodes}; launch one for each device, on each machine as many as --devices says."
+        )
 
 
 def measure_run(module: DrafterModule, data: StoreDataModule) -> MeasuredStep:
@@ -323,7 +344,11 @@ def plan_run(config: TrainConfig) -> MemoryPlan:
         measured = measure_run(module, data)
     on_gpu = _precision(config.machine) != "32-true" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    return callbacks.plan_memory(measured, data, device_share(config, 1), device, 1)
+    machine = config.machine
+    n_devices = machine.num_nodes * (int(machine.devices) if machine.devices != "auto" else 1)
+    if machine.strategy == "fsdp":
+        measured = measured.shared(n_devices)
+    return callbacks.plan_memory(measured, data, device_share(config, n_devices), device, 1)
 
 
 def _hush_lightning() -> None:

@@ -97,6 +97,22 @@ class MeasuredStep:
     plain: StepMemory
     recomputing: StepMemory
 
+    def shared(self, n_devices: int) -> MeasuredStep:
+        """Return what each of some devices takes that share weights, gradients and moments (:mod:`.sharding`).
+
+        A forward gathers all weights and a backward makes all gradients, whose shares are there beside.
+        """
+        both = []
+        for memory in (self.plain, self.recomputing):
+            weights, training = memory.weight_bytes, memory.training_bytes
+            shares = replace(
+                memory,
+                weight_bytes=weights + weights // n_devices,
+                training_bytes=min(training, weights + training // n_devices),
+            )
+            both.append(shares)
+        return MeasuredStep(*both)
+
     def choose(self, n_sequences: int, n_tokens: int, free_bytes: int | None, held_bytes: int = 0) -> StepMemory:
         """Choose the plain one where so many sequences per forward fit.
 

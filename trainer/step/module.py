@@ -18,6 +18,7 @@ from ..errors import NonFiniteGradient
 from .muon import Muon
 from .recompute import recomputed_layers
 from .schedule import zero_peak_constant
+from .sharding import gather_weights, release_weights, shard_weights, whole
 from .validation import ValidationSums, sum_in_order, validate_batch
 
 
@@ -58,6 +59,11 @@ class DrafterModule(L.LightningModule):
     def frozen(self) -> FrozenTarget:
         """The frozen target weights; they are on this module's device once a fit has started."""
         return self._frozen[0]
+
+    def configure_model(self) -> None:
+        """Share the weights with other devices where the strategy is to; Lightning calls this once they have met."""
+        if self.device_mesh is not None:
+            shard_weights(self.drafter, self.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
         """Move the target weights to the device; compile here, as compiled layers would change the memory of trials."""
@@ -109,8 +115,9 @@ class DrafterModule(L.LightningModule):
         """
         parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
+        total = whole(norm)
         # 16-mixed has overflows, and skips those steps. One question a step: each waits for the device.
-        if self.trainer.precision_plugin.precision != "16-mixed" and not norm.isfinite():
+        if self.trainer.precision_plugin.precision != "16-mixed" and not total.isfinite():
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
@@ -118,7 +125,9 @@ class DrafterModule(L.LightningModule):
     def _refuse_gradients_not_finite(self) -> None:
         """Raise with the name of a gradient that is not finite; none is where the norm of finite ones overflows."""
         bad = [
-            name for name, p in self.drafter.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+            name
+            for name, p in self.drafter.named_parameters()
+            if p.grad is not None and not whole(p.grad).isfinite().all()
         ]
         if bad:
             raise NonFiniteGradient(
@@ -129,6 +138,7 @@ class DrafterModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Forget the sums of the last validation."""
         self._validation = {}
+        gather_weights(self.drafter)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the sums of one validation batch."""
@@ -138,6 +148,7 @@ class DrafterModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the ratios of the sums over the batches of all devices, which are the same on each device."""
+        release_weights(self.drafter)
         rows = [[index, *dataclasses.astuple(sums)] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
             found: Any = self.all_gather(torch.tensor(rows, dtype=torch.float64, device=self.device))

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from .sharding import shared_like, whole
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -89,14 +91,16 @@ class Muon(torch.optim.Optimizer):
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
         for shape, parameters in by_shape.items():
-            directions = torch.stack([self._direction(p, group["momentum"]) for p in parameters]).float()
+            # Rows of one matrix share their singular vectors, so devices that share its rows gather it.
+            directions = torch.stack([whole(self._direction(p, group["momentum"])) for p in parameters]).float()
             n_rows = min(self._block_rows or shape[0], shape[0])
             updates = torch.cat(
                 [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)], dim=1
             )
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+                own = shared_like(update, parameter)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(own, alpha=-scale)
 
     def _direction(self, parameter: Tensor, momentum: float) -> Tensor:
         """Return the Nesterov direction of one matrix and advance its momentum."""

@@ -14,7 +14,7 @@ from moa_data.moa.drafters.rounds import Draws
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.batches import datamodule as data_module
-from moa_data.trainer.batches.batch_reader import BatchReader
+from moa_data.trainer.batches.batch_reader import BatchReader, needed_fields
 from moa_data.trainer.batches.datamodule import (
     TrainingStream,
     ValidationBatches,
@@ -109,6 +109,23 @@ def test_devices_share_one_batch_and_its_denominator(store_path: Path) -> None:
         parts += [next(iterator) for _ in range(2)]
     assert sum(part.n_tokens for part in parts) == whole.n_tokens
     assert all(part.denominator == whole.denominator / 4 for part in parts)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_devices_read_their_own_sequences_alone(store_path: Path, n_ranks: int) -> None:
+    """Bytes are those of the chunks that hold them, and of the response masks of the whole batch."""
+    fields = ["tokens", *needed_fields(ActivationStore(store_path), config()).values()]
+    for rank in range(n_ranks):
+        store = ActivationStore(store_path)
+        stream = stream_of(store, config(batch_size=8, prefetch_batches=1), rank=rank, n_ranks=n_ranks)
+        for step, batch in zip(range(3), stream, strict=False):
+            order = epoch_order(store.lengths.astype(np.int64), 8, 0, 0)[step]
+            alone = ActivationStore(store_path)
+            alone.read_batch(order, "response_mask")
+            alone.read_batch(order[rank::n_ranks], fields)
+            assert batch.n_bytes_read == alone.n_bytes_read
+            assert batch.n_tokens == int(store.lengths[order[rank::n_ranks]].sum())
+            assert batch.n_tokens_of_all == int(store.lengths[order].sum())
 
 
 def test_an_epoch_visits_every_sequence_about_once() -> None:
@@ -282,7 +299,7 @@ def test_validation_batches_are_micro_batches(
     settings = config(batch_size=8, validation_fraction=0.3, **changes)
     module = data_module.StoreDataModule(ActivationStore(store_path), settings)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, world_size=1)
+    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, world_size=1, num_devices=1)
     module.trainer = trainer
     sizes = [len(batch.inputs.tokens) for batch in module.val_dataloader()]
     assert max(sizes) == size

@@ -302,6 +302,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
         run(store_path, tmp_path / "run", max_steps=2, gradient_clip=gradient_clip)
 
 
+@pytest.mark.slow
 def test_two_devices_train_one_run(store_path: Path, tmp_path: Path) -> None:
     """Lightning starts the command a second time; that process must not take the run for somebody else's."""
     run(store_path, tmp_path / "one", max_steps=3)

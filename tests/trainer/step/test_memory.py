@@ -183,3 +183,12 @@ def test_a_run_that_does_not_fit_warns_in_one_line(
         train(settings(store_of_all, **options, resume=True))
     noted = json.loads((run / "memory.json").read_text())
     assert (noted["recomputes"], noted["micro_batch_size"]) == (True, 1)
+
+
+def test_devices_that_share_a_drafter_take_less_each() -> None:
+    """AdamW's 16 bytes a weight become 8 + 16 / n: weights and gradients within a step, and a share of everything."""
+    sizes: dict[str, Any] = {"frozen_bytes": 0, "chunk_bytes": 0, "bytes_per_token": 1.0, "bytes_per_pair": 0.0}
+    memory = StepMemory(weight_bytes=400, training_bytes=1200, **sizes)
+    shared = MeasuredStep(memory, memory).shared(8)
+    assert (shared.plain.fixed_bytes, shared.recomputing.fixed_bytes) == (1000, 1000)
+    assert MeasuredStep(memory, memory).shared(100).plain.fixed_bytes == 816
