@@ -1,7 +1,10 @@
 """Where a run's figures go: CSV and TensorBoard files always, Weights & Biases or MLflow where asked for."""
 
+import contextlib
 import importlib.util
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -10,23 +13,25 @@ from ...machine import is_first_process
 from ...storage.disk.durable import write_atomic
 from ...text import first_line
 from ..config import TrainConfig
-from ..errors import LoggerMissing
+from ..errors import LoggerMissing, TrainingError
 from ..files import TRACKER_FILE
 
 
 def check_logger(config: TrainConfig) -> None:
-    """Refuse a logger whose package is not installed.
+    """Refuse a logger whose package is not installed, or that is not told where to log.
 
     Raises:
-        LoggerMissing: naming the package.
+        TrainingError: naming the package or the setting.
     """
     name = config.record.logger
     if name is not None and importlib.util.find_spec(name) is None:
         raise LoggerMissing(_missing(name))
-
-
-def _missing(name: str) -> str:
-    return f'--logger {name} needs a package that is not installed: pip install "moa-data[{name}]"'
+    if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+        # Its own default, files in the folder that the command is run in, is refused by its newer releases.
+        raise TrainingError(
+            "--logger mlflow needs a place: set MLFLOW_TRACKING_URI to a server (http://host:5000) or a database "
+            "(sqlite:////folder/mlflow.db, with mlflow in place of mlflow-skinny)."
+        )
 
 
 def build_loggers(config: TrainConfig) -> list[Logger]:
@@ -37,7 +42,8 @@ def build_loggers(config: TrainConfig) -> list[Logger]:
     out = Path(config.out)
     loggers = [CSVLogger(out, name="", version=""), TensorBoardLogger(out, name="tensorboard", version="")]
     if config.record.logger is not None:
-        loggers.append(_tracker(config, out))
+        with _telling_errors(config.record.logger):
+            loggers.append(_tracker(config, out))
     return loggers
 
 
@@ -46,14 +52,28 @@ def _tracker(config: TrainConfig, out: Path) -> WandbLogger | MLFlowLogger:
     known = json.loads(file.read_text()).get(kind) if config.resume and file.is_file() else None
     name = out.resolve().name
     tracker: WandbLogger | MLFlowLogger
-    try:
-        if kind == "wandb":
-            tracker = WandbLogger(name=name, project=project, save_dir=out, id=known, resume="allow")
-        else:
-            tracker = MLFlowLogger(experiment_name=project, run_name=name, run_id=known)
-    except ModuleNotFoundError as error:  # a part of the package is missing
-        raise LoggerMissing(f"{_missing(str(kind))} ({first_line(error)})") from error
-    if is_first_process():
+    if kind == "wandb":
+        tracker = WandbLogger(name=name, project=project, save_dir=out, id=known, resume="allow")
+    else:
+        tracker = MLFlowLogger(experiment_name=project, run_name=name, run_id=known)
+    if is_first_process() and known is None:  # MLflow refuses settings that have changed since
         tracker.log_hyperparams(config.named())
         write_atomic(file, (json.dumps({kind: str(tracker.version)}) + "\n").encode())
     return tracker
+
+
+@contextlib.contextmanager
+def _telling_errors(name: str) -> Iterator[None]:
+    """Turn what a tracker says of its account, its server or its installation into one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise LoggerMissing(f"{_missing(name)} ({first_line(error)})") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != name:
+            raise
+        raise TrainingError(f"{name} refuses the run: {first_line(error)}") from error
+
+
+def _missing(name: str) -> str:
+    return f'--logger {name} needs a package that is not installed: pip install "moa-data[{name}]"'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from moa_data.trainer.errors import LoggerMissing
+from moa_data.trainer.errors import LoggerMissing, TrainingError
 from moa_data.trainer.fit import loggers
 
 from .test_run import run
@@ -89,3 +89,18 @@ def test_a_missing_package_is_named_before_anything_is_written(
     monkeypatch.setattr(loggers, "WandbLogger", broken)
     with pytest.raises(LoggerMissing, match=r"pip install .* \(no module named half_of_it\)"):
         run(store_path, tmp_path / "run", logger="wandb")
+
+    def refusing(**options: Any) -> None:
+        error = type("CommError", (Exception,), {"__module__": "wandb.errors"})
+        raise error("no API key configured\nmore lines")
+
+    monkeypatch.setattr(loggers, "WandbLogger", refusing)
+    with pytest.raises(TrainingError, match=r"wandb refuses the run: no API key configured$"):
+        run(store_path, tmp_path / "run", logger="wandb")
+
+
+def test_mlflow_needs_a_place(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "a package")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(TrainingError, match="set MLFLOW_TRACKING_URI"):
+        run(store_path, tmp_path / "run", logger="mlflow")
