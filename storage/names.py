@@ -7,6 +7,7 @@ from .paths import AnyPath
 MANIFEST_NAME = "store.json"
 PLAN_NAME = "plan.parquet"
 LOCK_NAME = "store.lock"
+PUBLISH_NAME = "publish.lock"
 TARGET_NAME = "target"
 PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
@@ -20,6 +21,7 @@ KNOWN_NAMES = frozenset(
         MANIFEST_NAME,
         PLAN_NAME,
         LOCK_NAME,
+        PUBLISH_NAME,
         TARGET_NAME,
         PARTS_NAME,
         COMMITS_NAME,

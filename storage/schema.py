@@ -19,7 +19,8 @@
       commits/store.json               the same for store.json, plan.parquet and the zarr.json files of parts/
       README.md                        dataset card: what, how made, conventions, licences, how to load it
       runs/20250131T120000.000000Z.json   one per run: command, versions, timings (nothing that shapes the data)
-      store.lock                       locked (flock) by the process that writes
+      store.lock                       locked (flock) by the processes that write
+      publish.lock                     while several write: locked, byte by byte, while a part is renamed and committed
 
 A part whose commit is missing does not exist for a reader. ``runs/`` and ``store.lock`` aside, equal inputs give equal
 bytes in every file. ``docs/format.md`` explains the format to other programs, and what differs in version 1, which is

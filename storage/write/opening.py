@@ -1,8 +1,7 @@
-"""Opens a store for writing: takes the lock, and checks that the folder holds a store of the same inputs."""
+"""Opens a store for writing: checks that the folder holds a store of the same inputs, or nothing else."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from dataclasses import replace
@@ -13,15 +12,12 @@ import pyarrow as pa
 
 from ..disk.checking import exists
 from ..disk.durable import PARTIAL_SUFFIX
-from ..disk.locking import LockHeld, lock_file
 from ..errors import (
     ManifestInvalid,
     OutputOccupied,
     SchemaVersionError,
-    StoreLocked,
     StoreMismatch,
     StoreNotFound,
-    StoreReadOnly,
 )
 from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
 from ..parts.manifest_commit import find_manifest_damage, matches_record, read_manifest_commit, restore_files
@@ -71,30 +67,6 @@ def check_unoccupied(store: Path) -> None:
             f"{store} is not empty and not an activation store (it holds {shown}). "
             "Choose another output folder, or empty this one."
         )
-
-
-def lock_store(store: Path) -> int:
-    """Lock a store for this process and return the file descriptor that holds the lock until it is closed.
-
-    Raises:
-        StoreLocked: another process holds it.
-        StoreReadOnly: no right to write there.
-        LocksUnsupported: the file system has no locks.
-        LinkRefused: the lock's file is a symbolic link.
-    """
-    try:
-        return lock_file(store / LOCK_NAME)
-    except LockHeld as held:
-        raise StoreLocked(
-            f"{store} is being written by {held.holder}. Wait until it ends, or choose another output folder."
-        ) from held
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise
-        raise StoreReadOnly(
-            f"{store} cannot be written ({os.strerror(error.errno)}). Give yourself the right to write there, or "
-            "choose another output folder."
-        ) from error
 
 
 def stored_version(store: Path, manifest: StoreManifest) -> int:

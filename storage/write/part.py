@@ -7,6 +7,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -34,16 +35,25 @@ class ArrayWriter:
         folder: the array's own folder, in which the shards get names that end in ``.partial``.
         part: number of the part, which names the shards.
         allocated_tokens: tokens of the part, padding included.
+        attempt: goes into these names, so that two writers of one part do not touch each other's files.
     """
 
     def __init__(
-        self, folder: Path, array: StoredArray, grid: ArrayGrid, part: int, allocated_tokens: int, pool: EncodePool
+        self,
+        folder: Path,
+        array: StoredArray,
+        grid: ArrayGrid,
+        part: int,
+        allocated_tokens: int,
+        pool: EncodePool,
+        attempt: str,
     ) -> None:
         self.array = array
         self.files: dict[str, FileRecord] = {}
         self.written: list[list[int]] = []
         self._folder = folder
         self._part = part
+        self._attempt = attempt
         self._pool = pool
         self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(allocated_tokens)
@@ -116,8 +126,7 @@ class ArrayWriter:
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
             self._shard_index += 1
-            path = self._folder / (self._shard_key + PARTIAL_SUFFIX)
-            self._shard = ShardWriter(path, self._grid, self._pool)
+            self._shard = ShardWriter(self.partial_path(self._shard_key), self._grid, self._pool)
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -133,6 +142,10 @@ class ArrayWriter:
     @property
     def _shard_key(self) -> str:
         return self._grid.shard_key(self._part, self._shard_index)
+
+    def partial_path(self, key: str) -> Path:
+        """Return where a shard lies before it gets its name."""
+        return self._folder / f"{key}.{self._attempt}{PARTIAL_SUFFIX}"
 
     def settle(self) -> None:
         """Wait until all values given to :meth:`write` are encoded."""
@@ -155,8 +168,7 @@ class ArrayWriter:
             self._shard.abort()
             self._shard = None
         for index in range(self._shard_index + 1):
-            key = self._grid.shard_key(self._part, index)
-            (self._folder / (key + PARTIAL_SUFFIX)).unlink(missing_ok=True)
+            self.partial_path(self._grid.shard_key(self._part, index)).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -168,12 +180,16 @@ class PartPlace:
         grids: array name -> its grid.
         existing: files that the part's commit lists already, where fields are added.
         documents: in schema version 1 the metadata of the part's own group, name -> content; else empty.
+        attempt: tells the files of this writer from those of others that write the same part, until they are named.
+        publishing: keeps others from publishing the part meanwhile.
     """
 
     folder: Path
     grids: Mapping[str, ArrayGrid]
     existing: Mapping[str, FileRecord]
     documents: Mapping[str, bytes]
+    attempt: str
+    publishing: Callable[[], AbstractContextManager[None]]
 
 
 class PartWriter:
@@ -186,6 +202,9 @@ class PartWriter:
         on_close: called with it once nothing more is written, committed or not.
         pool: encodes on threads of its own; values must then not change until :meth:`settle` or :meth:`commit`.
             Without one the caller's thread encodes, and they may change as soon as :meth:`write` returns.
+
+    Attributes:
+        was_first: whether the committed part is this one; no longer once :meth:`commit` found another writer's.
     """
 
     def __init__(
@@ -207,7 +226,9 @@ class PartWriter:
         self._place = place
         self._codec = codec
         self._on_commit, self._on_close = on_commit, on_close
+        self.was_first = True
         self._is_open = True
+        self._has_named = False
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         self._arrays: dict[str, ArrayWriter] = {}
@@ -217,7 +238,9 @@ class PartWriter:
                 self._files = self._write_documents()
                 for array in codec.arrays:
                     folder, grid = place.folder / array.name, place.grids[array.name]
-                    self._arrays[array.name] = ArrayWriter(folder, array, grid, part, allocated_tokens, pool)
+                    self._arrays[array.name] = ArrayWriter(
+                        folder, array, grid, part, allocated_tokens, pool, place.attempt
+                    )
             except BaseException:
                 self.discard()
                 raise
@@ -305,6 +328,11 @@ class PartWriter:
     def commit(self) -> PartCommit:
         """Make the part exist: finish and sync every shard, give it its name, write the commit.
 
+        Where another writer has committed the part meanwhile, this one's files are deleted: the first commit stays.
+
+        Returns:
+            The part's commit, of whichever writer.
+
         Raises:
             PartIncomplete: a planned sequence was not written to every field.
             DiskFull: no room; leave the block, which discards the part.
@@ -312,17 +340,39 @@ class PartWriter:
         if not self._is_open:
             raise WriteInvalid(f"Part {self.part} is closed; open it again with StoreWriter.part.")
         self._check_complete()
-        folder = self._place.folder
-        with disk_full_guard(folder):
+        with disk_full_guard(self._place.folder):
             for array in self._arrays.values():
                 array.finish()
             for array in self._arrays.values():
                 array.wait_synced()
-            for name, array in self._arrays.items():
-                for key, record in array.files.items():
-                    os.rename(folder / name / (key + PARTIAL_SUFFIX), folder / name / key)
-                    self._files[f"{name}/{key}"] = record
-            self._sync_names()
+            with self._place.publishing():
+                commit = self._other_commit()
+                self.was_first = commit is None
+                commit = commit or self._publish()
+        if not self.was_first:
+            for array in self._arrays.values():
+                array.abort()
+        self._is_open = False
+        self._on_commit(self.part)
+        self._on_close(self.part)
+        return commit
+
+    def _other_commit(self) -> PartCommit | None:
+        """Return the part's commit if it is no longer the one that this writer began with."""
+        path = commit_path(self._store, self.part)
+        if not exists(path):
+            return None
+        commit = read_part_commit(path)
+        return None if commit.files == self._place.existing else commit
+
+    def _publish(self) -> PartCommit:
+        """Give the shards their names and write the commit that lists them."""
+        folder, self._has_named = self._place.folder, True
+        for name, array in self._arrays.items():
+            for key, record in array.files.items():
+                os.rename(array.partial_path(key), folder / name / key)
+                self._files[f"{name}/{key}"] = record
+        self._sync_names()
         commit = PartCommit(
             part=self.part,
             n_sequences=self.sequences.num_rows,
@@ -331,9 +381,6 @@ class PartWriter:
             files=dict(sorted(self._files.items())),
         )
         write_atomic(commit_path(self._store, self.part), commit.to_json())
-        self._is_open = False
-        self._on_commit(self.part)
-        self._on_close(self.part)
         return commit
 
     def _sync_names(self) -> None:
@@ -371,6 +418,13 @@ class PartWriter:
         for array in self._arrays.values():
             array.abort()
         self._on_close(self.part)
+        if not self._has_named and not self._place.documents:
+            return  # names that others may have given are not this writer's
+        with self._place.publishing():
+            self._unname()
+
+    def _unname(self) -> None:
+        """Delete the files that have got their names, unless a commit lists them."""
         try:
             path = commit_path(self._store, self.part)
             committed = read_part_commit(path).files if exists(path) else {}

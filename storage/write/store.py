@@ -1,15 +1,15 @@
-"""Writes a store: one process, part by part, each part committed atomically.
+"""Writes a store, part by part, each part committed atomically; processes that extract do so beside each other.
 
 Files become durable in this order (each is synced before its rename, and its folder after it)::
 
-    1  store.lock                        locked; held until the process ends, however it ends
+    1  store.lock                        locked; held until the process ends, however it ends (``lock``)
     2  codec/basis.safetensors           before the manifest, which holds its sha256
     3  plan.parquet                      before the manifest, which a folder without is an unfinished start
     4  store.json                        now the folder is a store
     5  parts/kv/zarr.json, ...           Zarr metadata of the arrays of all parts
     6  commits/store.json                sizes and checksums of 3 to 5, which are equal to what the inputs give
     7  target.partial/ -> target/        commits/target.json after it, and taken away before a replacement
-    8  parts/kv/c.K.0.0.0.0.partial      each shard of part K, synced when it is full
+    8  parts/kv/c.K.0.0.0.0.A.partial    each shard of part K, synced when it is full; A tells the writer
        parts/kv/c.K.0.0.0.0              renamed, and the array's folder synced: whole, but nobody's yet
        commits/part-K.json               now the part exists for readers; 8 again for each part, in any order
 
@@ -17,6 +17,9 @@ In a store of schema version 1, which is continued in that version, 5 belongs to
 
 A commit is written after the files that it lists, and deleted before them: so at every moment what has a commit is
 whole. Files that a kill leaves without one are deleted by the next run, which redoes exactly the missing parts.
+
+1 to 6 are done alone, 7 and 8 beside others: the renames and the commit of a part are one step to them, before which
+a writer looks for a commit once more. Who comes second leaves the part as it is and deletes its own files.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +53,7 @@ from ..names import (
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
+    PUBLISH_NAME,
     RUNS_NAME,
     TARGET_NAME,
     commit_path,
@@ -54,34 +61,49 @@ from ..names import (
     part_folder,
     target_commit_path,
 )
-from ..parts.commit import PartCommit, find_size_damage, read_part_commit, read_target_commit, target_commit_json
+from ..parts.commit import (
+    PartCommit,
+    find_size_damage,
+    read_commits,
+    read_part_commit,
+    read_target_commit,
+    target_commit_json,
+)
 from ..parts.encoding import EncodePool
 from ..parts.grid import ArrayGrid, array_grid_1, zarr_metadata
 from ..parts.manifest_commit import find_manifest_damage, metadata_names, write_manifest_commit
-from ..parts.plan import check_plan, part_lengths, plan_bytes
+from ..parts.plan import check_plan, part_lengths, plan_bytes, read_plan
 from ..parts.shard import FileRecord
+from ..read.store import read_manifest
 from ..schema import StoreManifest
 from .arrays import lay_out
 from .links import refuse_linked_folders, refuse_links
-from .opening import check_counts, check_same, check_unoccupied, lock_store, restore, stored_version
+from .lock import StoreLock, part_slot
+from .opening import check_counts, check_same, check_unoccupied, restore, stored_version
 from .part import PartPlace, PartWriter, remove_uncommitted
+
+_COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
 
 class StoreWriter:
-    """The one process that writes to a store. Make it with :meth:`create_or_resume` and use it in ``with``.
+    """A process that writes to a store. Make it with :meth:`create_or_resume` or :meth:`join`, and use it in ``with``.
 
     Attributes:
+        attempt: a name of this writer that no other has; its unfinished files bear it.
         manifest: settings that shape its data.
         plan: all sequences (see ``plan.PLAN_SCHEMA``).
         repaired_parts: parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
     """
 
-    def __init__(self, path: Path, manifest: StoreManifest, plan: pa.Table, lock_fd: int) -> None:
+    def __init__(
+        self, path: Path, manifest: StoreManifest, plan: pa.Table, lock: StoreLock, attempt: str | None = None
+    ) -> None:
+        self.attempt = attempt or new_attempt()
         self.path = path
         self.manifest = manifest
         self.plan = plan
         self.repaired_parts: tuple[int, ...] = ()
-        self._lock_fd = lock_fd
+        self._lock = lock
         self._lengths = part_lengths(plan, manifest.alignment_tokens)
         self.codec = StoreCodec.open(manifest, path)
         self._grids: dict[str, ArrayGrid] = {}
@@ -95,15 +117,18 @@ class StoreWriter:
         manifest: StoreManifest,
         plan: pa.Table,
         codec_files: Mapping[str, bytes] | None = None,
+        shares: bool = False,
     ) -> StoreWriter:
         """Start a store, or go on with one that was made from the same inputs, in the schema version that it has.
 
         Args:
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
+            shares: whether others that share may write parts beside this process, and it beside them. A store of schema
+                version 1 is not shared.
 
         Raises:
             OutputOccupied: the folder holds something else.
-            StoreLocked: another process is writing to it.
+            StoreLocked: another process is writing to it, which does not share it.
             LocksUnsupported: its file system has no locks.
             LinkRefused: a symbolic link stands inside it; nothing was changed.
             CheckIncomplete: a file could not be read, so that damage is unknown; nothing was deleted.
@@ -119,8 +144,10 @@ class StoreWriter:
             check_unoccupied(store)
         with disk_full_guard(store):
             store.mkdir(parents=True, exist_ok=True)
-        lock_fd = lock_store(store)
+        lock = StoreLock.take(store, shares)
         try:
+            if not lock.is_alone:
+                return cls._beside_others(store, manifest, plan, lock)
             with check_guard(store):
                 refuse_links(store)
                 is_begun = exists(manifest_commit_path(store)) or exists(store / MANIFEST_NAME)
@@ -137,17 +164,62 @@ class StoreWriter:
                 # The manifest comes last: without it the folder is an unfinished start, which is begun afresh.
                 write_atomic(store / MANIFEST_NAME, manifest.to_json().encode())
             with check_guard(store):
-                writer = cls(store, manifest, plan, lock_fd)
+                writer = cls(store, manifest, plan, lock)
             writer._clean()
             writer.lay_out(writer.codec)
             with check_guard(store):
                 is_recorded = exists(manifest_commit_path(store)) and not find_manifest_damage(store)
             if not is_recorded:
                 writer._record_manifest()  # all files were found equal to what the inputs give
+            if shares and not writer._has_part_groups:
+                lock.share()
             return writer
         except BaseException:
-            os.close(lock_fd)
+            lock.close()
             raise
+
+    @classmethod
+    def _beside_others(cls, store: Path, manifest: StoreManifest, plan: pa.Table, lock: StoreLock) -> StoreWriter:
+        """Join those who write to a store that was made from the same inputs; they keep it in order."""
+        with check_guard(store):
+            manifest = replace(manifest, schema_version=stored_version(store, manifest))
+            check_same(store, manifest, plan)
+            writer = cls(store, manifest, plan, lock)
+        writer.lay_out(writer.codec)
+        return writer
+
+    @classmethod
+    def join(cls, path: str | os.PathLike[str], attempt: str | None = None) -> StoreWriter:
+        """Write parts of a store beside the process that opened it, from what the store itself says.
+
+        Args:
+            attempt: see the attribute; default: a new one.
+
+        Raises:
+            StoreLocked: another process is writing to it alone.
+            StoreNotFound, ManifestInvalid: it was not begun, or is damaged.
+        """
+        store = Path(path)
+        with check_guard(store):
+            manifest = read_manifest(store)
+        lock = StoreLock.join(store)
+        try:
+            with check_guard(store):
+                writer = cls(store, manifest, read_plan(store / PLAN_NAME), lock, attempt)
+            writer.lay_out(writer.codec)
+            return writer
+        except BaseException:
+            lock.close()
+            raise
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may write to the store too."""
+        return not self._lock.is_alone
+
+    def publishing(self, slot: int) -> AbstractContextManager[None]:
+        """Keep others from publishing the same document meanwhile; see ``lock`` for the slots."""
+        return self._lock.publishing(slot)
 
     @property
     def target_path(self) -> Path:
@@ -188,12 +260,22 @@ class StoreWriter:
         return len(self._lengths)
 
     def committed_parts(self) -> list[int]:
-        """Return the parts that have a commit, in order."""
+        """Return the parts that have a commit, in order, those that others wrote meanwhile included."""
+        if self.is_shared:
+            with check_guard(self.path):
+                names = map(_COMMIT_NAME.fullmatch, os.listdir(self.path / COMMITS_NAME))
+                found = {int(name[1]) for name in names if name is not None}
+            self._committed = found & set(range(self.n_parts))
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
         """Return the parts that have no commit yet, in order."""
-        return [part for part in range(self.n_parts) if part not in self._committed]
+        committed = set(self.committed_parts())
+        return [part for part in range(self.n_parts) if part not in committed]
+
+    def is_pending(self, part: int) -> bool:
+        """Whether a part has no commit yet."""
+        return not exists(commit_path(self.path, part)) if self.is_shared else part not in self._committed
 
     def part_sequences(self, part: int) -> pa.Table:
         """Return the plan's rows of one part."""
@@ -250,7 +332,14 @@ class StoreWriter:
             sequences=self.part_sequences(part),
             allocated_tokens=length,
             codec=codec,
-            place=PartPlace(self._folder(part), grids, existing, documents),
+            place=PartPlace(
+                folder=self._folder(part),
+                grids=grids,
+                existing=existing,
+                documents=documents,
+                attempt=self.attempt,
+                publishing=partial(self._lock.publishing, part_slot(part)),
+            ),
             on_commit=on_commit,
             on_close=self._open_parts.discard,
             pool=pool,
@@ -328,9 +417,7 @@ class StoreWriter:
 
     def close(self) -> None:
         """Let other processes write to the store."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        self._lock.close()
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -374,9 +461,7 @@ class StoreWriter:
         with check_guard(self.path):
             has_damaged_target = not self._target_is_whole()
             commits = self._commits()
-        for folder in (self.path, self.path / COMMITS_NAME, self.path / RUNS_NAME):
-            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-                _remove(leftover)
+        self._remove_partials()
         if has_damaged_target:
             target_commit_path(self.path).unlink()
         name_next_basis(self.path, self.manifest)
@@ -385,6 +470,34 @@ class StoreWriter:
         self._committed |= {part for part, commit in commits.items() if commit is not None}
         self._remove_unlisted(commit for commit in commits.values() if commit is not None)
         self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
+
+    def _remove_partials(self) -> None:
+        """Delete unfinished documents, and the file under whose locks parts were published."""
+        for folder in (self.path, self.path / COMMITS_NAME, self.path / RUNS_NAME):
+            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
+                _remove(leftover)
+        (self.path / PUBLISH_NAME).unlink(missing_ok=True)
+
+    def sweep(self) -> bool:
+        """Stop sharing the store, and delete what writers that were killed or came second have left behind.
+
+        Returns:
+            Whether it was done; not while others write, of whom the last one does it. Nothing may be written after it.
+        """
+        if not self._lock.try_alone():
+            return False
+        with check_guard(self.path):
+            commits = read_commits(self.path, range(self.n_parts))
+        self._committed = set(commits)
+        self._remove_partials()
+        self._remove_unlisted(commits.values())
+        return True
+
+    def remove_attempt(self, attempt: str) -> None:
+        """Delete the unfinished shards of a writer that is dead."""
+        for array in self.codec.arrays:
+            for leftover in (self.path / PARTS_NAME / array.name).glob(f"*.{attempt}{PARTIAL_SUFFIX}"):
+                leftover.unlink(missing_ok=True)
 
     def remove_uncommitted(self) -> None:
         """Delete files of parts that no commit lists; call it while no part is being written."""
@@ -428,6 +541,11 @@ class StoreWriter:
             )
         except ManifestInvalid:
             return False
+
+
+def new_attempt() -> str:
+    """Return a name for a writer that no other has."""
+    return secrets.token_hex(4)
 
 
 def name_next_basis(store: Path, manifest: StoreManifest) -> None:

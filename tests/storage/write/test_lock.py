@@ -1,0 +1,208 @@
+"""Several writers of one store: each part is committed once, whoever writes it, and nobody's files are taken away."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.disk.locking import lock_slot
+from moa_data.storage.errors import StoreLocked, StoreMismatch, WriteInvalid
+from moa_data.storage.names import commit_path
+from moa_data.storage.parts.commit import read_part_commit
+from moa_data.storage.write import lock as lock_module
+from moa_data.storage.write.lock import StoreLock
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, read_tree
+
+
+def shared(path: Path, recipe: Recipe) -> StoreWriter:
+    return StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan, shares=True)
+
+
+def partials(path: Path) -> list[Path]:
+    return list(path.rglob("*.partial"))
+
+
+def test_two_writers_share_a_store_and_both_end_with_the_bytes_of_one(
+    store: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    path = tmp_path / "shared"
+    with shared(path, recipe) as first, shared(path, recipe) as second:
+        assert (first.is_shared, second.is_shared) == (True, True)
+        for writer in (first, second, first):
+            recipe.write_part(writer, writer.pending_parts()[-1])
+        with StoreWriter.join(path) as worker:
+            while worker.pending_parts():
+                recipe.write_part(worker, worker.pending_parts()[0])
+        assert first.pending_parts() == second.pending_parts() == []
+        assert not first.sweep()
+        assert second.sweep()
+    assert read_tree(path) == read_tree(store)
+
+
+def test_of_two_writers_of_a_part_the_first_to_commit_wins(tmp_path: Path, recipe: Recipe) -> None:
+    """Also where they differ, as forwards on two kinds of devices do: no byte of the second is left."""
+    path = tmp_path / "shared"
+    with shared(path, recipe) as first, shared(path, recipe) as second:
+        one, other = first.part(0), second.part(0)
+        recipe.fill(one)
+        recipe.fill(other, lambda name, row, values: values ^ np.array(name == "kv", values.dtype))
+        won, lost = other.commit(), one.commit()
+        assert (won, won.files) == (lost, read_part_commit(commit_path(path, 0)).files)
+        assert (other.was_first, one.was_first) == (True, False)
+        assert 0 not in first.pending_parts()
+        assert not partials(path)
+        with pytest.raises(WriteInvalid, match="closed"):
+            one.commit()
+        for part in first.pending_parts():
+            recipe.write_part(first, part)
+    assert verify_store(path).ok
+
+
+def test_a_writer_that_gives_up_leaves_what_the_other_has_committed(tmp_path: Path, recipe: Recipe) -> None:
+    path = tmp_path / "shared"
+    with shared(path, recipe) as first, shared(path, recipe) as second:
+        one, other = first.part(0), second.part(0)
+        recipe.fill(one)
+        recipe.fill(other)
+        other.commit()
+        one.discard()
+    assert verify_store(path).ok
+    assert not partials(path)
+
+
+def test_who_joins_deletes_nothing_and_the_last_one_sweeps(store: Path, tmp_path: Path, recipe: Recipe) -> None:
+    path = tmp_path / "shared"
+    first = shared(path, recipe)
+    dead = StoreWriter.join(path, attempt="dead")
+    recipe.fill(dead.part(1))  # as a kill leaves it: neither committed nor discarded
+    recipe.fill(first.part(1))
+    with shared(path, recipe) as second:
+        assert {file.name.split(".")[-2] for file in partials(path)} == {"dead", first.attempt}
+        second.remove_attempt(first.attempt)
+        assert {file.name.split(".")[-2] for file in partials(path)} == {"dead"}
+        recipe.write_part(second, 0)
+        dead.close()
+        first.close()
+        for part in second.pending_parts():
+            recipe.write_part(second, part)
+        assert second.sweep()
+    assert read_tree(path) == read_tree(store)
+
+
+def test_other_inputs_are_refused_beside_others_too(tmp_path: Path, recipe: Recipe) -> None:
+    with shared(tmp_path / "shared", recipe), pytest.raises(StoreMismatch, match="max_length"):
+        shared(tmp_path / "shared", recipe.with_manifest(extraction={"max_length": 1, "dtype": "bfloat16"}))
+
+
+def test_who_wants_a_store_alone_and_who_shares_keep_each_other_out(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "_GRACE_S", 0.01)
+    path = tmp_path / "shared"
+    with shared(path, recipe), pytest.raises(StoreLocked, match="is being written by process"):
+        StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan)
+    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan):
+        with pytest.raises(StoreLocked, match="is being written by process"):
+            shared(path, recipe)
+        with pytest.raises(StoreLocked, match="is being written by process"):
+            StoreWriter.join(path)
+
+
+def test_who_shares_waits_for_the_one_who_opens(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shared"
+    path.mkdir()
+    monkeypatch.setattr(lock_module, "_RETRY_S", 0.01)
+    opening, found = StoreLock.take(path, shares=True), list[bool]()
+    waiting = threading.Thread(target=lambda: found.append(StoreLock.take(path, shares=True).is_alone))
+    waiting.start()
+    time.sleep(0.05)
+    assert not found
+    opening.share()
+    waiting.join(10)
+    assert found == [False]
+
+
+def test_a_slot_keeps_out_threads_and_other_slots_do_not_matter(tmp_path: Path) -> None:
+    inside, order = threading.Event(), list[str]()
+
+    def other() -> None:
+        with lock_slot(tmp_path / "slots", 8):
+            pass
+        inside.set()
+        with lock_slot(tmp_path / "slots", 7):
+            order.append("second")
+
+    with lock_slot(tmp_path / "slots", 7):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(10)
+        time.sleep(0.02)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
+# Three forks write the parts of one store, each in an order of its own, and are killed at random instants again and
+# again; then one finishes it.
+KILLED_WRITERS = """
+import os, random, signal, sys, time
+from pathlib import Path
+
+from moa_data.storage.write import lock
+from moa_data.tests.kit import stores as kit
+lock._RETRY_S = 0.01
+recipe, folder, n_kills = kit.make_recipe(), Path(sys.argv[1]), int(sys.argv[2])
+rng = random.Random(0)
+whole = kit.read_tree(recipe.write(folder / "whole"))
+
+def write(store, seed):
+    with kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan, shares=True) as writer:
+        parts = writer.pending_parts()
+        random.Random(seed).shuffle(parts)
+        for part in parts:
+            if writer.is_pending(part):
+                recipe.write_part(writer, part)
+        writer.sweep()
+
+def start(store, seed):
+    child = os.fork()
+    if child == 0:
+        write(store, seed)
+        os._exit(0)
+    return child
+
+begin = time.perf_counter()
+os.waitpid(start(folder / "first", 0), 0)
+seconds = time.perf_counter() - begin
+n_struck = n_stores = 0
+while n_struck < n_kills:
+    store = folder / f"killed-{n_stores}"
+    for _ in range(2):
+        children = [start(store, rng.random()) for _ in range(3)]
+        for child in children:
+            time.sleep(rng.uniform(0, seconds / 2))
+            os.kill(child, signal.SIGKILL)
+        n_struck += sum(os.WIFSIGNALED(os.waitpid(child, 0)[1]) for child in children)
+    children = [start(store, rng.random()) for _ in range(2)]
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    assert kit.read_tree(store) == whole, store
+    n_stores += 1
+print(n_struck)
+"""
+
+
+@pytest.mark.parametrize("n_kills", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_writers_that_are_killed_beside_each_other(tmp_path: Path, n_kills: int) -> None:
+    command = [sys.executable, "-c", KILLED_WRITERS, str(tmp_path), str(n_kills)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= n_kills
