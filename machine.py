@@ -80,6 +80,15 @@ def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int
         return []
 
 
+def fix_sums() -> None:
+    """Let MKL sum in one order whatever the number of threads, unless the user has chosen (``MKL_CBWR``).
+
+    Otherwise products of a few rows on a CPU differ in their last bits between one thread and two. MKL looks at its
+    first product, so this comes before; it costs no time that could be measured.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
 def keep_freed_memory() -> bool:
     """Ask glibc not to give large blocks back to the system, only to fault them in again a moment later.
 

@@ -21,6 +21,7 @@ _SHOWN = {
     "What chats are": "columns template_kwargs",
     "How it is stored": "dtype codec part_tokens",
     "How it is computed": "device compute_dtype batch_tokens encode_threads max_rejected_fraction",
+    "How many work at it": "workers",
 }
 
 
@@ -33,6 +34,9 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
     Run the same command again to go on after an interruption: committed parts are kept. If anything that shapes the
     data has changed meanwhile, the command refuses and names what; more --activations or --target-layers than the store
     has are what `moa-data add` is for.
+
+    With --workers N that many processes work, each on a device of its own. The same command may also run several times
+    at once, on machines that share the disk too: whoever is free takes the next part that nobody has committed.
 
     \b
     Examples:

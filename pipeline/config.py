@@ -90,6 +90,25 @@ class ForwardSettings(Config):
     """Threads that compress activations; default: the machine's cores, up to 16. Any number gives the same bytes."""
 
 
+class ScaleSettings(Config):
+    """How many processes extract at once, and what directs them."""
+
+    workers: Annotated[str, Field(pattern=r"^[1-9][0-9]*(:[1-9][0-9]*)?$")] = "1"
+    """Processes that extract parts at once, each on a device of its own, on a CPU with its share of the cores. Any
+    number gives the same bytes."""
+
+    @override
+    def problems(self) -> list[str]:
+        if ":" in self.workers:
+            return [f"workers is {self.workers!r}, but only Ray takes MIN:MAX; give one number"]
+        return []
+
+    @property
+    def n_workers(self) -> int:
+        """Most processes at once."""
+        return int(self.workers.rpartition(":")[2])
+
+
 class ExtractConfig(Config):
     """Settings of `moa-data extract`: what to extract, from which target and dataset, and where to."""
 
@@ -108,6 +127,7 @@ class ExtractConfig(Config):
     data: DataSettings = Field(default_factory=DataSettings)
     storage: StorageSettings = Field(default_factory=StorageSettings)
     forward: ForwardSettings = Field(default_factory=ForwardSettings)
+    scale: ScaleSettings = Field(default_factory=ScaleSettings)
 
 
 class AddConfig(Config):
@@ -133,9 +153,14 @@ class AddConfig(Config):
         return ["There is nothing to add. Give --activations, for example hidden:layer:3"]
 
 
-def resolve_encode_threads(wanted: int | None) -> int:
-    """Choose the number of encoding threads: the wanted one, by default one for each core, at most 16."""
-    return wanted or min(usable_cores(), MAX_DEFAULT_ENCODE_THREADS)
+def resolve_encode_threads(wanted: int | None, n_workers: int = 1) -> int:
+    """Choose a worker's encoding threads: the wanted number, by default one for each core of its share, at most 16."""
+    return wanted or min(core_share(n_workers), MAX_DEFAULT_ENCODE_THREADS)
+
+
+def core_share(n_workers: int) -> int:
+    """Return how many of the machine's cores each of its workers has to itself, at least one."""
+    return max(1, usable_cores() // n_workers)
 
 
 @dataclass(frozen=True)

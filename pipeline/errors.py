@@ -53,3 +53,7 @@ class AdditionWanted(PipelineError, ValueError):
 
 class RepairRefused(PipelineError):
     """The damaged parts of a store cannot be extracted again."""
+
+
+class WorkersLost(PipelineError, RuntimeError):
+    """All processes that extracted have ended, and there is work left."""

@@ -33,14 +33,14 @@ class BackgroundWriter:
 
     def submit(self, task: Task) -> None:
         """Queue a task, waiting for room; raises what an earlier task raised."""
-        self._raise_error()
+        self.check()
         self._queue.put(task)
 
     def finish(self) -> None:
         """Wait for all tasks and end the thread."""
         self._queue.put(None)
         self._thread.join()
-        self._raise_error()
+        self.check()
 
     def abort(self) -> None:
         """Let the running task end, skip the others and end the thread."""
@@ -52,7 +52,8 @@ class BackgroundWriter:
             except queue.Full:
                 continue
 
-    def _raise_error(self) -> None:
+    def check(self) -> None:
+        """Raise what a task has raised."""
         if self._error is not None:
             raise self._error
 

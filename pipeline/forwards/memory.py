@@ -34,6 +34,7 @@ class ForwardMemory:
         batch_tokens: padded tokens of a batch; a longer sequence makes a batch of its own.
         longest_tokens: tokens of the longest sequence.
         device: the device that computes.
+        n_workers: processes that do so at once on this machine, on an accelerator each with a device of its own.
     """
 
     sizes: Mapping[str, Any]
@@ -43,6 +44,7 @@ class ForwardMemory:
     batch_tokens: int
     longest_tokens: int
     device: str
+    n_workers: int = 1
 
     @property
     def _itemsize(self) -> int:
@@ -78,18 +80,19 @@ class ForwardMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory, of all workers."""
         waiting = N_HOST_SLOTS * self._largest_batch * self.kept_bytes
         if self.device_bytes:
-            return max(self.weight_bytes, waiting)
-        return self.weight_bytes + self._forward_bytes + waiting
+            return self.n_workers * max(self.weight_bytes, waiting)
+        return self.n_workers * (self.weight_bytes + self._forward_bytes + waiting)
 
     def describe(self) -> str:
         """Return the need as text."""
         device = f" and {format_bytes(self.device_bytes)} on {self.device}" if self.device_bytes else ""
+        each = f" for {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
-            f"{format_bytes(self.host_bytes)} of host memory{device}: weights {format_bytes(self.weight_bytes)} in "
-            f"{self.compute_dtype}, batches of {self._largest_batch:,} tokens"
+            f"{format_bytes(self.host_bytes)} of host memory{each}{device}: weights {format_bytes(self.weight_bytes)} "
+            f"in {self.compute_dtype}, batches of {self._largest_batch:,} tokens"
         )
 
     def check(self) -> None:
@@ -112,10 +115,13 @@ class ForwardMemory:
         return (host is None or self.host_bytes <= host) and (device is None or self.device_bytes <= device)
 
     def _way_out(self, host: int | None, device: int | None) -> str:
-        narrow = replace(self, compute_dtype="bfloat16")
+        for n_workers in range(self.n_workers - 1, 0, -1):
+            if (fewer := replace(self, n_workers=n_workers))._fits(host, device):
+                return f"Use --workers {n_workers}, which needs {format_bytes(fewer.host_bytes)} of host memory."
+        narrow = replace(self, compute_dtype="bfloat16", n_workers=1)
         narrower = [narrow] if narrow.weight_bytes < self.weight_bytes else []
         choices = list(narrower)
-        for wide in (self, *narrower):
+        for wide in (replace(self, n_workers=1), *narrower):
             n_tokens = wide.batch_tokens // 2
             while n_tokens >= self.longest_tokens:
                 choices.append(replace(wide, batch_tokens=n_tokens))

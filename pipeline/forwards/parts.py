@@ -13,8 +13,9 @@ A stage that is slower than those before it makes them wait: at most ``_BATCHES_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ import pyarrow as pa
 import torch
 
 from ...machine import keep_freed_memory
-from ...moa.targets.bundle import load_target_config, save_target_bundle
+from ...moa.targets.bundle import held_layers, load_target_config, save_target_bundle
 from ...moa.targets.clock import DeviceClock, Mark
 from ...moa.targets.live import Target, load_target_model
 from ...storage.codecs.registry import StoreCodec
 from ...storage.parts.encoding import EncodePool
 from ...storage.write.addition import StoreAddition
+from ...storage.write.lock import BUNDLE_SLOT
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress
@@ -77,6 +79,12 @@ class Timings:
         """Tokens stored per second, from the first forward to the last commit."""
         return self.n_tokens / self.extract_s if self.extract_s else 0.0
 
+    def __add__(self, other: Timings) -> Timings:
+        """Return the sums of two workers; the seconds of ``extract_s`` and ``wall_s`` are those of the longer one."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        longest = {name: max(getattr(self, name), getattr(other, name)) for name in ("extract_s", "wall_s")}
+        return Timings(**(sums | longest))
+
     def record(self) -> dict[str, float]:
         """Return the values for runs/."""
         return asdict(self) | {"padding_fraction": self.padding_fraction, "tokens_per_s": self.tokens_per_s}
@@ -94,7 +102,6 @@ class Forwards:
         uses_cache: whether the forward fills a key/value cache, whatever is kept; a forward of equal batches with an
             equal cache gives equal bits.
         text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
-        n_tokens: tokens of all parts, for progress.
         n_encode_threads: threads that encode activations.
     """
 
@@ -105,9 +112,22 @@ class Forwards:
     batch_tokens: int
     uses_cache: bool
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
-    n_tokens: int
     n_encode_threads: int
 
+
+class Outcome(Enum):
+    """What became of a piece of work, which has its commit."""
+
+    WRITTEN = "written"
+    """The commit is of this worker."""
+    LATE = "late"
+    """It is of another one, which was faster; this worker's files are deleted."""
+    FOUND = "found"
+    """It was there before this worker began."""
+
+
+OnDone = Callable[[int, Outcome], None]
+"""Called with a piece of work that has its commit."""
 
 _BATCHES_AHEAD = 2
 """Batches that may wait for the writer, so that a slow write (the end of a part) does not stop the forwards."""
@@ -118,16 +138,20 @@ N_HOST_SLOTS = _BATCHES_AHEAD + 2
 def run_parts(
     forwards: Forwards,
     store: StoreWriter | StoreAddition,
+    parts: Iterable[int | None],
     timings: Timings,
-    verb: str,
-    progress: Progress | None = None,
+    tell: Callable[[], None] = lambda: None,
+    on_done: OnDone = lambda part, outcome: None,
 ) -> None:
-    """Run the target over the pending parts of a store, and write and commit each.
+    """Run the target over parts of a store, and write and commit each.
 
     Args:
         store: takes the parts, or new fields of them; after a failure the parts in flight are discarded.
-        timings: updated; the caller has set ``n_before_tokens``.
-        verb: for the progress message, e.g. ``"extract"``.
+        parts: numbers of pending parts, each asked for when the forwards of the one before are done; None for none yet,
+            so that an error of the writer is noticed while one is waited for.
+        timings: updated.
+        tell: called before the first batch, after each, and at the end.
+        on_done: called with each part once it has a commit, on the writer's thread.
     """
     keep_freed_memory()
     start = time.perf_counter()
@@ -137,15 +161,16 @@ def run_parts(
     slots = HostSlots.of(forwards.target.device, N_HOST_SLOTS)
     open_parts: list[PartWriter] = []
 
-    def tell() -> None:
-        if progress:
-            n_done = store.n_parts - len(store.pending_parts())
-            n_tokens = timings.n_before_tokens + timings.n_tokens
-            progress(n_tokens, forwards.n_tokens, f"{verb} {n_done}/{store.n_parts} parts")
+    def commit(out: PartWriter) -> None:
+        out.commit()
+        on_done(out.part, Outcome.WRITTEN if out.was_first else Outcome.LATE)
 
     try:
         tell()
-        for part in store.pending_parts():
+        for part in parts:
+            if part is None:
+                writer.check()
+                continue
             out = store.part(part, pool)
             # Earlier parts may not be written yet: several, where a part is a batch or less.
             open_parts = [*(before for before in open_parts if before.is_open), out]
@@ -157,7 +182,7 @@ def run_parts(
                 timings.n_tokens += sum(done.captured.n_tokens)
                 timings.n_padded_tokens += len(done.texts) * max(done.captured.n_tokens)
                 tell()
-            writer.submit(out.commit)
+            writer.submit(partial(commit, out))
         writer.finish()
         tell()
     except BaseException:
@@ -250,6 +275,12 @@ def load_target(
 
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
     """Write target/ in the dtype of the target's own weights, whatever the forward computes in."""
+    with store.publishing(BUNDLE_SLOT):
+        if not store.has_target or n_layers_kept > held_layers(store.target_path):  # else another has written it
+            _save_bundle(store, target, folder, n_layers_kept)
+
+
+def _save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
     own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
     model: Any = target.model
     if torch.promote_types(model.dtype, own_dtype) != model.dtype:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...errors import Interrupted
+from ...machine import fix_sums
 from ...moa.targets.bundle import held_layers
 from ...moa.targets.live import Target
 from ...storage.chunks.field import TOKENS
@@ -99,6 +100,7 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
         StoreError: the store cannot be used, or was made with another target.
         TargetError: the target cannot be loaded.
     """
+    fix_sums()
     start = time.perf_counter()
     try:
         plan = plan_addition(config, progress)
@@ -192,12 +194,18 @@ class _Addition:
             batch_tokens=plan.batch_tokens,
             uses_cache=plan.uses_cache,
             text=self._text,
-            n_tokens=plan.n_tokens,
             n_encode_threads=resolve_encode_threads(plan.config.encode_threads),
         )
         n_left = sum(read_part_commit(commit_path(plan.store, part)).n_tokens for part in pending)
         timings.n_before_tokens = plan.n_tokens - n_left
-        run_parts(forwards, addition, timings, "add", self.progress)
+
+        def tell() -> None:
+            if self.progress:
+                n_done = addition.n_parts - len(addition.pending_parts())
+                n_tokens = timings.n_before_tokens + timings.n_tokens
+                self.progress(n_tokens, plan.n_tokens, f"add {n_done}/{addition.n_parts} parts")
+
+        run_parts(forwards, addition, pending, timings, tell)
 
     def _learn(self, codec: StoreCodec, target: Target) -> None:
         """Let the new fields learn from the sequences that the old ones learned from."""

@@ -23,22 +23,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from ...errors import Interrupted
+from ...errors import Interrupted, OptionInvalid
+from ...machine import fix_sums
 from ...moa.targets.live import Target
 from ...storage.care.repair import RepairPlan, drop_from
-from ...storage.names import commit_path
+from ...storage.disk.durable import PARTIAL_SUFFIX
+from ...storage.errors import StoreMismatch
+from ...storage.names import TEXTS_NAME, commit_path
 from ...storage.parts.commit import read_part_commit
+from ...storage.write.lock import CARD_SLOT, TEXTS_SLOT
 from ...storage.write.store import StoreWriter
 from ...text import Progress, format_bytes, format_hours
-from ..config import ExtractConfig, resolve_encode_threads
+from ..config import ExtractConfig, core_share, resolve_encode_threads
 from ..forwards.calibrate import learn_from_target, learned_before, learning_on
-from ..forwards.parts import Forwards, Timings, load_target, run_parts, save_bundle
+from ..forwards.parts import Timings, load_target, run_parts
+from ..workers.devices import worker_devices
+from ..workers.local import LocalWorkers
+from ..workers.tally import Tally
+from ..workers.work import Worker, WorkOrder, forwards_of, pieces_of, unclaimed_first
 from .add_plan import refuse_addition
 from .card import CardOrigin, public_name, write_card
-from .kept_texts import keep_texts
+from .kept_texts import keep_texts, write_texts
 from .plan import ExtractPlan, build_plan, existing_parent
 
 
@@ -48,6 +53,9 @@ class ExtractReport:
 
     Attributes:
         n_parts_done: parts written by this run.
+        n_parts_late: parts that this run had written when another run's were committed already.
+        n_workers: processes that worked at once.
+        lost_workers: how each of them that was lost has ended.
         raw_bytes: bytes of all activations before compression.
         stored_bytes: bytes of all parts on disk.
         rejections: reason -> rows that gave no sequence.
@@ -62,6 +70,9 @@ class ExtractReport:
     n_tokens: int
     n_parts: int
     n_parts_done: int
+    n_parts_late: int
+    n_workers: int
+    lost_workers: list[str]
     raw_bytes: int
     stored_bytes: int
     rejections: Mapping[str, int]
@@ -83,12 +94,19 @@ class ExtractReport:
             f"rejected     {sum(self.rejections.values()):,} of {self.n_rows:,} rows, {self.n_duplicates:,} duplicates "
             "left out" + "".join("\n" + line for line in self.rejection_lines),
         ]
-        if not self.n_parts_done:
+        if self.lost_workers:
+            ends = "; ".join(dict.fromkeys(self.lost_workers))
+            lines.append(
+                f"lost         {len(self.lost_workers)} of {self.n_workers} workers ({ends}); others did their parts"
+            )
+        if not self.n_parts_done and not self.n_parts_late:
             return "\n".join([*lines, "this run     nothing to do, every part was there"])
+        of_workers = f"{self.n_workers} workers, " * (self.n_workers > 1)
+        twice = f", {self.n_parts_late:,} parts that another run was faster with" if self.n_parts_late else ""
         lines.append(
             f"this run     {self.n_parts_done:,} parts, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
-            f"({t.tokens_per_s:,.0f} tokens/s); forwards {format_hours(t.forward_s)}, waiting for the writer "
-            f"{format_hours(t.wait_s)}, padding {t.padding_fraction:.1%}"
+            f"({of_workers}{t.tokens_per_s:,.0f} tokens/s); forwards {format_hours(t.forward_s)}, waiting for the "
+            f"writer {format_hours(t.wait_s)}, padding {t.padding_fraction:.1%}{twice}"
         )
         return "\n".join(lines)
 
@@ -112,6 +130,7 @@ def extract(
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
     """
+    fix_sums()
     start = time.perf_counter()
     timings = Timings()
     try:
@@ -128,36 +147,51 @@ def extract(
         raise Interrupted(
             "Interrupted while the codec learned; nothing was written. Run the same command again to start."
         ) from error
-    out = Path(config.out).expanduser()
-    with StoreWriter.create_or_resume(out, plan.manifest, plan.table, plan.codec.files()) as store:
-        plan = dataclasses.replace(plan, codec=store.codec)  # of the schema version that the store has
-        if not plan.keeps_texts:
-            plan = dataclasses.replace(plan, sequences=keep_texts(out, plan.sequences, plan.texts_origin))
+    with _open_store(plan, shares=redo is None) as store:
+        plan = _with_texts(dataclasses.replace(plan, codec=store.codec), store)  # of the schema version that it has
         if redo is not None:
             drop_from(store, redo)
-        pending = store.pending_parts()
+        tally, lost = Tally(store, plan.table, progress), list[str]()
         try:
-            if pending or not store.has_target:
-                target = target or _load_target(plan, progress)
-            if target is not None and not store.has_target:
-                save_bundle(store, target, plan.folder, plan.config.target_layers)
-            if target is not None and pending:
-                is_done = np.isin(plan.table["part"].to_numpy(), pending, invert=True)
-                timings.n_before_tokens = int(plan.table["n_tokens"].to_numpy()[is_done].sum(dtype=np.int64))
-                run_parts(_forwards(plan, target), store, timings, "extract", progress)
+            if (pieces := pieces_of(store)) and config.scale.n_workers == 1:
+                worker = _own_worker(plan, store, target or _load_target(plan, progress), timings)
+                parts = worker.parts(unclaimed_first(store, pieces), tally.note)
+                run_parts(worker.forwards, store, parts, timings, lambda: tally.tell(timings.n_tokens), tally.note)
+            elif pieces:
+                target = None  # its memory is the workers'
+                workers = LocalWorkers(_work_orders(plan, store), store, tally)
+                workers.run()
+                timings, lost = workers.timings, workers.lost
         except KeyboardInterrupt as error:
-            n_done = store.n_parts - len(store.pending_parts())
+            n_done = len(store.committed_parts())
+            store.sweep()
             raise Interrupted(
                 f"Interrupted; the part in flight was discarded, {n_done} of {store.n_parts} parts are committed in "
                 f"{store.path}. Run the same command again to go on."
             ) from error
-        names = public_name(config.model), public_name(config.dataset)
-        licences = config.storage.target_license, config.storage.dataset_license
-        write_card(store.path, CardOrigin(*names, "moa-data extract", *licences))
-        timings.wall_s = time.perf_counter() - start
-        report = _report(plan, store, len(pending), timings)
+        tally.finish()
+        timings.n_before_tokens, timings.wall_s = tally.n_before_tokens, time.perf_counter() - start
+        report = _report(plan, store, tally, timings, lost)
+        with store.publishing(CARD_SLOT):
+            names = public_name(config.model), public_name(config.dataset)
+            licences = config.storage.target_license, config.storage.dataset_license
+            write_card(store.path, CardOrigin(*names, "moa-data extract", *licences))
         store.record_run(_run_record(plan, report, provenance))
+        store.sweep()
     return report
+
+
+def _open_store(plan: ExtractPlan, shares: bool) -> StoreWriter:
+    """Begin or join the store; where another run was first to learn the codec, with what that one learned."""
+    out = Path(plan.config.out).expanduser()
+    try:
+        return StoreWriter.create_or_resume(out, plan.manifest, plan.table, plan.codec.files(), shares)
+    except StoreMismatch as error:
+        learned = learned_before(plan.codec, out) if set(error.changes) == {"codec.basis_sha256"} and shares else None
+        if learned is None:
+            raise
+        manifest = dataclasses.replace(plan.manifest, codec=learned.describe())
+        return StoreWriter.create_or_resume(out, manifest, plan.table, learned.files(), shares)
 
 
 def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractPlan, Target | None]:
@@ -187,28 +221,59 @@ def _load_target(plan: ExtractPlan, progress: Progress | None) -> Target:
     return load_target(plan.folder, plan.compute_dtype, plan.device, plan.memory.weight_bytes, progress)
 
 
-def _forwards(plan: ExtractPlan, target: Target) -> Forwards:
-    return Forwards(
-        target=target,
-        spec=plan.spec,
-        codec=plan.codec,
-        dtype=getattr(torch, plan.config.storage.dtype),
-        batch_tokens=plan.batch_tokens,
-        uses_cache=plan.spec.kv,
-        text=lambda key: (plan.sequences.tokens(key), plan.sequences.response_mask(key)),
-        n_tokens=plan.n_tokens,
-        n_encode_threads=resolve_encode_threads(plan.config.forward.encode_threads),
-    )
+def _with_texts(plan: ExtractPlan, store: StoreWriter) -> ExtractPlan:
+    """Return the plan with its sequences in the store's own file, or for workers in one of this run."""
+    if plan.keeps_texts:
+        return plan
+    with store.publishing(TEXTS_SLOT):
+        sequences = keep_texts(store.path, plan.sequences, plan.texts_origin)
+    return dataclasses.replace(plan, sequences=sequences)
 
 
-def _report(plan: ExtractPlan, store: StoreWriter, n_parts_done: int, timings: Timings) -> ExtractReport:
+def _own_worker(plan: ExtractPlan, store: StoreWriter, target: Target, timings: Timings) -> Worker:
+    n_threads = resolve_encode_threads(plan.config.forward.encode_threads)
+    forwards = forwards_of(store.manifest, target, store.codec, plan.sequences, n_threads)
+    return Worker(store, target, plan.folder, forwards, timings)
+
+
+def _work_orders(plan: ExtractPlan, store: StoreWriter) -> list[WorkOrder]:
+    """Return what each worker of this machine is told; raises OptionInvalid where it has too few devices for them."""
+    config, n_workers = plan.config, plan.config.scale.n_workers
+    if not store.is_shared:
+        raise OptionInvalid(
+            f"{store.path} has schema version {store.manifest.schema_version}, or its file system no locks of single "
+            "bytes, so only one process can write to it. Leave out --workers."
+        )
+    texts = store.path / TEXTS_NAME
+    if plan.texts_origin is None:  # then no later start could tell whose texts they are, and none is to find them
+        texts = store.path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
+        write_texts(texts, plan.sequences, None)
+    return [
+        WorkOrder(
+            store=str(store.path.absolute()),
+            texts=str(texts.absolute()),
+            model=str(plan.folder.absolute()),
+            revision=None,
+            n_weight_bytes=plan.memory.weight_bytes,
+            device=device,
+            n_threads=core_share(n_workers),
+            n_encode_threads=resolve_encode_threads(config.forward.encode_threads, n_workers),
+        )
+        for device in worker_devices(plan.device, n_workers)
+    ]
+
+
+def _report(plan: ExtractPlan, store: StoreWriter, tally: Tally, timings: Timings, lost: list[str]) -> ExtractReport:
     stored = sum(read_part_commit(commit_path(store.path, part)).stored_bytes for part in range(store.n_parts))
     return ExtractReport(
         store=store.path,
         n_sequences=plan.n_sequences,
         n_tokens=plan.n_tokens,
         n_parts=store.n_parts,
-        n_parts_done=n_parts_done,
+        n_parts_done=tally.n_parts,
+        n_parts_late=tally.n_late,
+        n_workers=plan.config.scale.n_workers,
+        lost_workers=lost,
         raw_bytes=sum(plan.raw_bytes.values()),
         stored_bytes=stored,
         rejections=dict(plan.sequences.rejections),
@@ -226,6 +291,8 @@ def _run_record(plan: ExtractPlan, report: ExtractReport, provenance: Mapping[st
         "config": plan.config.named(),
         "provenance": dict(provenance or {}),
         "n_parts_done": report.n_parts_done,
+        "n_parts_late": report.n_parts_late,
+        "lost_workers": report.lost_workers,
         "rejections": dict(report.rejections),
         "rejection_examples": plan.sequences.examples,
         "n_rows": report.n_rows,

@@ -22,6 +22,7 @@ from ..chats.dataset import ChatSource
 from ..chats.sequences import Sequences
 from ..chats.template_arguments import parse_template_arguments
 from ..config import ExtractConfig
+from ..workers.work import map_texts
 
 _ORIGIN, _SHA256 = b"origin", b"sha256"
 _VERSION = 1
@@ -60,7 +61,7 @@ def read_texts(store: Path, origin: Mapping[str, Any] | None) -> Sequences | Non
     if origin is None or path.is_symlink() or not path.is_file():
         return None
     try:
-        table = _map_file(path)
+        table = map_texts(path)
         metadata = table.schema.metadata or {}
         if json.loads(metadata.get(_ORIGIN, b"null")) != origin:
             return None
@@ -79,10 +80,19 @@ def keep_texts(store: Path, sequences: Sequences, origin: Mapping[str, Any] | No
     """
     if origin is None:
         return sequences
+    return write_texts(store / TEXTS_NAME, sequences, origin)
+
+
+def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
+    """Write sequences to an Arrow file; returns them mapped from it.
+
+    Raises:
+        DiskFull: no room.
+    """
     table = sequences.to_arrow()
     added = {_ORIGIN: json.dumps(origin, sort_keys=True), _SHA256: sequences.sha256()}
     table = table.replace_schema_metadata({**table.schema.metadata, **added})
-    with replacing(store / TEXTS_NAME) as partial:
+    with replacing(path) as partial:
         with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
         fd = os.open(partial, os.O_RDONLY)
@@ -90,9 +100,4 @@ def keep_texts(store: Path, sequences: Sequences, origin: Mapping[str, Any] | No
             os.fsync(fd)
         finally:
             os.close(fd)
-    return sequences.mapped(_map_file(store / TEXTS_NAME))
-
-
-def _map_file(path: Path) -> pa.Table:
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).read_all()
+    return sequences.mapped(map_texts(path))

@@ -193,7 +193,8 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     fields = field_specs(spec, sizes, config.storage.dtype)
     codec = _codec(config.storage.codec, fields)  # refuses what it cannot do before chats are read
     longest = min(config.data.max_length, sizes["max_position_embeddings"])
-    memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device)
+    n_workers = config.scale.n_workers
+    memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device, n_workers)
     memory.check()  # before the weights are downloaded and the chats tokenised
     if with_weights:
         folder = resolve_model_folder(config.model, revision=revision)
@@ -328,8 +329,9 @@ def forward_memory(
     batch_tokens: int,
     longest_tokens: int,
     device: str,
+    n_workers: int = 1,
 ) -> ForwardMemory:
-    """Return the memory of a target's forwards that keep these fields."""
+    """Return the memory of a target's forwards that keep these fields, in several processes at once."""
     return ForwardMemory(
         sizes=target_sizes(model_config) | {"intermediate_size": model_config.intermediate_size},
         n_weights=count_weights(model_config)[1],
@@ -338,6 +340,7 @@ def forward_memory(
         batch_tokens=batch_tokens,
         longest_tokens=longest_tokens,
         device=device,
+        n_workers=n_workers,
     )
 
 

@@ -54,6 +54,7 @@ def repair(
         dataset=dataset or recorded.dataset,
         out=str(plan.store),
         device=device or recorded.forward.device,
+        workers="1",
     )
     try:
         return extract(config, progress, provenance, redo=plan)

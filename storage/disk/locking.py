@@ -104,12 +104,46 @@ def lock_slot(path: Path, slot: int) -> Iterator[None]:
     fd = _open(path)
     try:
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0))
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _slot_request(slot))
         except OSError as error:
             raise _unsupported(path, error) from error
         yield
     finally:
         os.close(fd)
+
+
+def try_slot(path: Path, slot: int) -> int | None:
+    """Take a slot of a file if it is free; returns the descriptor that holds it until it is closed, else None."""
+    fd = _open(path)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _slot_request(slot))
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def slot_is_held(path: Path, slot: int) -> bool:
+    """Whether somebody holds a slot of a file at this moment."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)  # to be told of locks the file must be writable
+    except OSError:
+        return False
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _slot_request(slot))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+_FLOCK = "hhqqi"
+"""``struct flock``: kind, what the start counts from, start, length, process."""
+
+
+def _slot_request(slot: int) -> bytes:
+    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
 
 
 def _open(path: Path) -> int:

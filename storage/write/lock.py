@@ -3,8 +3,11 @@
 ``store.lock`` is held alone by whoever opens a store for writing, who may then delete what no commit lists; and by
 whoever changes more than parts (additions, repairs). Extraction goes on beside others: each part and document is then
 published (renamed and committed) under a slot of its own in ``publish.lock``, so that of two writers of one part the
-second finds the first one's commit and gives way. What a store holds is told by commits alone; locks only keep two
-from publishing the same thing at the same moment, and a store from being cleaned while somebody writes to it.
+second finds the first one's commit and gives way. Another slot is held while a part is written, so that others begin
+with other parts; who has none left writes it all the same, as the one who holds it may be slow.
+
+What a store holds is told by commits alone. Locks only keep two from publishing the same thing at the same moment, and
+a store from being cleaned while somebody writes to it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from ..disk.locking import (
     lock_beside_others,
     lock_file,
     lock_slot,
+    slot_is_held,
+    try_slot,
 )
 from ..errors import StoreLocked, StoreReadOnly
 from ..names import LOCK_NAME, PUBLISH_NAME
@@ -33,6 +38,8 @@ _Result = TypeVar("_Result")
 
 TEXTS_SLOT, CARD_SLOT, BUNDLE_SLOT, _FIRST_PART_SLOT = 0, 1, 2, 16
 """Slots of ``publish.lock``: of each document that several may want to write, and of part 0."""
+_FIRST_CLAIM_SLOT = 1 << 40
+"""Slot that is held while part 0 is written: a hint for others to begin with other parts, nothing more."""
 
 _BRIEFLY = ", for a moment"
 """Note of a holder that opens the store or cleans it, so that others who share wait instead of giving up."""
@@ -51,10 +58,11 @@ class StoreLock:
 
     Attributes:
         is_alone: whether no other process can write to the store.
+        joined: whether others were there when it was locked.
     """
 
     def __init__(self, store: Path, fd: int, is_alone: bool) -> None:
-        self.is_alone = is_alone
+        self.is_alone, self.joined = is_alone, not is_alone
         self._store = store
         self._fd = fd
 
@@ -116,6 +124,19 @@ class StoreLock:
             return
         with lock_slot(self._store / PUBLISH_NAME, slot):
             yield
+
+    def claim(self, part: int) -> int:
+        """Tell others that a part is being written.
+
+        Returns:
+            A descriptor that says so until it is closed; -1 where nobody needs to be told, or another one says it.
+        """
+        held = None if self.is_alone else try_slot(self._store / PUBLISH_NAME, _FIRST_CLAIM_SLOT + part)
+        return -1 if held is None else held
+
+    def is_claimed(self, part: int) -> bool:
+        """Whether a part is being written at this moment, as far as its writer could tell."""
+        return not self.is_alone and slot_is_held(self._store / PUBLISH_NAME, _FIRST_CLAIM_SLOT + part)
 
     def close(self) -> None:
         """Let go of the lock."""

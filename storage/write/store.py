@@ -108,7 +108,7 @@ class StoreWriter:
         self.codec = StoreCodec.open(manifest, path)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
-        self._open_parts: set[int] = set()
+        self._open_parts: dict[int, int] = {}
 
     @classmethod
     def create_or_resume(
@@ -217,6 +217,11 @@ class StoreWriter:
         """Whether other processes may write to the store too."""
         return not self._lock.is_alone
 
+    @property
+    def joined(self) -> bool:
+        """Whether other processes wrote to the store when this one came."""
+        return self._lock.joined
+
     def publishing(self, slot: int) -> AbstractContextManager[None]:
         """Keep others from publishing the same document meanwhile; see ``lock`` for the slots."""
         return self._lock.publishing(slot)
@@ -277,6 +282,10 @@ class StoreWriter:
         """Whether a part has no commit yet."""
         return not exists(commit_path(self.path, part)) if self.is_shared else part not in self._committed
 
+    def is_claimed(self, part: int) -> bool:
+        """Whether a process, which may be this one, writes a part at this moment; only a hint."""
+        return self._lock.is_claimed(part)
+
     def part_sequences(self, part: int) -> pa.Table:
         """Return the plan's rows of one part."""
         mask = self.plan["part"].to_numpy() == part
@@ -325,7 +334,7 @@ class StoreWriter:
         if self._has_part_groups:
             grids = {array.name: array_grid_1(array, length) for array in codec.arrays}
             documents = zarr_metadata((array, grids[array.name]) for array in codec.arrays)
-        self._open_parts.add(part)
+        self._open_parts[part] = self._lock.claim(part)
         return PartWriter(
             store=self.path,
             part=part,
@@ -341,9 +350,14 @@ class StoreWriter:
                 publishing=partial(self._lock.publishing, part_slot(part)),
             ),
             on_commit=on_commit,
-            on_close=self._open_parts.discard,
+            on_close=self._on_close,
             pool=pool,
         )
+
+    def _on_close(self, part: int) -> None:
+        claim = self._open_parts.pop(part)
+        if claim >= 0:
+            os.close(claim)
 
     def lay_out(self, codec: StoreCodec) -> None:
         """Write the metadata of a codec's arrays where it is missing; in schema version 1 each part has its own.

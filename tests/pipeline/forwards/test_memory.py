@@ -122,3 +122,13 @@ def test_a_longer_sequence_than_a_batch_counts() -> None:
 
 def test_this_machine_says_what_is_free() -> None:
     assert (free_memory() or 1) > 0
+
+
+def test_each_worker_has_weights_and_batches_of_its_own(free: Any) -> None:
+    one = memory_of()
+    three = replace(one, n_workers=3)
+    assert three.host_bytes == 3 * one.host_bytes
+    assert "of host memory for 3 workers" in three.describe()
+    free(int(2.5 * one.host_bytes))
+    with pytest.raises(NotEnoughMemory, match=r"Use --workers 2, which needs"):
+        three.check()

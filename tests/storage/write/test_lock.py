@@ -130,6 +130,24 @@ def test_who_shares_waits_for_the_one_who_opens(
     assert found == [False]
 
 
+def test_a_part_that_is_written_is_claimed_until_it_is_closed(tmp_path: Path, recipe: Recipe) -> None:
+    path = tmp_path / "shared"
+    with shared(path, recipe) as first, shared(path, recipe) as second:
+        one, two = first.part(0), first.part(1)
+        again = second.part(0)  # a hint keeps nobody from it
+        assert [second.is_claimed(part) for part in range(3)] == [True, True, False]
+        again.discard()
+        assert second.is_claimed(0)
+        recipe.fill(one)
+        one.commit()
+        two.discard()
+        assert [second.is_claimed(part) for part in range(3)] == [False] * 3
+    with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as alone:
+        with alone.part(1):
+            assert not alone.is_claimed(1)
+        assert not (path / "publish.lock").exists()
+
+
 def test_a_slot_keeps_out_threads_and_other_slots_do_not_matter(tmp_path: Path) -> None:
     inside, order = threading.Event(), list[str]()
 
