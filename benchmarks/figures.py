@@ -40,20 +40,19 @@ def save(figure: Any, name: str) -> None:
 
 
 def tokens_after_a_cut() -> Any:
-    """Draw how many of the tokens that a client wrote alone were right, by their distance from the cut."""
+    """Draw how far clients wrote what the target would have: the share of cuts by the tokens right since the cut."""
     rows = json.loads((RESULTS / "network-cuts.json").read_text())["rows"]
-    by_share = {share: [row for row in rows if row["cut"] == share] for share in ("10 %", "50 %")}
-    figure, panels = pyplot.subplots(1, 2, figsize=(8.5, 3.4), sharey=True, layout="constrained")
-    for axes, (share, of) in zip(panels, by_share.items(), strict=True):
-        for row in of:
-            label, color, style = CUTS[row["drafter"]]
-            values = [100 * value for value in row["agreement"][:SHOWN_TOKENS]]
-            axes.plot(range(1, len(values) + 1), values, style, color=color, linewidth=2, label=label)
-        axes.set(xlabel="tokens since the cut", ylim=(0, 102), title=f"cut at {share} of the answer")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e2e8f0")
-    panels[0].set_ylabel("tokens that are the target's, %")
-    panels[1].legend(frameon=False, fontsize=8)
+    figure, axes = pyplot.subplots(figsize=(8.5, 3.4), layout="constrained")
+    for drafter, (label, color, style) in CUTS.items():
+        found = [n for row in rows if row["drafter"] == drafter for n in row["right_each"]]
+        shares = [100 * sum(n >= length for n in found) / len(found) for length in range(SHOWN_TOKENS + 1)]
+        axes.step(range(SHOWN_TOKENS + 1), shares, style, where="mid", color=color, linewidth=2, label=label)
+    axes.set(xlim=(0, SHOWN_TOKENS), ylim=(0, 102), xlabel="tokens written without a network")
+    axes.set_ylabel("cuts with all of them right, %")
+    axes.set_title("With some of the target's layers, what a client writes alone is right for longer", loc="left")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e2e8f0")
     return figure
 
 
