@@ -215,3 +215,103 @@ def chunked_head_kl(
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
     """Compute smooth-L1 (beta 1) to hidden states, averaged over the width: [..., E] -> [...] (official line 266)."""
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)
+
+
+class _ChunkedTokenLosses(torch.autograd.Function):
+    """Weighted sum of the terms of :func:`chunked_token_losses`; forward computes the gradients too, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        code: Tensor | None,
+        hidden: Tensor,
+        labels: Tensor,
+        head: Tensor,
+        correction: Tensor | None,
+        weights: Tensor,
+        chunk_bytes: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        total = features.new_zeros((), dtype=torch.float32)
+        terms = features.new_empty(len(features), 3, dtype=torch.float32)
+        grad_features = torch.empty_like(features)
+        grad_code = None if code is None else torch.empty_like(code)
+        grad_correction = None if correction is None else torch.zeros_like(correction, dtype=torch.float32)
+        n_rows = chunk_rows(len(features), 2 * head.shape[0], chunk_bytes)  # more buffers are held than of a KL alone
+        for first in range(0, len(features), n_rows):
+            part = slice(first, first + n_rows)
+            logits = logits_of(features[part], head).float()
+            if code is not None and correction is not None:
+                logits += F.linear(code[part], correction)
+            log_draft = logits.log_softmax(dim=-1)
+            probability = logits_of(hidden[part], head).float().softmax(dim=-1)
+            own = labels[part, None]
+            terms[part, 0] = -log_draft.gather(1, own)[:, 0]
+            terms[part, 2] = -(probability * log_draft).sum(dim=-1)
+            draft = log_draft.exp_()
+            difference = probability.neg_().add_(draft)
+            terms[part, 1] = difference.abs().sum(dim=-1)
+            total += (terms[part] * weights[part]).sum()
+            of_label, of_distance, of_kl = weights[part].split(1, dim=1)  # [n, 1] each
+            sign = difference.sign()
+            error = difference.mul_(of_kl)
+            # d|p - q| through the softmax: p (sign - its mean under p).
+            error += draft * (sign - (sign * draft).sum(dim=-1, keepdim=True)) * of_distance
+            error += draft * of_label
+            error = error.scatter_add_(1, own, -of_label).to(features.dtype)
+            grad_features[part] = _through_head(error, head, features.dtype)
+            if code is not None and correction is not None:
+                assert grad_code is not None
+                assert grad_correction is not None
+                grad_code[part] = error @ correction
+                grad_correction += (error.T @ code[part]).float()
+        ctx.save_for_backward(grad_features, grad_code, grad_correction)
+        ctx.mark_non_differentiable(terms)
+        return total, terms
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        found = [None if grad is None else grad * grad_outputs[0].to(grad.dtype) for grad in ctx.saved_tensors]
+        features, code, correction = found
+        return features, code, None, None, None, correction, None, None
+
+
+def chunked_token_losses(
+    features: Tensor,
+    hidden: Tensor,
+    labels: Tensor,
+    head: Tensor,
+    weights: Tensor,
+    code: Tensor | None = None,
+    correction: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compare drafts with the target's distributions and with the tokens of the text, without [N, V] logits.
+
+    The drafter's logits are ``features @ head.T + code @ correction.T``, the target's ``hidden @ head.T``. The terms of
+    a position are the cross-entropy to its label, the L1 distance of the two distributions (twice their total
+    variation) and their :func:`forward_kl`.
+
+    Args:
+        features: [N, E], the drafter's.
+        hidden: [N, E], the target's, after its final norm.
+        labels: [N] int64, tokens of the text.
+        head: [V, E], frozen, in any dtype.
+        weights: [N, 3] float32, of the terms of each position in the sum.
+        code: [N, r], the drafter's; None for no correction of its logits.
+        correction: [V, r], trained.
+        chunk_bytes: bound on float32 logits buffers; None for that of ``LIMITS``.
+
+    Returns:
+        The weighted sum, a float32 scalar in nats with gradients for features, code and correction, and the terms
+        [N, 3] float32, which have none.
+    """
+    dtype = features.dtype
+    if torch.is_autocast_enabled(features.device.type):
+        dtype = torch.get_autocast_dtype(features.device.type)
+        head = head.to(dtype)
+    code, correction = (None if x is None else x.to(dtype) for x in (code, correction))
+    total, terms = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+        features.to(dtype), code, hidden.to(dtype), labels, head, correction, weights, chunk_bytes
+    )
+    return total, terms

@@ -10,6 +10,7 @@ from moa_data.moa.nn.losses import (
     chunk_rows,
     chunked_forward_kl,
     chunked_head_kl,
+    chunked_token_losses,
     feature_loss,
     forward_kl,
     logits_of,
@@ -188,3 +189,29 @@ def test_a_head_in_bfloat16_is_cast_in_blocks(trains_head: bool, monkeypatch: py
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert trains_head or live.peak < 3.2 * stored.numel()
     torch.testing.assert_close(logits_of(hidden, stored), hidden @ stored.float().T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_correction", [False, True])
+def test_token_losses_equal_their_definition(has_correction: bool) -> None:
+    """In value and in every gradient, whatever the chunks."""
+    generator = torch.Generator().manual_seed(0)
+    features, code = (torch.randn(9, width, generator=generator).requires_grad_() for width in (6, 3))
+    correction = torch.randn(11, 3, generator=generator).requires_grad_()
+    hidden, head = torch.randn(9, 6, generator=generator), torch.randn(11, 6, generator=generator)
+    labels, weights = torch.randint(11, (9,), generator=generator), torch.rand(9, 3, generator=generator)
+    logits = features @ head.T
+    if has_correction:
+        logits = logits + code @ correction.T
+    draft, target = logits.log_softmax(dim=-1), (hidden @ head.T).softmax(dim=-1)
+    expected = torch.stack(
+        (-draft.gather(1, labels[:, None])[:, 0], (draft.exp() - target).abs().sum(1), -(target * draft).sum(1)), dim=1
+    )
+    inputs = [features, code, correction] if has_correction else [features]
+    goals = torch.autograd.grad(2.0 * (expected * weights).sum(), inputs)
+    own = (code, correction) if has_correction else (None, None)
+    for chunk_bytes in (None, 1, 4 * 2 * 11 * 4):
+        total, terms = chunked_token_losses(features, hidden, labels, head, weights, *own, chunk_bytes)
+        torch.testing.assert_close(terms, expected)
+        torch.testing.assert_close(total, (expected * weights).sum())
+        for got, goal in zip(torch.autograd.grad(2.0 * total, inputs), goals, strict=True):
+            torch.testing.assert_close(got, goal)

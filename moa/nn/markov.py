@@ -1,0 +1,146 @@
+"""Heads of block-parallel drafters (DSpark, arXiv 2607.05147): Markov heads over the token before, and a confidence.
+
+Shapes: E width, V vocabulary, r rank, M numbers that a head remembers of the tokens of its block; ``...`` is any shape.
+
+All slots of a block are computed at once, so that a slot does not know which token was drafted before it. A Markov head
+adds to its logits what follows from that token x, through two narrow matrices::
+
+    e = W1[x]                                   x is the anchor for the first slot, the token drafted before for others
+    vanilla    logits += W2 e
+    gated      logits += W2 (sigmoid(Wg [h; e]) * e)                  h is the slot's hidden state
+    rnn        G, C, O = Wj [s; e; h]; logits += W2 tanh(O); s <- sigmoid(G) s + (1 - sigmoid(G)) tanh(C)
+
+The state s is 0 in the first slot. What a slot needs of the tokens before it is its *memory* [..., M]: e, and for rnn
+s. Weights have the names of the official code (deepseek-ai/DeepSpec).
+"""
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
+
+
+class MarkovHead(nn.Module):
+    """The vanilla head: a bias that follows from the token before alone.
+
+    Args:
+        vocab_size: V.
+        rank: r.
+        width: E.
+    """
+
+    n_states = 0
+    """Ranks of the memory behind the embedding."""
+
+    def __init__(self, vocab_size: int, rank: int, width: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+    @property
+    def memory_width(self) -> int:
+        """M."""
+        return (1 + self.n_states) * self.rank
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        """Make the memory of first slots from their anchors [...]: [..., M]."""
+        embedded: Tensor = self.markov_w1(tokens)
+        return torch.nn.functional.pad(embedded, (0, self.n_states * self.rank))
+
+    def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Make the memory of the next slots.
+
+        Args:
+            memory: [..., M], of the slots before.
+            hidden: [..., E], of the slots before.
+            tokens: [...] int64, what was drafted there.
+        """
+        embedded: Tensor = self.markov_w1(tokens)
+        return embedded
+
+    def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
+        """Compute what ``markov_w2`` turns into the bias of the logits, from [..., M] and [..., E]: [..., r]."""
+        return memory
+
+    def read(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Make the memories of all slots of blocks whose tokens are known.
+
+        Args:
+            hidden: [..., K, E], of K slots.
+            tokens: [..., K] int64, the token before each of them.
+
+        Returns:
+            [..., K, M].
+        """
+        if not self.n_states:
+            return self.begin(tokens)
+        memories = [self.begin(tokens[..., 0])]
+        for slot in range(1, tokens.shape[-1]):
+            memories.append(self.follow(memories[-1], hidden[..., slot - 1, :], tokens[..., slot]))
+        return torch.stack(memories, dim=-2)
+
+
+class GatedMarkovHead(MarkovHead):
+    """The gated head: the slot's hidden state chooses what of the embedding counts."""
+
+    def __init__(self, vocab_size: int, rank: int, width: int) -> None:
+        super().__init__(vocab_size, rank, width)
+        self.gate_proj = nn.Linear(width + rank, rank)
+
+    @override
+    def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
+        gate: Tensor = self.gate_proj(torch.cat((hidden, memory), dim=-1)).sigmoid()
+        return gate * memory
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """The rnn head: a state runs over the tokens of the block."""
+
+    n_states = 1
+
+    def __init__(self, vocab_size: int, rank: int, width: int) -> None:
+        super().__init__(vocab_size, rank, width)
+        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def _joint(self, memory: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute gate, candidate and output of slots, before their non-linearities: each [..., r]."""
+        embedded, state = memory.split(self.rank, dim=-1)
+        gate, candidate, output = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1)).chunk(3, dim=-1)
+        return gate, candidate, output
+
+    @override
+    def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
+        gate, candidate, _ = self._joint(memory, hidden)
+        share = gate.sigmoid()
+        state = share * memory[..., self.rank :] + (1 - share) * candidate.tanh()
+        return torch.cat((self.markov_w1(tokens), state.to(memory.dtype)), dim=-1)
+
+    @override
+    def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
+        # The output is of the state before this slot's update.
+        return self._joint(memory, hidden)[2].tanh()
+
+
+def markov_head(kind: str, vocab_size: int, rank: int, width: int) -> MarkovHead | None:
+    """Build a head of :data:`MARKOV_HEADS`; None for ``none``."""
+    heads = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
+    return heads[kind](vocab_size, rank, width) if kind != "none" else None
+
+
+class ConfidenceHead(nn.Module):
+    """Predicts the probability that a slot's draft is accepted, from its hidden state and the embedding before it.
+
+    Args:
+        width: numbers of a slot that it reads.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute logits [...] from [..., width]."""
+        logits: Tensor = self.proj(x)
+        return logits[..., 0]
