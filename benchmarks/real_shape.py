@@ -88,7 +88,8 @@ def stages(out: Path, options: argparse.Namespace) -> list[tuple[str, list[str],
     ]  # fmt: skip
     for kind in DRAFTERS:
         run = out / "runs" / kind
-        extra = ["--set", f"drafter.fused_layers={','.join(map(str, middle))}"] if kind == "eagle3" else []
+        reads_layers = kind in ("eagle3", "dspark", "dflash")
+        extra = ["--set", f"drafter.fused_layers={','.join(map(str, middle))}"] if reads_layers else []
         steps = ["--max-steps", "2", "--batch-size", "4", "--validation-fraction", "0.2", "--drafter", kind, *extra]
         rows.append((f"train {kind}", [*cli, "train", store, "--out", str(run), *steps], run / "drafter"))
     part = [sys.executable, __file__, str(out), "--layers", str(options.layers), "--part", "generate"]

@@ -32,8 +32,9 @@ class GenerateConfig(DecodingConfig):
     """Stop after this many tokens."""
     tree: str = "auto"
     """Drafts per target call: a chain's length such as 5; 10@0.2 for a chain of at most 10 that stops where it is less
-    likely than 0.2 to be accepted; a tree's DEPTHxBREADTHxNODES such as 6x8x62 (EAGLE-2's); static:NODES; or auto:
-    10@0.2 (5 where tokens are sampled), and plain decoding while drafts do not pay."""
+    likely than 0.2 to be accepted; 7c0.3 for one that dspark's confidence head cuts; a tree's DEPTHxBREADTHxNODES such
+    as 6x8x62 (EAGLE-2's); static:NODES; or auto: 10@0.2 (5 where tokens are sampled), and plain decoding while drafts
+    do not pay."""
     plain: bool = True
     """Decode plainly, too, and compare; the default."""
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.chats.messages import RejectReason
@@ -150,7 +151,7 @@ def test_unknown_device(room: Path, tmp_path: Path) -> None:
         ("--set", "data.prefetch_batches", "expected KEY=VALUE"),
         ("--set", "prefetch_batch=0", "unknown key 'prefetch_batch' (did you mean 'data.prefetch_batches'?)"),
         ("--set", "drafter.medusa_heads=2", "drafter.medusa_heads is a setting of medusa, moa has none; leave it out"),
-        ("--drafter", "condor", "drafter is 'condor', expected one of moa, eagle, eagle3, glide, medusa, independent"),
+        ("--drafter", "condor", f"drafter is 'condor', expected one of {', '.join(DRAFTERS)}"),
         ("--learning-rat", "1", "No such option"),
     ],
 )

@@ -134,6 +134,82 @@ class Eagle3Settings(DrafterSettings):
     """MLP width of self-attention; default: the target's."""
 
 
+class BlockSettings(DrafterSettings):
+    """Settings of block-parallel drafters: the blocks that are trained, and their losses."""
+
+    forward_kl_weight: NonNegative = 0.0
+    """Weight of the forward KL to the target's next-token distribution."""
+    cross_entropy_weight: NonNegative = 0.1
+    """Weight of the cross-entropy to the tokens of the text."""
+    l1_weight: NonNegative = 0.9
+    """Weight of the L1 distance to the target's next-token distribution, twice the total variation."""
+    anchors: Count = 512
+    """Most blocks of a sequence that a step trains, drawn anew each time."""
+    position_decay: NonNegative | None = None
+    """Draft k of a block, from 0, weighs exp(-k / this) in the loss; 0 for 1 each; default: 4 for blocks up to 8 slots,
+    5 up to 12, 7 for longer ones."""
+    fused_layers: tuple[int, ...] | None = None
+    """Decoder layers, from 0, that are read; -1, the embedding, may come first; default: five from 1 to L - 3."""
+    block_layers: Count = 5
+    """Decoder layers of the drafter."""
+    mask_token: Natural | None = None
+    """Token that stands for an unknown one, best one that texts do not have; default: the last of the vocabulary."""
+    self_attention_kv_heads: Count | None = None
+    """KV heads of self-attention; default: the target's."""
+    self_attention_mlp_width: Count | None = None
+    """MLP width of self-attention; default: the target's."""
+
+    @override
+    def loss_weights(self) -> dict[str, float]:
+        return super().loss_weights() | {"cross_entropy": self.cross_entropy_weight, "l1": self.l1_weight}
+
+    def decay(self, block_size: int) -> float:
+        """Return the decay of a block's weights."""
+        if self.position_decay is not None:
+            return self.position_decay
+        return 4.0 if block_size <= 8 else 5.0 if block_size <= 12 else 7.0
+
+
+class DSparkSettings(BlockSettings):
+    """DSpark: a block of drafts from one forward, each with a look at the one before it."""
+
+    kind: Literal["dspark"] = "dspark"
+    """DSpark."""
+    block_size: Count = 7
+    """Slots of a block."""
+    sample_from_anchor: bool = True
+    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
+    markov_head: Literal["none", "vanilla", "gated", "rnn"] = "vanilla"
+    """How a draft follows from the one before it."""
+    markov_rank: Count = 256
+    """Rank of the Markov head."""
+    confidence_head: bool = True
+    """Train a head that tells how likely a draft is accepted."""
+    confidence_with_markov: bool = True
+    """The confidence head reads the embedding of the token before too."""
+    confidence_weight: NonNegative = 1.0
+    """Weight of the confidence head's binary cross-entropy."""
+
+    @override
+    def loss_weights(self) -> dict[str, float]:
+        return super().loss_weights() | {"confidence": self.confidence_weight}
+
+
+class DFlashSettings(BlockSettings):
+    """DFlash: a block of drafts from one forward, each drafted by itself."""
+
+    kind: Literal["dflash"] = "dflash"
+    """DFlash."""
+    cross_entropy_weight: NonNegative = 1.0
+    """Weight of the cross-entropy to the tokens of the text."""
+    l1_weight: NonNegative = 0.0
+    """Weight of the L1 distance to the target's next-token distribution, twice the total variation."""
+    block_size: Count = 16
+    """Slots of a block."""
+    sample_from_anchor: bool = False
+    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
+
+
 class GlideSettings(DrafterSettings):
     """GLIDE: one layer that reads the keys and values of the target's last layer."""
 
@@ -291,7 +367,16 @@ class MachineSettings(Config):
         return found
 
 
-AnyDrafter = MoASettings | EagleSettings | Eagle3Settings | GlideSettings | MedusaSettings | IndependentSettings
+AnyDrafter = (
+    MoASettings
+    | EagleSettings
+    | Eagle3Settings
+    | DSparkSettings
+    | DFlashSettings
+    | GlideSettings
+    | MedusaSettings
+    | IndependentSettings
+)
 
 
 class TrainConfig(Config):
@@ -303,8 +388,8 @@ class TrainConfig(Config):
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
     drafter: AnyDrafter = Field(default_factory=MoASettings, discriminator="kind")
     """moa (Mixture of Attentions), glide (GLIDE), which reads the keys and values of the target's last layer alone, or
-    one that needs none: eagle (EAGLE-2), eagle3 (EAGLE-3), medusa (Medusa-1), independent (a small Llama that reads
-    tokens)."""
+    one that needs none: eagle (EAGLE-2), eagle3 (EAGLE-3), dspark and dflash (a block of drafts from one forward),
+    medusa (Medusa-1), independent (a small Llama that reads tokens)."""
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     data: BatchSettings = Field(default_factory=BatchSettings)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import Drafter, DraftLevel
+from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 
@@ -41,6 +42,21 @@ class Chain:
     def logits(self) -> Tensor:
         """The drafter's logits behind the last level: [B, V]."""
         return self._drafter.draft_logits(self._frozen, self._path[-1][1][:, 0])
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability that the next draft is accepted, as the drafter tells it: [B] float32.
+
+        Raises:
+            DrafterError: it tells nothing.
+        """
+        found = self._drafter.confidence(self._path[-1][1][:, 0])
+        if found is None:
+            raise DrafterError(
+                f"this {self._drafter.kind} drafter has no confidence head to cut chains by; give a chain's length "
+                "such as 7, or LENGTH@PROBABILITY such as 10@0.2."
+            )
+        return found.float()
 
     def feed(self, tokens: Tensor) -> None:
         """Add a level of tokens [B, 1] int64."""

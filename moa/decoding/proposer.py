@@ -17,7 +17,7 @@ from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target
 from .chain import Chain
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
-from .tree import DraftTree, Shape, StaticTree, TreeShape, most_likely, pick_best
+from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, most_likely, pick_best
 
 Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order."""
@@ -143,12 +143,19 @@ class DrafterProposer(Proposer):
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
         reached: list[Tensor] = []  # [B] of each draft: the probability of the chain up to it
+        kept: list[Tensor] = []  # [B] bool of each draft: whether the chain is not cut before or at it
         paths = [list(row) for row in committed]
         probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
         chain = Chain(self.drafter, self.frozen, self.state, self.cache, features)
         for level in range(1, depth + 1):
             if level > 1:
                 chain.feed(tokens[-1])
+            if shape.cut_below:
+                is_sure = chain.confidence >= shape.cut_below
+                kept.append(kept[-1] & is_sure if kept else is_sure)
+                # Where tokens are drawn, a row takes as many random numbers as alone.
+                if not is_drawn and not kept[-1].any():
+                    break
             logits = chain.logits  # [B, V]
             if self._choose is not None or not is_drawn:
                 picked = logits.argmax(dim=-1) if self._choose is None else self._choose(logits)
@@ -166,6 +173,8 @@ class DrafterProposer(Proposer):
                 for path, token in zip(paths, picked.tolist(), strict=True):
                     path.append(token)
             tokens.append(picked[:, None].to(self._device))
+        if kept:
+            return _cut_chain(tokens, probabilities, torch.stack(kept, dim=1))
         return DraftTree.chain(
             torch.cat(tokens, dim=1),
             scores=torch.stack(reached, dim=1).log() if reached else None,
@@ -245,3 +254,13 @@ class DrafterProposer(Proposer):
                 node = shape.parents[node]
             seen[row, 0] = True
         return seen.to(self._device).expand(len(self.cache.lengths), -1, -1)
+
+
+def _cut_chain(tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor) -> DraftTree:
+    """Make chains of the drafts that are kept, [B, N] bool; a row with fewer than others is filled up."""
+    n_drafts = int(kept.sum(dim=1).max())
+    if not n_drafts:
+        return DraftTree.empty(len(kept), kept.device)
+    chain = torch.where(kept[:, :n_drafts], torch.cat(list(tokens[:n_drafts]), dim=1), NO_DRAFT)
+    drawn = torch.stack(list(probabilities[:n_drafts]), dim=1) if probabilities else None
+    return DraftTree.chain(chain, probabilities=drawn)

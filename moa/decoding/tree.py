@@ -8,7 +8,7 @@ node, but :func:`ancestors` puts it first, because the target verifies it togeth
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -33,12 +33,15 @@ class TreeShape:
         n_nodes: most nodes that are verified, the best by cumulative log-probability.
         stop_below: a chain ends after the draft at which the product of the drafter's probabilities (in a batch its
             mean over the rows) falls below this; 0 for chains of full depth.
+        cut_below: a chain ends before the first draft that the drafter's confidence head gives a lower probability of
+            acceptance, each row's by itself, so that there may be no draft; 0 for chains of full depth.
     """
 
     depth: int
     breadth: int = 1
     n_nodes: int = 1 << 30
     stop_below: float = 0.0
+    cut_below: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("depth", "breadth", "n_nodes"):
@@ -46,6 +49,10 @@ class TreeShape:
                 raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
         if not 0 <= self.stop_below < 1:
             raise DrafterError(f"a chain can stop below a probability from 0 to 1, got {self.stop_below}.")
+        if not 0 <= self.cut_below < 1:
+            raise DrafterError(f"a chain can be cut below a confidence from 0 to 1, got {self.cut_below}.")
+        if self.cut_below and (self.stop_below or not self.is_chain):
+            raise DrafterError("a confidence cuts chains alone, and those that do not stop below a probability.")
         if self.stop_below and not self.is_chain:
             raise DrafterError("only chains stop below a probability; the best nodes of a tree are picked by theirs.")
         if not self.is_chain and self.n_nodes < self.depth:
@@ -62,27 +69,34 @@ class TreeShape:
     def parse(cls, text: str) -> "TreeShape":
         """Read ``5``, a chain of five drafts, or ``6x8x62``, a tree of six levels, breadth 8 and at most 62 nodes.
 
-        ``10@0.2`` is a chain of at most ten drafts that stops below a probability of 0.2.
+        ``10@0.2`` is a chain of at most ten drafts that stops below a probability of 0.2, ``7c0.3`` one of at most
+        seven that is cut before the first draft in which the drafter's confidence head has less than 0.3.
         """
-        length, _, probability = text.lower().partition("@")
+        length, mark, bound = text.lower(), "", "0"
+        for mark in ("@", "c"):
+            if mark in length:
+                length, _, bound = length.partition(mark)
+                break
         try:
-            sizes = [int(part) for part in length.split("x")]
-            stop_below = float(probability) if "@" in text else 0.0
+            sizes, least = [int(part) for part in length.split("x")], float(bound)
         except ValueError:
-            sizes, stop_below = [], 0.0
+            sizes, least = [], 0.0
+        stop_below, cut_below = (least, 0.0) if mark == "@" else (0.0, least)
         if len(sizes) == 1:
-            return cls(sizes[0], stop_below=stop_below)
+            return cls(sizes[0], stop_below=stop_below, cut_below=cut_below)
         if len(sizes) == 3:
-            return cls(sizes[0], sizes[1], sizes[2], stop_below)
+            return cls(sizes[0], sizes[1], sizes[2], stop_below, cut_below)
         raise DrafterError(
             f"{text!r} is no shape of drafts; expected a chain's length such as 5, LENGTH@PROBABILITY such as 10@0.2, "
-            "DEPTHxBREADTHxNODES such as 6x8x62, or static:NODES such as static:16."
+            "LENGTHcCONFIDENCE such as 7c0.3, DEPTHxBREADTHxNODES such as 6x8x62, or static:NODES such as static:16."
         )
 
     def __str__(self) -> str:
         """Write the shape as :meth:`parse` reads it."""
         if not self.is_chain:
             return f"{self.depth}x{self.breadth}x{self.n_nodes}"
+        if self.cut_below:
+            return f"{self.depth}c{self.cut_below:g}"
         return f"{self.depth}@{self.stop_below:g}" if self.stop_below else str(self.depth)
 
     @property
@@ -97,7 +111,7 @@ class TreeShape:
 
     def cut(self, depth: int) -> "TreeShape":
         """Cut the shape to a depth of at least 1."""
-        return TreeShape(min(self.depth, depth), self.breadth, self.n_nodes, self.stop_below)
+        return replace(self, depth=min(self.depth, depth))
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,13 @@ class Drafter(nn.Module, ABC):
         """
         return frozen.logits(features)
 
+    def confidence(self, features: Tensor) -> Tensor | None:
+        """Tell the probability [...] that the draft behind features [..., E] is accepted, whatever it is.
+
+        By default None: the drafter says nothing of it.
+        """
+        return None
+
     @abstractmethod
     def new_state(self, n_rows: int) -> Any:
         """Make an empty :class:`DraftState` of B rows, which the methods below get back as ``state``."""

@@ -131,10 +131,10 @@ class EagleDrafter(FeatureDrafter):
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
     """Draw uniform noise [B, T, E] in plus or minus half the width; each row has its own seed."""
-    if not draws.noise_seeds or not draws.noise_width:
+    if not draws.seeds or not draws.noise_width:
         return None
     rows = []
-    for seed in draws.noise_seeds:
+    for seed in draws.seeds:
         # What a token gets does not depend on the padding behind it, for the tokens come first.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))

@@ -2,6 +2,7 @@
 
 from ..errors import DrafterError
 from .base import Drafter
+from .dspark import DFlashDrafter, DSparkDrafter
 from .eagle import EagleDrafter
 from .eagle3 import Eagle3Drafter
 from .glide import GlideDrafter
@@ -11,7 +12,16 @@ from .mixture import MoADrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {
     drafter.kind: drafter
-    for drafter in (MoADrafter, EagleDrafter, Eagle3Drafter, GlideDrafter, MedusaDrafter, IndependentDrafter)
+    for drafter in (
+        MoADrafter,
+        EagleDrafter,
+        Eagle3Drafter,
+        DSparkDrafter,
+        DFlashDrafter,
+        GlideDrafter,
+        MedusaDrafter,
+        IndependentDrafter,
+    )
 }
 
 

@@ -26,6 +26,20 @@ from torch import Tensor
 from ..nn import masks
 
 
+@dataclass(frozen=True)
+class BlockDraws:
+    """Which blocks of a response are trained, and what their positions weigh; see :mod:`.blocks`."""
+
+    n_drafts: int
+    """K, drafts of a block."""
+    most_anchors: int | None = None
+    """Most blocks of a sequence, drawn at random; None for all."""
+    position_decay: float = 0.0
+    """Draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each."""
+    anchors: Tensor | None = None
+    """[B, N] int64, given anchors in place of drawn ones; -1 for none."""
+
+
 @dataclass
 class Draws:
     """The random draws of one step, per row."""
@@ -36,8 +50,8 @@ class Draws:
     """[B] bool, see :func:`masks.self_attention_mask`."""
     offset: Tensor | None = None
     """[B] int64, phase of the step bound; None for 0."""
-    noise_seeds: tuple[int, ...] = ()
-    """Seeds of the noise on the target's hidden states, one per row; empty for no noise."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of what a row draws for itself, one per row: noise on the target's hidden states, anchors of blocks."""
     noise_width: float = 0.0
     """The noise is uniform in plus or minus half of this."""
     on_policy_weight: float = 1.0
@@ -46,6 +60,8 @@ class Draws:
     """Loss weight of a position in the teacher-forced pass, in which each one is the first draft of its own round and
     sees the target's activations up to its predecessor, whatever the step bound: what the paper calls standard
     training. 0 leaves the pass out."""
+    blocks: BlockDraws | None = None
+    """What blocks a block-parallel drafter is trained on; None for all, each position of a block weighing 1."""
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
         """List the passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.

@@ -127,8 +127,8 @@ class DrafterSizes:
 
 _MOST_MODULES = 128
 _LARGEST_SIZE = 1 << 26
-_MODULE_COUNTS = ("eagle_layers", "independent_layers", "medusa_heads", "medusa_layers")
-_MAY_BE_ZERO = ("n_layers", "target_layer_inference")
+_MODULE_COUNTS = ("block_layers", "eagle_layers", "independent_layers", "medusa_heads", "medusa_layers")
+_MAY_BE_ZERO = ("mask_token", "n_layers", "target_layer_inference")
 
 
 def _is_of_type(value: Any, item: Field[Any]) -> bool:
@@ -141,7 +141,9 @@ def _is_of_type(value: Any, item: Field[Any]) -> bool:
     if item.type is bool:
         return type(value) is bool
     if item.type == tuple[int, ...]:
-        return isinstance(value, list | tuple) and all(type(one) is int and 0 <= one <= _LARGEST_SIZE for one in value)
+        return isinstance(value, list | tuple) and all(type(one) is int and -1 <= one <= _LARGEST_SIZE for one in value)
+    if item.type is str:
+        return isinstance(value, str)
     return isinstance(value, dict)
 
 

@@ -3,7 +3,8 @@
 Shapes: B batch, T tokens, P loss positions, L target layers, D packed KV width, E target width.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -33,10 +34,16 @@ class TrainingInputs:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the loss terms; the defaults are the paper's Table 6."""
+    """Weights of the loss terms; the defaults are those of the papers, of forward KL and feature MoA's Table 6."""
 
     forward_kl: float = 0.1
     feature: float = 1.0
+    cross_entropy: float = 0.1
+    """Of block-parallel drafters, as the two below: to the tokens of the text."""
+    l1: float = 0.9
+    """The L1 distance of drafter's and target's distributions."""
+    confidence: float = 1.0
+    """The binary cross-entropy of the confidence head."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class LossTerms:
     n_positions: int
     entering_feature: Tensor | None = None
     """The feature loss before the target's last layers; None without target layer inference."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further terms by name, for logs."""
 
 
 def loss_scale(n_positions: float, denominator: float | None) -> float:

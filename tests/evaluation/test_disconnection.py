@@ -69,7 +69,7 @@ def test_cuts_are_spread_over_the_answer() -> None:
 @pytest.mark.parametrize("kind", [*DRAFTERS, "moa with a target layer"])
 def test_batches_give_what_each_cut_gives_alone(endless: Target, kind: str) -> None:
     sizes: dict[str, Any] = {"target_layer_inference": 1} if kind not in DRAFTERS else {}
-    if kind == "eagle3":  # the default layers are those of a deeper target
+    if kind in ("eagle3", "dspark", "dflash"):  # the default layers are those of a deeper target
         sizes = {"fused_layers": (0, 1)}
     drafters = {"a": random_drafter(endless, kind.split()[0], **sizes), "b": random_drafter(endless, "eagle", 1)}
     together, alone = measured(endless, drafters, 7), measured(endless, drafters, 1)

@@ -34,7 +34,7 @@ def token_counts(seed: int = 0) -> Tensor:
 def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any) -> Any:
     """A drafter of a kind for a model, with random weights."""
     drafter_type = drafter_class(kind)
-    if kind == "eagle3":
+    if kind in ("eagle3", "dspark", "dflash"):  # the default layers are those of a deeper target
         sizes = {"fused_layers": (0, 1)} | sizes
     drafter = drafter_type(drafter_type.config_class.from_target(model.config, **sizes))
     generator = torch.Generator().manual_seed(seed)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from ...moa.drafters.registry import drafter_class
-from ...moa.drafters.rounds import Draws
+from ...moa.drafters.rounds import BlockDraws, Draws
 from ...moa.drafters.training import TrainingInputs
 from ...moa.nn import masks
 from ...storage.read.store import ActivationStore
-from ..config import EagleSettings, RoundSettings, TrainConfig
+from ..config import AnyDrafter, DFlashSettings, DSparkSettings, EagleSettings, RoundSettings, TrainConfig
 from ..errors import TrainingError
 from .batch import Batch
 from .batch_reader import BatchReader, needed_fields
@@ -233,15 +233,23 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     bound = step_bound if rounds.step_bound else None
     forced = rounds.teacher_forced_weight if rounds.on_policy else 1.0
     noise = config.drafter.feature_noise if isinstance(config.drafter, EagleSettings) else 0.0
-    return DrawnRows(bound, staircase, offset, seeds, noise, float(rounds.on_policy), forced)
+    return DrawnRows(bound, staircase, offset, seeds, noise, float(rounds.on_policy), forced, _blocks(config.drafter))
+
+
+def _blocks(drafter: AnyDrafter) -> BlockDraws | None:
+    """Say which blocks a block-parallel drafter is trained on; None for other kinds."""
+    if not isinstance(drafter, DSparkSettings | DFlashSettings):
+        return None
+    size = drafter.block_size
+    return BlockDraws(size if drafter.sample_from_anchor else size - 1, drafter.anchors, drafter.decay(size))
 
 
 def rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
     """Pick the draws of some rows of a step."""
-    seeds = tuple(draws.noise_seeds[row] for row in rows.tolist())
+    seeds = tuple(draws.seeds[row] for row in rows.tolist())
     bound = None if draws.step_bound is None else draws.step_bound[rows]
     staircase, offset = draws.staircase_rows[rows], draws.offset[rows]
-    of_all = draws.noise_width, draws.on_policy_weight, draws.teacher_forced_weight
+    of_all = draws.noise_width, draws.on_policy_weight, draws.teacher_forced_weight, draws.blocks
     return Draws(bound, staircase, offset, seeds, *of_all)
 
 

@@ -84,6 +84,7 @@ class DrafterModule(L.LightningModule):
             values["train/feature_loss"] = terms.feature.detach()
         if terms.entering_feature is not None:
             values["train/entering_feature_loss"] = terms.entering_feature.detach()
+        values |= {f"train/{name}_loss": value.detach() for name, value in terms.parts.items()}
         self._log_step(batch, values)
         return terms.total
 

@@ -18,7 +18,7 @@ from moa_data.tests.kit.drafters import build_drafter, build_eagle, build_glide
 from moa_data.tests.kit.models import build_model
 
 
-@pytest.mark.parametrize("text", ["5", "10@0.2", "6x8x62", "static:16"])
+@pytest.mark.parametrize("text", ["5", "10@0.2", "7c0.3", "6x8x62", "static:16"])
 def test_shapes_are_read_from_text(text: str) -> None:
     assert str(parse_shape(text)) == text
     assert parse_shape("2X3X4") == TreeShape(2, 3, 4)
@@ -38,6 +38,10 @@ def test_shapes_are_read_from_text(text: str) -> None:
         ("6x8x5", "5 nodes cannot make a draft tree 6 levels deep"),
         ("99x99x999", "960,597 candidates"),
         ("5@", "no shape of drafts"),
+        ("5c", "no shape of drafts"),
+        ("5c0.2@0.3", "no shape of drafts"),
+        ("5c1", "cut below a confidence from 0 to 1, got 1"),
+        ("6x8x62c0.2", "a confidence cuts chains alone"),
         ("@0.5", "no shape of drafts"),
         ("5@often", "no shape of drafts"),
         ("5@1", "below a probability from 0 to 1, got 1.0"),

@@ -167,6 +167,11 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
         torch.testing.assert_close(reusing.chain(text, root, 1), plain.chain(text, root, 1), rtol=1e-5, atol=close)
 
 
+def weights_times(factor: float) -> LossWeights:
+    """The default weights of all terms, times a factor."""
+    return LossWeights(**{name: factor * value for name, value in vars(LossWeights()).items()})
+
+
 def batch_of(drafter: Drafter, model: Any, n_tokens: int = 30) -> TrainingInputs:
     """Two rows of different lengths; the first has two responses."""
     torch.manual_seed(5)
@@ -487,9 +492,9 @@ class DrafterContract:
             assert weight.grad is not None, name
             assert weight.grad.isfinite().all(), name
             assert weight.grad.any(), f"{name} learns nothing"
-        nothing = drafter.objective(frozen, TrainingStep(inputs, UNBOUNDED, LossWeights(0.0, 0.0)))
+        nothing = drafter.objective(frozen, TrainingStep(inputs, UNBOUNDED, weights_times(0.0)))
         assert nothing.total.item() == 0.0
-        twice = drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"], LossWeights(0.2, 2.0)))
+        twice = drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"], weights_times(2.0)))
         torch.testing.assert_close(twice.total, 2 * terms.total)
 
     def test_rows_and_padding_do_not_mix(self) -> None:

@@ -208,7 +208,7 @@ def test_sampled_drafts_share_the_noise_of_the_target(target: Target) -> None:
     assert drafted(drafter, TEXT, 12) == plain_generate(target, TEXT, max_new_tokens=12).tokens
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "glide", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash", "glide", "medusa"])
 def test_drafters_that_need_their_target_are_refused(kind: str, target: Target, tmp_path: Path) -> None:
     save_drafter(build(kind, target.model), tmp_path)
     with pytest.raises(DrafterError, match=f"a {kind} drafter drafts beside its target alone"):

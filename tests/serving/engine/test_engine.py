@@ -116,7 +116,7 @@ def test_texts_are_those_of_plain_decoding(family: str, n_texts: int) -> None:
     assert engine.snapshot().kv_used == 0, "an answer that has ended holds no memory"
 
 
-@pytest.mark.parametrize("kind", ["moa", "eagle", "eagle3", "glide", "medusa", "independent"])
+@pytest.mark.parametrize("kind", ["moa", "eagle", "eagle3", "dspark", "dflash", "glide", "medusa", "independent"])
 def test_every_drafter_speculates_for_several_texts(kind: str) -> None:
     target = never_ending()
     drafter = build(kind, target.model, **({"medusa_heads": 4} if kind == "medusa" else {}))

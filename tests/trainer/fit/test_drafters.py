@@ -32,6 +32,8 @@ from .test_run import assert_same_weights, last_state, run, settings
 KINDS: dict[str, dict[str, Any]] = {
     "eagle": {"micro_batch_size": 4, "matrix_learning_rate": 5e-3},
     "eagle3": {"micro_batch_size": 4, "fused_layers": (0, 1), "draft_vocabulary": 50, "test_time_steps": 3},
+    "dspark": {"matrix_learning_rate": 5e-3, "fused_layers": (0, 1), "block_layers": 1, "markov_rank": 8},
+    "dflash": {"matrix_learning_rate": 5e-3, "fused_layers": (-1, 1), "block_layers": 1, "block_size": 8},
     "glide": {"optimizer": "adamw", "block_size": 4, "self_attention_mlp_width": 40},
     "medusa": {"matrix_learning_rate": 5e-3, "medusa_heads": 3},
     "independent": {"matrix_learning_rate": 5e-3, "independent_width": 24, "independent_layers": 1},
@@ -84,7 +86,8 @@ def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp
 def test_in_parts_and_in_low_precision(store_path: Path, hidden_store: Path, tmp_path: Path, kind: str) -> None:
     """The noise of EAGLE belongs to the sequence, however the batch is split."""
     own: dict[str, Any] = {"target_layer_inference": 1} if kind.endswith("layer") else {}
-    own |= {name: KINDS[kind][name] for name in ("fused_layers", "medusa_heads") if name in KINDS.get(kind, {})}
+    names = {"fused_layers", "medusa_heads", "block_layers"} & set(KINDS.get(kind, {}))
+    own |= {name: KINDS[kind][name] for name in names}
     store = store_path if kind.startswith(("moa", "glide")) else hidden_store
     own |= {"drafter": kind.split()[0], "max_steps": 4, "validate_every": 4, "log_every": 1}
     for name, changes in (("one", {}), ("parts", {"micro_batch_size": 2}), ("bf16", {"precision": "bf16-mixed"})):

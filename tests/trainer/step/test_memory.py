@@ -27,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "moa": {},
     "eagle": {},
     "eagle3": {"fused_layers": (0, 1)},
+    "dspark": {"fused_layers": (0, 1), "block_layers": 2},
+    "dflash": {"fused_layers": (0, 1), "block_layers": 2, "block_size": 8},
     "glide": {},
     "medusa": {},
     "independent": {},

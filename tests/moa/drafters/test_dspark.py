@@ -1,0 +1,171 @@
+"""Block-parallel drafters keep the contract with each head; blocks, losses and cuts by confidence are as defined."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.sampling import SamplingConfig, distribution
+from moa_data.moa.decoding.tree import TreeShape
+from moa_data.moa.drafters import blocks
+from moa_data.moa.drafters.block import default_read_layers
+from moa_data.moa.drafters.rounds import BlockDraws, Draws
+from moa_data.moa.drafters.training import LossWeights, TrainingStep
+from moa_data.moa.errors import DrafterError
+from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.drafters import build, frozen_for
+from moa_data.tests.kit.models import SIZES, build_model
+
+from .contract import PROMPTS, DrafterContract, batch_of, one_row
+
+SMALL: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size": 7}
+
+
+class TestDSpark(DrafterContract):
+    kind = "dspark"
+    sizes = SMALL | {"markov_rank": 8, "block_layers": 2}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def unsure(cls, taught: tuple[Target, Any]) -> tuple[Target, Any]:
+        """The taught drafter with a confidence that is drawn: it is often right, and says anything of it."""
+        drafter = copy.deepcopy(taught[1])
+        with torch.no_grad():
+            weight = drafter.confidence_head.proj.weight
+            weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))
+            drafter.confidence_head.proj.bias.fill_(0.5)
+        return taught[0], drafter
+
+    def test_chains_that_confidence_cuts_change_speed_alone(self, unsure: tuple[Target, Any]) -> None:
+        """Rows of a batch are cut each by itself; where all are cut at once, a round is a plain step."""
+        target, drafter = unsure
+        shape = TreeShape(7, cut_below=0.4)
+        together = generate_batch(
+            target, PROMPTS, max_new_tokens=14, proposer=DrafterProposer(target, drafter), tree=shape
+        )
+        n_drafted = set()
+        for prompt, got in zip(PROMPTS, together, strict=True):
+            alone = generate(target, drafter, prompt, max_new_tokens=14, tree=shape)
+            assert got.tokens == alone.tokens == plain_generate(target, prompt, max_new_tokens=14).tokens
+            assert got.stats.committed_per_call == alone.stats.committed_per_call
+            n_drafted.add(got.stats.n_drafted / got.stats.n_target_calls)
+        assert len(n_drafted) > 1
+        assert min(n_drafted) < 6
+
+    def test_samples_of_cut_chains_have_the_targets_distribution(self, unsure: tuple[Target, Any]) -> None:
+        """The cut before a draft knows only what was drawn before it, so that nothing is told by it."""
+        target, drafter = unsure
+        config, prompt, n_runs, shape = SamplingConfig(0.9, top_k=12), [5, 9, 11], 600, TreeShape(4, cut_below=0.4)
+        proposer = DrafterProposer(target, drafter, None, config)
+        runs = generate_batch(
+            target, [prompt] * n_runs, max_new_tokens=2, proposer=proposer, tree=shape, sampling=config, seed=1
+        )
+        logits = target.logits(target.forward(torch.tensor([prompt]), target.new_cache()))[0, -1]
+        first = distribution(logits, prompt, config)
+        second = torch.zeros_like(first)
+        for token in first.nonzero()[:, 0].tolist():
+            path = [*prompt, token]
+            logits = target.logits(target.forward(torch.tensor([path]), target.new_cache()))[0, -1]
+            second += first[token] * distribution(logits, path, config)
+        for place, expected in enumerate((first, second)):
+            found = torch.bincount(torch.tensor([run.tokens[place] for run in runs]), minlength=len(first)) / n_runs
+            assert 0.5 * (found - expected).abs().sum() < 0.12, place
+        assert 0 < sum(run.stats.n_drafted for run in runs) < 4 * n_runs
+        alone = generate(target, drafter, prompt, max_new_tokens=9, tree=shape, sampling=config, seed=3)
+        pair = generate_batch(
+            target, [[7, 8], prompt], max_new_tokens=9, proposer=proposer, tree=shape, sampling=config, seed=2
+        )
+        assert alone.tokens == pair[1].tokens
+
+
+class TestRecurrentHead(DrafterContract):
+    kind = "dspark"
+    sizes = SMALL | {"markov_rank": 8, "markov_head": "rnn", "fused_layers": (-1, 1)}
+
+
+class TestDFlash(DrafterContract):
+    kind = "dflash"
+    sizes = SMALL
+
+
+def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
+    target = Target(build_model(num_hidden_layers=2))
+    with pytest.raises(DrafterError, match="this dflash drafter has no confidence head to cut chains by; give a chain"):
+        generate(
+            target, build("dflash", target.model, **SMALL), [5, 6], max_new_tokens=9, tree=TreeShape(4, cut_below=0.2)
+        )
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str) -> None:
+    """The loss is that of each block alone, after its own context, weighed by place; rows with fewer have padding."""
+    model = build_model()
+    drafter = build(kind, model, **SMALL)
+    frozen = frozen_for(drafter, model)
+    inputs, n_drafts = batch_of(drafter, model, 24), drafter.config.n_drafts
+    chosen = BlockDraws(n_drafts, most_anchors=5, position_decay=2.5)
+    draws = Draws(None, torch.zeros(2, dtype=torch.bool), seeds=(3, 4), blocks=chosen)
+    anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
+    assert valid.sum(dim=1).tolist() == [5, 5]
+    padded = torch.nn.functional.pad(inputs.response_mask, (0, 9))
+    assert torch.equal(anchors, blocks.draw_anchors(padded, draws)[0]), "whatever lies behind a row"
+    weights = LossWeights(forward_kl=0.5, cross_entropy=0.25, l1=0.125, confidence=0.75)
+    both = drafter.objective(frozen, TrainingStep(inputs, draws, weights, denominator=2.0))
+    alone, n_weight = 0.0, 0.0
+    for row in range(2):
+        for anchor in anchors[row].tolist():
+            one = replace(chosen, anchors=torch.tensor([[anchor]]))
+            own = one_row(inputs, row, 24)
+            unseen = torch.arange(24)[None, :, None] >= anchor
+            own = replace(own, layer_outputs=tuple(states.masked_fill(unseen, 9.0) for states in own.layer_outputs))
+            step = TrainingStep(own, Draws(None, torch.zeros(1, dtype=torch.bool), blocks=one), weights, 2.0)
+            alone += drafter.objective(frozen, step).total.item()
+            n_weight += float(drafter.loss_positions(own.response_mask, step.draws).sum())
+    assert both.total.item() == pytest.approx(alone, rel=1e-5)
+    assert float(drafter.loss_positions(inputs.response_mask, draws).sum()) == pytest.approx(n_weight)
+    other = replace(draws, seeds=(5, 6))
+    assert anchors.tolist() != blocks.draw_anchors(inputs.response_mask, other)[0].tolist(), "drawn anew"
+
+
+def test_no_block_reaches_into_another_answer() -> None:
+    response = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 0]])
+    draws = Draws(None, torch.zeros(1, dtype=torch.bool), blocks=BlockDraws(3, position_decay=1.0))
+    anchors, valid = blocks.draw_anchors(response, draws)
+    assert anchors.tolist() == [[1, 2, 5]]
+    assert draws.blocks is not None
+    weights = blocks.draft_weights(response, anchors, valid, draws.blocks)
+    assert (weights > 0).tolist() == [[[True, True, False], [True, False, False], [True, False, False]]]
+    assert weights[0, 0, 1].item() == pytest.approx(0.36788, abs=1e-5)
+    assert blocks.position_weights(response, draws)[0].tolist() == pytest.approx([0, 1, 1.36788, 0, 0, 1, 0, 0])
+    mask = blocks.block_mask(anchors, valid, 2, 8).dense[0]
+    assert mask[:, :8].sum(dim=1).tolist() == [1, 1, 2, 2, 5, 5], "strictly before the anchor"
+    assert torch.equal(mask[:, 8:], torch.block_diag(*[torch.ones(2, 2)] * 3).bool())
+
+
+def test_default_layers_are_those_of_the_official_code() -> None:
+    assert default_read_layers(36) == (1, 9, 17, 25, 33)
+    assert default_read_layers(32) == (1, 8, 15, 22, 29)
+
+
+def test_unfit_sizes_are_refused() -> None:
+    model = build_model()
+    for sizes, message in (
+        ({"fused_layers": None}, "no five layers of a target with 4; choose them with --set drafter.fused_layers"),
+        ({"fused_layers": (0, 4)}, "between 0 and 3, where -1, the embedding, may come first, got 0,4"),
+        ({"fused_layers": (-1,)}, "got -1"),
+        ({"block_size": 1, "sample_from_anchor": False}, "a block of 1 slot drafts nothing"),
+        ({"mask_token": 67}, "mask_token must be one of the 67 tokens, got 67"),
+        ({"markov_head": "gru"}, "markov_head is 'gru', expected one of none, vanilla, gated, rnn"),
+        ({"markov_rank": 0}, "markov_rank must be at least 1, got 0"),
+    ):
+        with pytest.raises(DrafterError, match=message):
+            build("dspark", model, **sizes)
+    drafter = build("dspark", model, **SMALL)
+    assert drafter.config.mask_token == SIZES["vocab_size"] - 1
+    inputs = replace(batch_of(drafter, model), layer_outputs=())
+    with pytest.raises(DrafterError, match="needs the outputs of the target's layers 0, 1, which this batch lacks"):
+        drafter.objective(frozen_for(drafter, model), TrainingStep(inputs, Draws(None, torch.zeros(2).bool())))

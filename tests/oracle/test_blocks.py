@@ -1,0 +1,284 @@
+"""DSpark and DFlash equal the official code on every vector: blocks, activations, losses, gradients, decoding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moa_data.moa.decoding.loop import generate_batch, plain_generate
+from moa_data.moa.decoding.proposer import DrafterProposer
+from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
+from moa_data.moa.drafters import blocks
+from moa_data.moa.drafters.block import BlockDrafter
+from moa_data.moa.drafters.rounds import BlockDraws, Draws
+from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
+
+from .blocks import (
+    ACTIVATION,
+    COMMITTED,
+    FOLDER,
+    LOSS,
+    Vectors,
+    build_drafter,
+    frozen_target,
+    meta,
+    names,
+    target_model,
+    tensors,
+)
+
+
+def inputs_of(config: str, drafter: BlockDrafter, loss_mask: Tensor, rows: slice) -> TrainingInputs:
+    """The rows of a config's batch as a store gives them: without the embedding, which follows from the tokens."""
+    found = tensors(f"{config}_train_inputs")
+    states = found["H"][rows].split(drafter.config.hidden_size, dim=-1)
+    layers = tuple(part for part, layer in zip(states, drafter.config.fused_layers, strict=True) if layer >= 0)
+    hidden = found["h_last"][rows]
+    return TrainingInputs(found["input_ids"][rows], loss_mask[rows], None, hidden, layer_outputs=layers)
+
+
+def check_blocks(vectors: Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs) -> Draws:
+    """Compare what blocks are: inputs, positions, masks, labels, weights; returns the draws that have these blocks."""
+    size, n_tokens = drafter.config.block_size, inputs.tokens.shape[1]
+    keep, given = vectors["block_keep_mask"], vectors["anchor_positions"]
+    draws = Draws(None, torch.zeros(len(keep), dtype=torch.bool))
+    every, is_candidate = blocks.draw_anchors(inputs.response_mask, draws)
+    for row, own in enumerate(keep):
+        assert set(given[row][own].tolist()) <= set(every[row][is_candidate[row]].tolist())
+    draws.blocks = BlockDraws(drafter.config.n_drafts, anchors=torch.where(keep, given, -1))
+    anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
+    vectors.equal("anchor_positions", anchors)
+    vectors.equal("block_keep_mask", valid)
+    of_queries = keep.repeat_interleave(size, dim=1)
+    slots = drafter.slots(frozen, inputs.tokens.gather(1, anchors))
+    if "block_input_ids" in vectors.tensors:
+        assert torch.equal(slots[of_queries], frozen.embed(vectors["block_input_ids"])[of_queries])
+    vectors.equal("block_inputs", slots, of_queries)
+    positions = blocks.draft_positions(anchors, size).flatten(1)
+    vectors.equal("position_ids", torch.cat((torch.arange(n_tokens).expand(len(keep), -1), positions), dim=1))
+    mask = blocks.block_mask(anchors, valid, size, n_tokens).dense
+    vectors.equal("attention_mask", mask & of_queries[..., None])
+    labels = (blocks.draft_positions(anchors, size) + 1).clamp(max=n_tokens - 1)
+    vectors.equal("target_ids", inputs.tokens.gather(1, labels.flatten(1)).view_as(labels), keep)
+    vectors.equal("prev_token_ids", drafter.tokens_before(inputs.tokens, anchors), keep)
+    return draws
+
+
+def check_forward(vectors: Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs) -> Tensor:
+    """Compare activations, from the context to the confidence; returns the acceptance of each slot."""
+    keep, anchors = vectors["block_keep_mask"], vectors["anchor_positions"]
+    of_queries = keep.repeat_interleave(drafter.config.block_size, dim=1)
+    outputs: list[Tensor] = []
+    for block in drafter.blocks:
+
+        def finish(x: Tensor, attended: Tensor, own: Any = block.finish) -> Tensor:
+            outputs.append(own(x, attended))
+            return outputs[-1]
+
+        vars(block)["finish"] = finish
+    hidden = drafter.text_hidden(frozen, inputs, anchors, keep)
+    for block in drafter.blocks:
+        del vars(block)["finish"]
+    is_text = inputs.hidden.any(dim=-1)
+    context = drafter.context(frozen, inputs.tokens, torch.cat(inputs.layer_outputs, dim=-1))
+    vectors.close("H_ctx", context, is_text)
+    for index, output in enumerate(outputs):
+        vectors.close(f"layer_out.{index}", output, of_queries)
+    vectors.close("final_hidden", hidden, keep)
+    vectors.close("base_logits", frozen.logits(hidden), keep)
+    features = drafter.text_features(hidden, drafter.tokens_before(inputs.tokens, anchors))
+    logits = drafter.draft_logits(frozen, features)
+    vectors.close("draft_logits", logits, keep)
+    taught = blocks.draft_positions(anchors, drafter.config.n_drafts).clamp(max=inputs.tokens.shape[1] - 2)
+    rows = torch.arange(len(keep))[:, None, None]
+    target = frozen.logits(inputs.hidden[rows, taught])
+    vectors.close("target_logits", target, keep)
+    accepted = 1 - 0.5 * (logits.softmax(dim=-1) - target.softmax(dim=-1)).abs().sum(dim=-1)
+    vectors.close("accept_rate", accepted.clamp(0, 1), keep)
+    guess = drafter.confidence_logits(features)
+    if guess is not None:
+        vectors.close("confidence_logits", guess, keep)
+    return accepted.detach()
+
+
+def check_losses(
+    vectors: Vectors, drafter: BlockDrafter, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws, flags: Any,
+    total_weight: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Compare the weights and sums of each term and the loss, which is returned.
+
+    Args:
+        total_weight: sum of the weights over all ranks; None where there is one.
+    """
+    assert draws.blocks is not None
+    anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
+    chosen = BlockDraws(draws.blocks.n_drafts, None, flags["loss_decay_gamma"] or 0.0, draws.blocks.anchors)
+    shares = blocks.draft_weights(inputs.response_mask, anchors, valid, chosen)
+    vectors.equal("eval_mask", shares > 0)
+    vectors.close("loss_weights", shares)
+    own = Draws(None, draws.staircase_rows, blocks=chosen)
+    torch.testing.assert_close(blocks.position_weights(inputs.response_mask, own).sum(), shares.sum())
+    weights = LossWeights(
+        forward_kl=0.0,
+        cross_entropy=flags["ce_loss_alpha"],
+        l1=flags["l1_loss_alpha"],
+        confidence=flags["confidence_head_alpha"],
+    )
+    sums = drafter.objective(frozen, TrainingStep(inputs, own, weights, denominator=1.0)).parts
+    for name, key in (("cross_entropy", "ce"), ("l1", "l1"), ("confidence", "confidence")):
+        is_used = getattr(weights, name) > 0
+        vectors.close(f"{key}_den", shares.sum() if is_used else torch.zeros(()), tolerance=LOSS)
+        vectors.close(f"{key}_num", sums[name] if is_used else torch.zeros(()), tolerance=LOSS)
+    denominator = None if total_weight is None else (total_weight + 1e-6) / flags["world_size"]
+    terms = drafter.objective(frozen, TrainingStep(inputs, own, weights, denominator))
+    vectors.close("loss", terms.total, tolerance=LOSS)
+    return terms.total
+
+
+@pytest.mark.parametrize("name", [name for name in names("train") if meta(name)["flags"]["world_size"] == 1])
+def test_training(name: str) -> None:
+    config, flags, vectors = name[0], meta(name)["flags"], Vectors(tensors(name))
+    drafter, frozen = build_drafter(config, meta(name)), frozen_target(config)
+    inputs = inputs_of(config, drafter, vectors["loss_mask"], slice(None))
+    draws = check_blocks(vectors, drafter, frozen, inputs)
+    accepted = check_forward(vectors, drafter, frozen, inputs)
+    check_losses(vectors, drafter, frozen, inputs, draws, flags).backward()
+    vectors.gradients(drafter)
+    vectors.all_read()
+    length = blocks.expected_lengths(accepted, vectors["eval_mask"]).mean().item()
+    assert length == pytest.approx(meta(name)["metrics"]["train/tau_probabilistic"], rel=1e-5)
+    _, is_candidate = blocks.draw_anchors(inputs.response_mask, Draws(None, draws.staircase_rows))
+    assert is_candidate.sum().item() / len(is_candidate) == meta(name)["metrics"]["train/valid_anchors_abs"]
+
+
+@pytest.mark.parametrize("name", [name for name in names("train") if meta(name)["flags"]["world_size"] > 1])
+def test_training_on_several_ranks(name: str) -> None:
+    """Denominators are sums over ranks, so that the mean of the ranks' gradients is that of the pooled loss."""
+    config, flags, found = name[0], meta(name)["flags"], tensors(name)
+    drafter, frozen = build_drafter(config, meta(name)), frozen_target(config)
+    ranks = range(flags["world_size"])
+    by_rank = [
+        Vectors({key.removeprefix(f"rank{rank}."): value for key, value in found.items() if f"rank{rank}." in key})
+        for rank in ranks
+    ]
+    total_weight = sum(vectors["loss_weights"].sum().item() for vectors in by_rank)
+    losses = []
+    for rank, vectors in zip(ranks, by_rank, strict=True):
+        inputs = inputs_of(config, drafter, found["loss_mask"], slice(rank, rank + 1))
+        draws = check_blocks(vectors, drafter, frozen, inputs)
+        check_forward(vectors, drafter, frozen, inputs)
+        losses.append(check_losses(vectors, drafter, frozen, inputs, draws, flags, total_weight))
+        vectors.all_read()
+    torch.stack(losses).mean().backward()
+    rest = Vectors({key: value for key, value in found.items() if not key.startswith("rank")})
+    rest.skip("loss_mask")
+    rest.gradients(drafter)
+    rest.all_read()
+
+
+class Rounds(DrafterProposer):
+    """Notes what each round drafts: without the cut by confidence, then with it."""
+
+    def __init__(self, target: Target, drafter: BlockDrafter, cut_below: float) -> None:
+        super().__init__(target, drafter)
+        self.block_drafter, self._cut_below = drafter, cut_below
+        self.found: list[dict[str, Any]] = []
+
+    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+        state = self.state
+        facts = {"start": len(committed[0]) - 1, "cached": state.lengths[0], "new": sum(map(len, state.fresh[0]))}
+        drafted = super().propose(committed, TreeShape(self.block_drafter.config.n_drafts)).tokens[0]
+        hidden = state.hidden[0].clone()
+        before = torch.cat((torch.tensor(committed[0][-1:]), drafted[:-1]))
+        features = self.block_drafter.text_features(hidden, before)
+        best = self.block_drafter.draft_logits(self.frozen, features).topk(2).values
+        cut = super().propose(committed, TreeShape(shape.depth, cut_below=self._cut_below))
+        facts |= {
+            "drafted": drafted, "hidden": hidden, "kept": cut.n_nodes, "gap": best[:, 0] - best[:, 1],
+            "confidence": self.block_drafter.confidence_logits(features),
+        }  # fmt: skip
+        self.found.append(facts)
+        return cut
+
+
+class Decoded:
+    """One prompt decoded far enough that no round of the official loop is cut by the limit."""
+
+    def __init__(self, target: Target, drafter: BlockDrafter, prompt: list[int], flags: dict[str, Any]) -> None:
+        depth = drafter.config.n_drafts
+        self.proposer = Rounds(target, drafter, flags.get("confidence_threshold", 0.0))
+        self.committed: list[list[int]] = []
+        self.accepted: list[int] = []
+        self.tokens = generate_batch(
+            target,
+            [prompt],
+            max_new_tokens=flags["max_new_tokens"] + 2 * depth + 2,
+            proposer=self.proposer,
+            tree=TreeShape(depth),
+            on_tokens=self._note,
+        )[0].tokens
+
+    def _note(self, tokens: list[int], drafted: list[bool]) -> None:
+        self.committed.append(tokens)
+        self.accepted.append(sum(drafted))
+
+    def compare(self, vectors: Vectors, number: int, round_: int) -> None:
+        """Compare the n-th round with one of the file."""
+        facts = self.proposer.found[number]
+        for key, fact in (("round_start", "start"), ("round_cached", "cached"), ("round_ctx_new", "new")):
+            assert int(vectors[key][round_]) == facts[fact], key
+        assert torch.equal(vectors["drafted"][round_], facts["drafted"])
+        if "kept" in vectors.tensors:
+            assert int(vectors["kept"][round_]) == facts["kept"]
+        committed = vectors["committed"][round_]
+        assert self.committed[1 + number] == committed[committed >= 0].tolist()
+        assert self.accepted[1 + number] == int(vectors["accepted"][round_])
+        own = {"draft_hidden": facts["hidden"], "draft_gap": facts["gap"], "confidence_logits": facts["confidence"]}
+        for key, got in own.items():
+            if key in vectors.tensors:
+                goal = vectors[key][round_]
+                goal = goal[1:] if len(goal) > len(got) else goal  # the first slot drafts nothing
+                atol = ACTIVATION * max(1.0, goal.abs().max().item())
+                torch.testing.assert_close(got, goal, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", names("infer"))
+@torch.no_grad()
+def test_decoding(name: str) -> None:
+    """Round by round as far as the official loop goes, and to the same text."""
+    config, flags, vectors = name[0], meta(name)["flags"], Vectors(tensors(name))
+    drafter, target = build_drafter(config, meta(name)), Target(target_model(config))
+    n_done = 0
+    for index, n_prompt in enumerate(vectors["prompt_lengths"].tolist()):
+        prompt = vectors["prompts"][index, :n_prompt].tolist()
+        stops = vectors["stop_ids"][index].tolist() if "stop_ids" in vectors.tensors else []
+        target.eos_token_ids = frozenset(stop for stop in stops if stop >= 0)
+        decoded = Decoded(target, drafter, prompt, flags)
+        output = vectors["output_ids"][index]
+        expected = output[output >= 0].tolist()
+        assert prompt + decoded.tokens[: len(expected) - n_prompt] == expected
+        target.eos_token_ids = frozenset()
+        plain = plain_generate(target, prompt, max_new_tokens=flags["max_new_tokens"]).tokens
+        greedy = vectors["greedy_ids"][index]
+        assert prompt + plain == greedy[greedy >= 0].tolist()
+        rounds = (vectors["round_prompt"] == index).nonzero()[:, 0].tolist()
+        for number, round_ in enumerate(rounds):
+            decoded.compare(vectors, number, round_)
+        n_done += len(rounds)
+    assert n_done == len(vectors["round_prompt"])
+    vectors.skip("verify_gap", "effective")  # of the target's logits, and of a statistic
+    vectors.all_read()
+
+
+def test_every_file_is_read() -> None:
+    stems = {file.stem for file in FOLDER.iterdir() if file.name != "README.md"}
+    known = {*names("train"), *names("infer")}
+    known |= {f"{name[0]}_{rest}" for name in known for rest in ("weights", "train_inputs")}
+    assert stems == known
+    assert any("train" in name for name in stems)
+    assert any("infer" in name for name in stems)
+    assert sum(file.stat().st_size for file in COMMITTED.iterdir()) < 1.4e6
