@@ -94,7 +94,7 @@ def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
 
 def test_a_second_signal_does_not_wait(model: Path) -> None:
     with (
-        serving(model, "--target-ms", "100") as (process, _, address),
+        serving(model, "--target-ms", "500") as (process, _, address),
         OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client,
     ):
         stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=200, stream=True)

@@ -529,6 +529,8 @@ class DrafterContract:
         model, draws, seen = build_model(), ROUNDS["bounded"], list[int]()
         drafter = self.build(model)
         inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
+        if hasattr(drafter.config, "block_size"):
+            pytest.skip("a block drafter's rows are its blocks, all of one length")
         inputs.real = torch.arange(30) < torch.tensor([[30], [25]])
         real = DecoderBlock.finish
 

@@ -210,7 +210,9 @@ def test_token_losses_equal_their_definition(has_correction: bool) -> None:
     goals = torch.autograd.grad(2.0 * (expected * weights).sum(), inputs)
     own = (code, correction) if has_correction else (None, None)
     for chunk_bytes in (None, 1, 4 * 2 * 11 * 4):
-        total, terms = chunked_token_losses(features, hidden, labels, head, weights, *own, chunk_bytes)
+        total, terms = chunked_token_losses(
+            features, hidden, labels, head, weights, code=own[0], correction=own[1], chunk_bytes=chunk_bytes
+        )
         torch.testing.assert_close(terms, expected)
         torch.testing.assert_close(total, (expected * weights).sum())
         for got, goal in zip(torch.autograd.grad(2.0 * total, inputs), goals, strict=True):
