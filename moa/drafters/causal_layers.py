@@ -13,25 +13,17 @@ from torch import Tensor
 from ..nn import masks
 from ..nn.kv import KVBuffer, positions_behind
 from ..nn.layers import DecoderBlock, Rotary
-from ..nn.packing import Packing
 from .rounds import at_queries
 
 
-def causal_features(
-    blocks: Sequence[DecoderBlock],
-    rotary: Rotary,
-    x: Tensor,
-    queries: Tensor | None = None,
-    packing: Packing | None = None,
-) -> Tensor:
+def causal_features(blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, queries: Tensor | None = None) -> Tensor:
     """Run layers over whole sequences x [B, S, E]; slot t stands at position t.
 
     Args:
         queries: [B, Q] int64 slots to compute features for; None = all.
-        packing: which of the queries are real.
 
     Returns:
-        [B, Q, E], outputs of the last layer; with a packing [P, E].
+        [B, Q, E], outputs of the last layer.
     """
     slots = torch.arange(x.shape[1], device=x.device)
     rotation = rotary(slots[None, :])
@@ -43,8 +35,7 @@ def causal_features(
         x = block.attend_self(x, rotation, causal)
     keys, values = last.keys_values(x, rotation)
     seen = masks.Mask.up_to(queries, len(slots))
-    chosen = at_queries(x, queries) if packing is None else packing.at(x, queries)
-    features: Tensor = last(chosen, rotary(queries), keys, values, seen, packing)
+    features: Tensor = last(at_queries(x, queries), rotary(queries), keys, values, seen)
     return features
 
 

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn.layers import DecoderBlock, Rotary
-from ..nn.packing import Packing
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.context_cache import ContextCache
 from .causal_layers import causal_features
 from .feature import FeatureDrafter, FeatureState
-from .rounds import Draws, loss_queries
+from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes
 from .training import LossTerms, TrainingStep, distillation, loss_scale
 
@@ -102,18 +101,17 @@ class EagleDrafter(FeatureDrafter):
         state.fresh[0].append(context)
         cache.append(len(context), None, 0)
 
-    def forward(self, joined: Tensor, queries: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+    def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:
         """Run the layers over whole sequences; slot t gives the feature of token t+1.
 
         Args:
             joined: [B, S, E], slots 0..S-1.
             queries: [B, Q] int64 slots to compute features for; None = all.
-            packing: which of the queries are real.
 
         Returns:
-            [B, Q, E]; with a packing [P, E].
+            [B, Q, E].
         """
-        return causal_features(self.blocks, self.rotary, joined, queries, packing)
+        return causal_features(self.blocks, self.rotary, joined, queries)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -124,10 +122,9 @@ class EagleDrafter(FeatureDrafter):
         noise = _draw_noise(step.draws, inputs.hidden)
         seen = hidden if noise is None else hidden + noise
         queries, valid = loss_queries(inputs.response_mask[:, 1:].bool())
-        packing = Packing.of(valid)
-        features = self(self.join(embeddings, seen[:, :-1]), queries, packing)  # [P, E]
-        goal = packing.at(hidden[:, 1:], queries)
-        n_positions = len(goal)
+        features = self(self.join(embeddings, seen[:, :-1]), queries)[valid]  # [P, E]
+        goal = at_queries(hidden[:, 1:], queries)[valid]
+        n_positions = int(valid.sum())
         kl, feature = distillation(frozen, features, goal, loss_scale(n_positions, step.denominator))
         return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, n_positions)
 

@@ -38,10 +38,9 @@ from ..errors import DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..nn.limits import LIMITS
-from ..nn.packing import Packing
 from ..targets.bundle import FrozenTarget, target_sizes
 from .feature import FeatureDrafter
-from .rounds import loss_queries
+from .rounds import at_queries, loss_queries
 from .sizes import DrafterSizes
 from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
@@ -233,34 +232,32 @@ class Eagle3Drafter(FeatureDrafter):
         """
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
-        packing = Packing.of(valid)
-        features, reached = self.test_time_features(frozen, inputs, queries, valid, packing)  # [J, P, E], [J, P]
-        n_steps, n_positions, _ = features.shape
+        features, reached = self.test_time_features(frozen, inputs, queries, valid)
+        n_positions, n_steps = int(valid.sum()), features.shape[0]
         decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
         total, by_step = losses.chunked_head_kl(
-            self.norm(features.transpose(0, 1)),
-            packing.at(inputs.hidden, queries),
+            self.norm(features.transpose(0, 1).transpose(1, 2)[valid]),  # [P, J, E]
+            at_queries(inputs.hidden, queries)[valid],  # [P, E]
             self.lm_head.weight,
             frozen.lm_head_weight,
-            (reached * decay[:, None]).T,
+            (reached * decay[:, None, None]).permute(1, 2, 0)[valid],  # [P, J]
             self.draft_tokens,
         )
         scale = loss_scale(n_positions, step.denominator)
         return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[0], None, n_positions)
 
     def test_time_features(
-        self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor, packing: Packing
+        self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run every step of training-time test; the results are sorted by the position that a step drafts from.
 
         Args:
             queries: [B, Q] int64, positions of the response, ascending, as ``rounds.loss_queries`` gives them.
             valid: [B, Q] bool; False is padding.
-            packing: of the valid ones.
 
         Returns:
-            Features [J, P, E] of each position in step j, and [J, P] bool, whether a round whose root is j - 1 tokens
-            before reaches it within the response.
+            Features [J, B, Q, E] of each position in step j, and [J, B, Q] bool, whether a round whose root is j - 1
+            tokens before reaches it within the response.
         """
         embeddings = frozen.embed(inputs.tokens[:, 1:])  # of slot t, [B, S, E]
         hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
@@ -268,7 +265,7 @@ class Eagle3Drafter(FeatureDrafter):
         first = (queries - 1).clamp(min=0)  # the slot that each round begins at
         joined = self.join(embeddings, hidden)
         keys, values = block.keys_values(joined, self.rotary(slots[None, :]))
-        seen, x = slots <= first[..., None], packing.at(joined, first)  # [B, Q, S], [P, 2E]
+        seen, x = slots <= first[..., None], at_queries(joined, first)  # [B, Q, S], [B, Q, 2E]
         own: list[tuple[Tensor, Tensor]] = []
         features: list[Tensor] = []
         reached: list[Tensor] = []
@@ -277,15 +274,14 @@ class Eagle3Drafter(FeatureDrafter):
             at = (first + step).clamp(max=len(slots) - 1)
             rotation = self.rotary(at)
             if step:
-                x = self.join(packing.at(embeddings, at), outputs)
-                own.append(block.keys_values(x, rotation, packing))
-            attended = attend_with_own_steps(block.queries(x, rotation, packing), keys, values, seen, own)
-            outputs = block.finish(x, block.self_attn.output(attended, packing))
-            # Round p stands at the position that is `step` places further among the queries, if none is left out; the
-            # first ones of a row get features of another row, and no weight.
-            features.append(outputs.roll(step, dims=0))
+                x = self.join(at_queries(embeddings, at), outputs)
+                own.append(block.keys_values(x, rotation))
+            attended = attend_with_own_steps(block.queries(x, rotation), keys, values, seen, own)
+            outputs = block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
+            # Round p stands at the position that is `step` places further among the queries, if none is left out.
+            features.append(outputs.roll(step, dims=1))
             has_root = torch.arange(queries.shape[1], device=queries.device) >= step
-            reached.append(packing.pack(valid & has_root & (queries - queries.roll(step, dims=1) == step)))
+            reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
         return torch.stack(features), torch.stack(reached)
 
 

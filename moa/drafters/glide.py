@@ -32,7 +32,6 @@ from ..errors import DrafterError
 from ..nn import masks
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotary, Rotation
-from ..nn.packing import Packing
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
@@ -153,10 +152,9 @@ class GlideDrafter(Drafter):
         inputs, draws = step.inputs, step.draws
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
-        packing = Packing.of(valid)
-        features = self._features(frozen, inputs, last_seen, queries, packing)  # [P, E]
-        goal = packing.at(inputs.hidden, queries)
-        n_positions = len(goal)
+        features = self._features(frozen, inputs, last_seen, queries)[valid]  # [P, E]
+        goal = at_queries(inputs.hidden, queries)[valid]
+        n_positions = int(valid.sum())
         kl, feature = distillation(frozen, features, goal, loss_scale(n_positions, step.denominator))
         return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), n_positions)
 
@@ -169,29 +167,16 @@ class GlideDrafter(Drafter):
         context = masks.last_context(drafted).gather(1, queries)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
-    def _features(
-        self,
-        frozen: FrozenTarget,
-        inputs: TrainingInputs,
-        last_seen: Tensor,
-        queries: Tensor,
-        packing: Packing | None = None,
-    ) -> Tensor:
+    def _features(self, frozen: FrozenTarget, inputs: TrainingInputs, last_seen: Tensor, queries: Tensor) -> Tensor:
         """Compute features [B, Q, E] of queries that see target KV up to ``last_seen``, both [B, Q] int64."""
         if inputs.kv is None:
             raise DrafterError("GLIDE needs the target's keys and values of the last layer, which this batch lacks.")
         seen = masks.cross_attention_mask(last_seen, inputs.tokens.shape[1])
-        features: Tensor = self(frozen, inputs.tokens, inputs.kv, seen, queries, packing)
+        features: Tensor = self(frozen, inputs.tokens, inputs.kv, seen, queries)
         return features
 
     def forward(
-        self,
-        frozen: FrozenTarget,
-        tokens: Tensor,
-        kv: Tensor,
-        seen: masks.Mask | Tensor,
-        queries: Tensor | None = None,
-        packing: Packing | None = None,
+        self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, seen: masks.Mask | Tensor, queries: Tensor | None = None
     ) -> Tensor:
         """Run many draft rounds at once, fed with the text.
 
@@ -201,10 +186,9 @@ class GlideDrafter(Drafter):
             seen: which positions' target KV each query sees; where it is a tensor, [B, Q, T] bool, or numbers that are
                 added to the scores.
             queries: [B, Q] int64 positions to compute features for; None = all.
-            packing: which of the queries are real.
 
         Returns:
-            Features [B, Q, E]; with a packing [P, E].
+            Features [B, Q, E].
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
         if queries is None:
@@ -213,8 +197,8 @@ class GlideDrafter(Drafter):
         own = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])
         target = unpack_kv(kv[:, :, -1], self.config.target_kv_heads)
-        x = at_queries(embeddings, queries) if packing is None else packing.at(embeddings, queries)
-        return self._layer(x, self.rotary(queries), own, causal, target, seen, packing)
+        x = at_queries(embeddings, queries)
+        return self._layer(x, self.rotary(queries), own, causal, target, seen)
 
     def _layer(
         self,
@@ -224,13 +208,12 @@ class GlideDrafter(Drafter):
         own_mask: masks.Mask | Tensor | None,
         target: KeysValues,
         target_mask: masks.Mask | Tensor | None,
-        packing: Packing | None = None,
     ) -> Tensor:
-        """Run the layer for queries x [B, Q, E], or packed [P, E]; masks as for ``attention.attend``."""
+        """Run the layer for queries x [B, Q, E]; masks as for ``attention.attend``."""
         block = self.self_attention
-        x = x + block.self_attn(block.queries(x, rotation, packing), *own, own_mask, packing)
-        q = self.cross_attention.queries(x, rotation, None, packing)
-        return block.finish(x, self.cross_attention(q, *target, target_mask, packing))
+        x = x + block.self_attn(block.queries(x, rotation), *own, own_mask)
+        q = self.cross_attention.queries(x, rotation)
+        return block.finish(x, self.cross_attention(q, *target, target_mask))
 
     @override
     def new_state(self, n_rows: int) -> GlideState:

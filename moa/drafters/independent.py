@@ -21,12 +21,11 @@ from typing_extensions import override
 from ..errors import DrafterError
 from ..nn import losses, masks
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
-from ..nn.packing import Packing
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .causal_layers import LayerCaches, causal_features
-from .rounds import Draws, loss_queries
+from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes, multiple_of_32
 from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
 
@@ -96,19 +95,17 @@ class IndependentDrafter(Drafter):
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         return response_mask.bool()
 
-    def forward(self, tokens: Tensor, queries: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, queries: Tensor | None = None) -> Tensor:
         """Run the model over whole sequences.
 
         Args:
             tokens: [B, T] int64, right padded.
             queries: [B, Q] int64 positions to compute features for; None = all.
-            packing: which of the queries are real.
 
         Returns:
-            Features after the final norm [B, Q, W]; with a packing [P, W].
+            Features after the final norm [B, Q, W].
         """
-        x = self.embed_tokens(tokens)
-        features: Tensor = self.norm(causal_features(self.blocks, self.rotary, x, queries, packing))
+        features: Tensor = self.norm(causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries))
         return features
 
     @override
@@ -116,10 +113,9 @@ class IndependentDrafter(Drafter):
         """Compute the loss of one mini-batch: the forward KL alone, through both LM heads."""
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
-        packing = Packing.of(valid)
-        features = self(inputs.tokens, queries, packing)  # [P, W]
-        goal = packing.at(inputs.hidden, queries)  # [P, E]
-        n_positions = len(goal)
+        features = self(inputs.tokens, queries)[valid]  # [P, W]
+        goal = at_queries(inputs.hidden, queries)[valid]  # [P, E]
+        n_positions = int(valid.sum())
         weight = features.new_ones(len(features), 1)
         total, _ = losses.chunked_head_kl(
             features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight

@@ -42,7 +42,6 @@ from ..errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_behind, rotate_packed_keys
 from ..nn.layers import DecoderBlock, Rotary, Rotation
-from ..nn.packing import Packing
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.context_cache import ContextCache
@@ -123,7 +122,7 @@ class _Fed(NamedTuple):
 
 @dataclass
 class DrafterOutputs:
-    """Outputs of the training forward at the queries [B, Q]; with a packing [P, E] each."""
+    """Outputs of the training forward at the queries [B, Q]."""
 
     self_attention: Tensor
     """[B, Q, E]."""
@@ -180,91 +179,67 @@ class MoADrafter(Drafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch (paper section 3; official ``train/moa_spec.py``, lines 107-275)."""
         rounds = Rounds.packed(step.draws, step.inputs.response_mask.bool())
-        packing = Packing.of(rounds.drafted)
-        return self.losses(frozen, step, rounds, self._forward(frozen, step.inputs, rounds, packing), packing)
+        return self.losses(frozen, step, rounds, self._forward(frozen, step.inputs, rounds))
 
-    def forward(
-        self,
-        frozen: FrozenTarget,
-        tokens: Tensor,
-        kv: Tensor,
-        rounds: Rounds,
-        packing: Packing | None = None,
-        text: Packing | None = None,
-    ) -> DrafterOutputs:
+    def forward(self, frozen: FrozenTarget, tokens: Tensor, kv: Tensor, rounds: Rounds) -> DrafterOutputs:
         """Run many draft rounds at once, fed with the text.
 
         Args:
             frozen: target weights, with at least N layers.
             tokens: [B, T] int64, right padded.
             kv: [B, T, L, D], packed target KV.
-            packing: which of the queries are real.
-            text: which of the tokens are real.
         """
         n_tokens = tokens.shape[1]
         positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
         queries, context = rounds.queries, rounds.context
 
         # Layer self-attention
-        memory = self.encode_memory(kv, positions, text)  # [B, T, E], or packed
+        memory = self.encode_memory(kv, positions)  # [B, T, E]
 
         # Self-attention
         rotation = self.rotary(positions)
         query_rotation = self.rotary(queries)
         embeddings = frozen.embed(tokens)
-        source = embeddings if text is None else text.pack(embeddings)
-        keys, values = self.self_attention.keys_values(source, rotation, text)
+        keys, values = self.self_attention.keys_values(embeddings, rotation)
         self_mask = masks.self_attention_mask(queries, context, rounds.staircase, n_tokens)
-        x = at_queries(embeddings, queries) if packing is None else packing.at(embeddings, queries)
-        x1 = self.self_attention(x, query_rotation, keys, values, self_mask, packing)
+        x1 = self.self_attention(at_queries(embeddings, queries), query_rotation, keys, values, self_mask)  # [B, Q, E]
 
         # Cross-attention
-        verified = self.cross_attention.keys_values(memory, rotation, text)
+        verified = self.cross_attention.keys_values(memory, rotation)
         if self.config.cross_attention_drafts:
             behind = partial(_concatenated, verified)
             mask = masks.round_mask(queries, context, rounds.pass_index, n_tokens)
-            x2 = self.cross_attention.attend_behind(x1, query_rotation, behind, mask, packing)
+            x2 = self.cross_attention.attend_behind(x1, query_rotation, behind, mask)
         else:
             mask = masks.cross_attention_mask(context, n_tokens)
-            x2 = self.cross_attention(x1, query_rotation, *verified, mask, packing)
+            x2 = self.cross_attention(x1, query_rotation, *verified, mask)
 
         # Target layers
         if not self.config.target_layer_inference:
             return DrafterOutputs(x1, x2, x2, x2, x2)
-        leaving = mixed_target_layers(frozen, x2, kv, rounds, packing)
+        leaving = mixed_target_layers(frozen, x2, kv, rounds)
         return DrafterOutputs(x1, x2, x2, leaving, frozen.norm(leaving))
 
-    def losses(
-        self,
-        frozen: FrozenTarget,
-        step: TrainingStep,
-        rounds: Rounds,
-        outputs: DrafterOutputs,
-        packing: Packing | None = None,
-    ) -> LossTerms:
+    def losses(self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, outputs: DrafterOutputs) -> LossTerms:
         """Compare features with the target's at the loss positions of some rounds.
 
         total = forward_kl weight * forward_kl + feature weight * feature, where with target layer inference the feature
         term is the mean of the losses after and before the last N layers.
-
-        Args:
-            packing: of the outputs, which are those of the loss positions then.
         """
         inputs, n_layers = step.inputs, self.config.target_layer_inference
         if n_layers and inputs.entering_hidden is None:
             layer = self.config.n_layers - n_layers - 1
             raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
-        at = packing or Packing.of(rounds.weights > 0)
-        weights_of = at.pack(rounds.weights)  # [P]
+        valid = rounds.weights > 0
+        weights_of = rounds.weights[valid]  # [P]
         scale = weights_of * loss_scale(float(weights_of.sum()), step.denominator)
-        features = outputs.features if packing else at.pack(outputs.features)  # [P, E]
-        hidden = at.at(inputs.hidden, rounds.queries)  # [P, E]
+        features = outputs.features[valid]  # [P, E]
+        hidden = at_queries(inputs.hidden, rounds.queries)[valid]  # [P, E]
         kl, feature = distillation(frozen, features, hidden, scale)
         entering, feature_term = None, feature
         if n_layers and inputs.entering_hidden is not None:
-            goal = at.at(inputs.entering_hidden, rounds.queries)
-            own = outputs.entering if packing else at.pack(outputs.entering)
-            entering = (losses.feature_loss(own, goal) * scale).sum()
+            goal = at_queries(inputs.entering_hidden, rounds.queries)[valid]
+            entering = (losses.feature_loss(outputs.entering[valid], goal) * scale).sum()
             feature_term = 0.5 * feature + 0.5 * entering
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
         return LossTerms(total, kl, feature, len(features), entering)
@@ -274,13 +249,10 @@ class MoADrafter(Drafter):
         rounds = Rounds.packed(draws, inputs.response_mask)
         return DraftedFeatures(rounds.queries, rounds.drafted, self._forward(frozen, inputs, rounds).features)
 
-    def _forward(
-        self, frozen: FrozenTarget, inputs: TrainingInputs, rounds: Rounds, packing: Packing | None = None
-    ) -> "DrafterOutputs":
+    def _forward(self, frozen: FrozenTarget, inputs: TrainingInputs, rounds: Rounds) -> "DrafterOutputs":
         if inputs.kv is None:
             raise DrafterError("Mixture of Attentions needs the target's keys and values; read them with the batch.")
-        text = None if inputs.real is None else Packing.of(inputs.real)
-        outputs: DrafterOutputs = self(frozen, inputs.tokens, inputs.kv, rounds, packing, text)
+        outputs: DrafterOutputs = self(frozen, inputs.tokens, inputs.kv, rounds)
         return outputs
 
     def encode_layers(self, kv: Tensor) -> Tensor:
@@ -289,7 +261,7 @@ class MoADrafter(Drafter):
         encoded: Tensor = out.unflatten(0, kv.shape[:2])
         return encoded
 
-    def encode_memory(self, kv: Tensor, positions: Tensor | None = None, text: Packing | None = None) -> Tensor:
+    def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """Make what cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
 
         With several ``layer_groups`` the means of all groups are concatenated; without layer self-attention the last
@@ -298,21 +270,20 @@ class MoADrafter(Drafter):
         Args:
             kv: [B, T, L, D]; without layer self-attention the last layer is enough.
             positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
-            text: which positions are real; None for all.
 
         Returns:
-            Memory [B, T, E]; with ``text`` packed, [P, E].
+            Memory [B, T, E].
         """
-        hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions, text))
+        hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions))
         return hidden
 
-    def encode_means(self, kv: Tensor, positions: Tensor | None = None, text: Packing | None = None) -> Tensor:
+    def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """Make what :meth:`encode_memory` projects: the means of G groups of layers, or the last layer (G = 1).
 
         Args and raised errors are those of :meth:`encode_memory`.
 
         Returns:
-            [B, T, G * D]; with ``text`` packed, [P, G * D].
+            [B, T, G * D].
         """
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
@@ -320,11 +291,9 @@ class MoADrafter(Drafter):
             positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
         rotation = self._layer_rotation(kv)
         summaries = []  # [n, G * D] each
-        flat, at = kv.flatten(0, 1), positions.expand(len(kv), -1).flatten()
-        n_positions = len(flat) if text is None else len(text.places)
-        for start in range(0, n_positions, _MOST_POSITIONS):
-            places = slice(start, start + _MOST_POSITIONS) if text is None else text.places[start:][:_MOST_POSITIONS]
-            part, where = flat[places].to(self.dtype), at[places]
+        at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
+        for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
+            part = part.to(self.dtype)
             if self.config.unrotated_keys:
                 part = rotate_packed_keys(part, self.rotary.inverse(where))
             if self.config.layer_attention:
@@ -333,7 +302,8 @@ class MoADrafter(Drafter):
             else:
                 summaries.append(part[:, 0])
         summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)
-        return summary if text is not None else summary.unflatten(0, kv.shape[:2])
+        all_means: Tensor = summary.unflatten(0, kv.shape[:2])
+        return all_means
 
     def _layer_rotation(self, kv: Tensor) -> Rotation:
         rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])

@@ -12,24 +12,21 @@ from torch import Tensor
 
 from ..nn import masks
 from ..nn.kv import unpack_kv
-from ..nn.packing import Packing
 from ..targets.bundle import FrozenTarget
 from .rounds import Rounds
 
 
-def mixed_target_layers(
-    frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds, packing: Packing | None = None
-) -> Tensor:
+def mixed_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
     """Run drafted features of many rounds through the layers, as in decoding.
 
     Query i sees the target's own KV up to s(i), and behind it keys and values of the drafted features of its round.
 
     Args:
-        x: [B, Q, E], drafted features; with a packing [P, E].
+        x: [B, Q, E], drafted features.
         kv: [B, T, >= N, D], packed target KV, the last N layers last.
 
     Returns:
-        As x, before the final norm.
+        [B, Q, E], before the final norm.
     """
     queries, context = rounds.queries, rounds.context
     by_window = {
@@ -40,10 +37,10 @@ def mixed_target_layers(
     first = kv.shape[2] - frozen.n_layers
     for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):
         target_keys, target_values = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
-        keys, values = layer.keys_values(x, rotation, packing)
+        keys, values = layer.keys_values(x, rotation)
         keys = torch.cat((target_keys.to(keys.dtype), keys), dim=2)
         values = torch.cat((target_values.to(values.dtype), values), dim=2)
-        x = layer(x, rotation, keys, values, by_window[window], packing)
+        x = layer(x, rotation, keys, values, by_window[window])
     return x
 
 

@@ -30,8 +30,6 @@ class TrainingInputs:
     """[B, T, E], hidden state that enters the last N target layers; needed when N > 0."""
     layer_outputs: tuple[Tensor, ...] = ()
     """[B, T, E] each, outputs of the decoder layers that the drafter reads (``needed_layers``), before any norm."""
-    real: Tensor | None = None
-    """[B, T] bool, False on padding; None where that is not told, and padding is treated as text."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from ..errors import DrafterError
 from ..files.foreign import parsing
 from .attention import attend
 from .masks import Mask
-from .packing import Packing
 
 Rotation = tuple[Tensor, Tensor]
 """cos, and sin with the sign of its term (negative in the first half), each [..., d], float32."""
@@ -197,13 +196,9 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None, packing: Packing | None) -> Tensor:
-    """Apply a layer to ``x * scale``, the scale [E] folded into the weight, for an x that needs no gradient.
-
-    With a packing x is packed, [P, E], and the result is in rows, [B, Q, ...].
-    """
-    out = layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
-    return out if packing is None else packing.unpack(out)
+def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
+    """Apply a layer to ``x * scale``, the scale [E] folded into the weight, for an x that needs no gradient."""
+    return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
 
 
 class Attention(nn.Module):
@@ -223,38 +218,24 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
             self.k_norm = RMSNorm(sizes.head_dim, eps=sizes.norm_eps)
 
-    def queries(
-        self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None, packing: Packing | None = None
-    ) -> Tensor:
-        """Project [B, Q, E] to rotated queries [B, H, Q, d]; ``scale`` and ``packing`` as in :func:`_project`."""
-        q = _project(self.q_proj, normed, scale, packing).unflatten(-1, (-1, self.head_dim))
+    def queries(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> Tensor:
+        """Project [B, Q, E] to rotated queries [B, H, Q, d]; ``scale`` as in :func:`_project`."""
+        q = _project(self.q_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
         return rotate(q.transpose(1, 2), rotation)
 
-    def keys_values(
-        self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None, packing: Packing | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Project [B, S, E] to rotated keys and values, each [B, H_kv, S, d]; the rest as in :func:`_project`."""
-        k = _project(self.k_proj, normed, scale, packing).unflatten(-1, (-1, self.head_dim))
-        v = _project(self.v_proj, normed, scale, packing).unflatten(-1, (-1, self.head_dim))
+    def keys_values(self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Project [B, S, E] to rotated keys and values, each [B, H_kv, S, d]; ``scale`` as in :func:`_project`."""
+        k = _project(self.k_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
+        v = _project(self.v_proj, normed, scale).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "k_norm"):
             k = self.k_norm(k)
         return rotate(k.transpose(1, 2), rotation), v.transpose(1, 2)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, packing: Packing | None = None
-    ) -> Tensor:
-        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask as for :func:`.attention.attend` -> [B, Q, E].
-
-        With a packing the result is packed, [P, E].
-        """
-        return self.output(attend(q, k, v, mask), packing)
-
-    def output(self, attended: Tensor, packing: Packing | None = None) -> Tensor:
-        """Join what the heads have found, [B, H, Q, d] -> [B, Q, E], or packed [P, E]."""
-        rows = attended.transpose(1, 2).flatten(2)
-        out: Tensor = self.o_proj(rows if packing is None else packing.pack(rows))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
+        """Attend: q [B, H, Q, d], k and v [B, H_kv, S, d], mask as for :func:`.attention.attend` -> [B, Q, E]."""
+        out: Tensor = self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return out
 
 
@@ -279,11 +260,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm decoder block: x += attention(norm(x)); x += mlp(norm(x)).
-
-    Where a method takes a :class:`.packing.Packing`, its x and what it returns of x's width are packed, [P, E] in place
-    of [B, Q, E]; queries, keys and values are in rows.
-    """
+    """Pre-norm decoder block: x += attention(norm(x)); x += mlp(norm(x))."""
 
     def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
@@ -301,22 +278,16 @@ class DecoderBlock(nn.Module):
         """Select what the attention's output is added to: [..., E] -> [..., E]."""
         return x
 
-    def queries(self, x: Tensor, rotation: Rotation, packing: Packing | None = None) -> Tensor:
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Normalise x [B, Q, E] and project it to rotated queries [B, H, Q, d]."""
-        return self.self_attn.queries(self.normed(x), rotation, None, packing)
+        return self.self_attn.queries(self.normed(x), rotation)
 
-    def keys_values(self, source: Tensor, rotation: Rotation, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+    def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Normalise a source [B, S, E] and project it to rotated keys and values, each [B, H_kv, S, d]."""
-        return self.self_attn.keys_values(self.normed(source), rotation, None, packing)
+        return self.self_attn.keys_values(self.normed(source), rotation)
 
     def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        keys: Tensor,
-        values: Tensor,
-        mask: Mask | Tensor | None,
-        packing: Packing | None = None,
+        self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Mask | Tensor | None
     ) -> Tensor:
         """Let the queries x [B, Q, E] attend to given keys and values: [B, Q, E].
 
@@ -326,16 +297,9 @@ class DecoderBlock(nn.Module):
             values: [B, H_kv, S, d].
             mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
         """
-        return self.finish(x, self.self_attn(self.queries(x, rotation, packing), keys, values, mask, packing))
+        return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
-    def attend_behind(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        append: AppendKV,
-        mask: Mask | Tensor | None,
-        packing: Packing | None = None,
-    ) -> Tensor:
+    def attend_behind(self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, Q, E] attend to what came before and to itself; equals :meth:`forward` on what ``append`` gives.
 
         Args:
@@ -344,9 +308,8 @@ class DecoderBlock(nn.Module):
             mask: who sees what; [B or 1, Q, S] bool where it is a tensor; None for no mask.
         """
         normed = self.normed(x)
-        keys, values = append(*self.self_attn.keys_values(normed, rotation, None, packing))
-        q = self.self_attn.queries(normed, rotation, None, packing)
-        return self.finish(x, self.self_attn(q, keys, values, mask, packing))
+        keys, values = append(*self.self_attn.keys_values(normed, rotation))
+        return self.finish(x, self.self_attn(self.self_attn.queries(normed, rotation), keys, values, mask))
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, T, E] attend to itself; equals :meth:`forward` on x's own keys and values with one norm less."""

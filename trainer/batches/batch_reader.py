@@ -147,7 +147,6 @@ class BatchReader:
             hidden=read["hidden"],
             entering_hidden=read.get("entering_hidden"),
             layer_outputs=tuple(states for name, states in read.items() if name.startswith(LAYER_OUTPUTS)),
-            real=_real(lengths),
         )
         return inputs, encoded
 
@@ -190,13 +189,6 @@ def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -
     specs = [(store.fields[name], needed_layers(store, config, name)) for name in needed_fields(store, config).values()]
     values = [(math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize) for spec, layers in specs]
     return int(n_tokens) * sum(n_values * n_bytes for n_values, n_bytes in values)
-
-
-def _real(lengths: np.ndarray) -> Tensor | None:
-    """Tell padding from text, [B, T] bool; None where there is no padding."""
-    if (lengths == lengths[0]).all():
-        return None
-    return torch.arange(int(lengths.max())) < torch.from_numpy(lengths)[:, None]
 
 
 def _as_stored(buffer: Tensor) -> np.ndarray:

@@ -16,7 +16,6 @@ from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn import losses
 from moa_data.moa.nn.limits import LIMITS
-from moa_data.moa.nn.packing import Packing
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
@@ -133,9 +132,7 @@ def test_decoding_equals_training_time_test(family: str) -> None:
     drafter = build_eagle3(target.model, test_time_steps=n_steps)
     inputs, frozen = batch_of(drafter, target.model, 22), FrozenTarget.from_model(target.model)
     queries, valid = loss_queries(drafter.loss_positions(inputs.response_mask, NO_DRAWS))
-    packing = Packing.of(valid)
-    features, reached = drafter.test_time_features(frozen, inputs, queries, valid, packing)
-    features, reached = (torch.stack([packing.unpack(step) for step in found]) for found in (features, reached))
+    features, reached = drafter.test_time_features(frozen, inputs, queries, valid)
     for row, roots in enumerate(((12, 15), (5, 11))):
         rows = Rows(drafter, target)
         for root in roots:
