@@ -41,10 +41,10 @@ def save(figure: Any, name: str) -> None:
 
 def tokens_after_a_cut() -> Any:
     """Draw how far clients wrote what the target would have: the share of cuts by the tokens right since the cut."""
-    rows = json.loads((RESULTS / "network-cuts.json").read_text())["rows"]
+    right = json.loads((RESULTS / "network-cuts.json").read_text())["right_each"]
     figure, axes = pyplot.subplots(figsize=(8.5, 3.4), layout="constrained")
     for drafter, (label, color, style) in CUTS.items():
-        found = [n for row in rows if row["drafter"] == drafter for n in row["right_each"]]
+        found = right[drafter]
         shares = [100 * sum(n >= length for n in found) / len(found) for length in range(SHOWN_TOKENS + 1)]
         axes.step(range(SHOWN_TOKENS + 1), shares, style, where="mid", color=color, linewidth=2, label=label)
     axes.set(xlim=(0, SHOWN_TOKENS), ylim=(0, 102), xlabel="tokens written without a network")

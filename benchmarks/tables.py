@@ -12,7 +12,7 @@ A file of figures is one table::
      "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}],
      "sources": [{"commit": "...", "cpu": "...", ...}]}       which code and machines, as records.py notes them
 
-A value of three numbers is a figure with its 95 % interval.
+A value of three numbers is a figure with its 95 % interval. What else a file holds is for ``figures.py``.
 """
 
 import argparse

@@ -65,7 +65,8 @@ def test_a_trial_foretells_the_peak_of_a_step(store_of_all: Path, kind: str, rec
     # What is made again at once does not grow with the sequence.
     foretold = 4 * memory.sequence_bytes(step.inputs.tokens.shape[1]) + memory.chunk_bytes - measured.plain.chunk_bytes
     assert activations < foretold * 1.05
-    assert foretold < 2 * activations
+    # The largest tensor of many slots, their mask, is counted as if it had gradients.
+    assert foretold < (3 if kind == "dflash" else 2) * activations
 
 
 def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
