@@ -24,6 +24,8 @@ _WARM_EVERY = 16
 """Contexts after which they are put into the drafter's caches while there is nothing else to do."""
 _FAR = 32
 """Tokens without contexts at which the client drafts nothing while the server is there."""
+_COMPARE_EVERY = 24
+"""Fewest tokens of a stream between two chains that are drafted to be compared with it."""
 _OVERLOADED_WAIT_S = 1.0
 _MOST_SENSELESS = 8
 """Connections in a row that end because what came made no sense, without a token in between."""
@@ -271,8 +273,9 @@ class Exchange:
     def _extend_comparison(self) -> None:
         session, drafter = self._session, self._drafter
         if self._comparison is None:
-            if len(session.tokens) >= self._next_comparison and self._n_lacking <= _FAR:
-                self._next_comparison = len(session.tokens) + self._policy.compare_every
+            is_due = len(session.tokens) >= self._next_comparison and self._policy.wants_comparison
+            if is_due and self._n_lacking <= _FAR:
+                self._next_comparison = len(session.tokens) + _COMPARE_EVERY
                 self._comparison = _Comparison(len(session.tokens))
             return
         chain, shape = self._comparison, session.shape
@@ -281,7 +284,7 @@ class Exchange:
         began_s = time.perf_counter()
         draft = drafter.next(session.tokens[: chain.start], chain.drafts)
         if draft is not None:
-            self._policy.observe_draft(time.perf_counter() - began_s)
+            self._policy.observe_draft(time.perf_counter() - began_s, is_compared=True)
             chain.drafts.append(draft.token)
             chain.probability *= draft.probability
         is_long = len(chain.drafts) >= shape.depth or chain.probability < shape.stop_below

@@ -32,9 +32,9 @@ _RETRY_COMMITS = 100
 """Commits after which chains that failed may be tried again, at first, and those that did not are compared again."""
 _LEAST_COMPARED = 12
 """Drafts that must have been compared with the target's tokens before anything is foretold of chains."""
-_COMPARE_EVERY, _KNOWN_DRAFTS = 24, 60
-"""Tokens of a stream between two chains that are drafted only to see how good they are; eight times as many once so
-many drafts have been compared, for each chain costs the client ten drafts."""
+_COMPARED_SHARE = 0.02
+"""Most of a stream's time that goes into chains that are drafted only to see how good they are, once something is known
+of them: whoever shares the client's processor waits for them, sometimes the stream itself."""
 _SLOPE = 0.03
 """What each draft adds to a target call, as a share of it."""
 _LONGEST = 24
@@ -79,6 +79,7 @@ class ModePolicy:
         self._deviation_s = 0.0
         self._call_s, self._level_s, self._accepted = _Mean(0.9), _Mean(0.98), _Mean(0.98)
         self._server_drafting_s, self._server_tokens = _Mean(0.95), _Mean(0.95)  # of a round
+        self._streamed_s = self._compared_s = 0.0  # of all streams, and what comparisons took of it
         self._chain_token_s = _Mean(0.95)  # of the present trial, by the clock
         self._error = 1.0  # measured over foretold
         self._last_s: float | None = None
@@ -108,9 +109,10 @@ class ModePolicy:
         return self._accepted.value
 
     @property
-    def compare_every(self) -> int:
-        """Tokens of a stream between two chains that are drafted only to be compared with it."""
-        return _COMPARE_EVERY * (1 if self._accepted.below < _KNOWN_DRAFTS else 8)
+    def wants_comparison(self) -> bool:
+        """Whether a chain should be drafted that is only compared with what the server streams."""
+        is_known = self._accepted.below >= _LEAST_COMPARED
+        return not is_known or self._compared_s <= _COMPARED_SHARE * self._streamed_s
 
     def limit_drafts(self, most_drafts: int) -> None:
         """Take the most drafts that the server verifies in a call."""
@@ -124,9 +126,11 @@ class ModePolicy:
             self._deviation_s += (abs(seconds - self._round_trip_s) - self._deviation_s) / 4
             self._round_trip_s += (seconds - self._round_trip_s) / 8
 
-    def observe_draft(self, seconds: float) -> None:
-        """Take the time of drafting one token."""
+    def observe_draft(self, seconds: float, is_compared: bool = False) -> None:
+        """Take the time of drafting one token; ``is_compared`` if it is only compared with what the server streams."""
         self._level_s.add(seconds)
+        if is_compared:
+            self._compared_s += seconds
 
     def observe_drafts(self, n_drafts: int, n_agreed: int) -> None:
         """Take how many drafts of a chain, from the first on, the target agreed with."""
@@ -148,6 +152,7 @@ class ModePolicy:
         self._call_s.add(call_s)
         self._server_drafting_s.add(drafting_s)
         self._server_tokens.add(n_tokens)
+        self._streamed_s += call_s + drafting_s
         if not _is_chain(self.mode):
             self._n_commits += 1
 
@@ -236,8 +241,9 @@ class ModePolicy:
         if foretold_s:
             self._error = min(2.0, max(0.5, measured_s / foretold_s))
         if measured_s > _KEPT_BELOW * server_s:
-            self._retry_after = max(_RETRY_COMMITS, 2 * self._retry_after)
-            self._wait = self._retry_after
+            if measured_s > server_s:  # else the trial cost nothing, and the next one may be soon
+                self._retry_after = max(_RETRY_COMMITS, 2 * self._retry_after)
+            self._wait = max(_RETRY_COMMITS, self._retry_after)
             compared = f"{self.mode} gives {1 / measured_s:.0f} tokens/s, the server {1 / server_s:.0f}"
             return self._enter("server", compared)
         if self._n_commits >= _RETRY_COMMITS:
