@@ -3,7 +3,7 @@
 Reads one job a line, as JSON, from standard input, and writes its result as one line; lines with ``request`` in between
 ask for something, and ``count`` is answered by a line. A method is ``api`` (the HTTP server streams plain decoding),
 ``api+DRAFTER`` (it speculates), or MODE:DRAFTER of the drafting client; modes are stream, server, sync, ahead and auto.
-MODE:DRAFTER@CODEC has the contexts of the drafter sent in another codec than bf16.
+MODE:DRAFTER@CODEC has the contexts of the drafter sent in another codec than int8.
 """
 
 import json
@@ -93,7 +93,7 @@ class Clients:
         mode, _, drafter = method.partition(":")
         drafter, _, codec = drafter.partition("@")
         chosen: Any = mode
-        return DraftingClient(self._settings["grpc"], self._models[drafter], mode=chosen, codec=codec or "bf16")
+        return DraftingClient(self._settings["grpc"], self._models[drafter], mode=chosen, codec=codec or "int8")
 
     def calls(self) -> float:
         """Target calls of the server so far."""

@@ -50,7 +50,7 @@ class ChatConfig(Config):
     verified; ahead: and drafting goes on meanwhile; auto measures network, server and drafts, and takes the fastest."""
     max_new_tokens: Count = 512
     """Stop an answer after this many tokens."""
-    codec: Literal["bf16", "int8", "int4"] = "bf16"
+    codec: Literal["bf16", "int8", "int4"] = "int8"
     """What crosses the network for the drafter: fewer bits are fewer bytes and, at int4, somewhat worse drafts. The
     text is the same."""
     max_alone: Natural = 64

@@ -283,14 +283,15 @@ class Drafter(nn.Module, ABC):
         weight = next(self.parameters())
         self._take_context(state, cache, context.to(weight.device, weight.dtype))
 
-    def reuse_context(self, state: Any, context: Tensor, start: int) -> None:
-        """Take contexts [n, W] that were made beside the target, so that drafting there need not make them again.
+    def reuse_context(self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Take contexts that were made beside the target, so that drafting there need not make them again.
 
         By default nothing is reused. What does not follow on what the state knows is made again, as without this call.
 
         Args:
-            state: of one row.
-            start: the first of the n positions.
+            contexts: [B, n, W], of the next n positions of each row.
+            starts: the first of the n positions of each row.
+            counts: how many of them are real.
         """
 
     def _check_context_width(self) -> int:

@@ -401,23 +401,27 @@ class MoADrafter(Drafter):
         state.forget_drafts()
         kv_width, n_layers = self.config.kv_width, self.config.target_layer_inference
         layers = context[:, context.shape[1] - n_layers * kv_width :]
-        self._extend_memory_by(state, context)
+        self._extend_memory_by(state, context[None])
         n_kv_heads = kv_width // (2 * self.config.head_dim)
         cache.append(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
 
     @override
-    def reuse_context(self, state: MoADraftState, context: Tensor, start: int) -> None:
+    def reuse_context(
+        self, state: MoADraftState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
         state.forget_drafts()
-        if state.memory.lengths == [start]:
-            self._extend_memory_by(state, context)
+        rows = zip(state.memory.lengths, starts, counts, strict=True)
+        fitting = [count if length == start else 0 for length, start, count in rows]
+        if any(fitting):
+            self._extend_memory_by(state, contexts, fitting)
 
-    def _extend_memory_by(self, state: MoADraftState, context: Tensor) -> None:
-        """Append the memory of the next n positions, from their contexts [n, W]."""
-        n_own = context.shape[1] - self.config.target_layer_inference * self.config.kv_width
-        own = context[:, :n_own]
+    def _extend_memory_by(self, state: MoADraftState, contexts: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Append the memory of the next n positions of each row, from their contexts [B, n, W]."""
+        n_own = contexts.shape[2] - self.config.target_layer_inference * self.config.kv_width
+        own = contexts[:, :, :n_own]
         memory = self.kv_to_hidden(own) if self._sends_means else own
-        positions = positions_behind(state.memory.lengths, len(context), context.device)
-        self._append_memory(state, memory[None], positions)
+        positions = positions_behind(state.memory.lengths, contexts.shape[1], contexts.device)
+        self._append_memory(state, memory, positions, counts)
 
     def _remember(self, state: MoADraftState, n_verified: Sequence[int], cache: KVSource) -> None:
         """Bring the memory up to the verified positions of each row."""

@@ -83,7 +83,7 @@ class DraftingClient:
         token: str = "",
         ca: str | Path | None = None,
         mode: ChosenMode = "auto",
-        codec: str = "bf16",
+        codec: str = "int8",
         most_alone: int = 64,
         alone_below: float = 0.01,
         patience: Patience | None = None,

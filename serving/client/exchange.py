@@ -20,8 +20,9 @@ _PING_EVERY_S = 0.25
 _LOOK_EVERY_S = 0.1
 """How long to wait for the network before looking at the time again."""
 _STATS_EVERY_S = 0.25
-_WARM_EVERY = 16
-"""Contexts after which they are put into the drafter's caches while there is nothing else to do."""
+_WARM_EVERY = 256
+"""Contexts after which they are put into the drafter's caches while the server streams. Fewer can wait until something
+is drafted: many at once take little longer than a few."""
 _FAR = 32
 """Tokens without contexts at which the client drafts nothing while the server is there."""
 _COMPARE_EVERY = 24

@@ -18,6 +18,8 @@ are foretold to be clearly faster, measured by the clock, and given up where the
 corrected, and each failure doubles the time to the next trial, so that trials cost a share that vanishes.
 """
 
+import math
+
 from .events import Mode
 from .session import ChainShape
 
@@ -31,10 +33,11 @@ _TRIAL_DEVIATIONS = 12
 _RETRY_COMMITS = 100
 """Commits after which chains that failed may be tried again, at first, and those that did not are compared again."""
 _LEAST_COMPARED = 12
-"""Drafts that must have been compared with the target's tokens before anything is foretold of chains."""
-_COMPARED_SHARE = 0.02
-"""Most of a stream's time that goes into chains that are drafted only to see how good they are, once something is known
-of them: whoever shares the client's processor waits for them, sometimes the stream itself."""
+"""Drafts that must have been compared with the target's tokens before anything is foretold of chains; what is foretold
+assumes half a standard error less than the share of them that was right."""
+_COMPARED_FROM_S, _COMPARED_SHARE = 0.5, 0.02
+"""After so many seconds of streams, chains are drafted only to see how good they are, for at most this share of the
+time: whoever shares the client's processor waits for them, sometimes the stream itself."""
 _SLOPE = 0.03
 """What each draft adds to a target call, as a share of it."""
 _LONGEST = 24
@@ -111,8 +114,8 @@ class ModePolicy:
     @property
     def wants_comparison(self) -> bool:
         """Whether a chain should be drafted that is only compared with what the server streams."""
-        is_known = self._accepted.below >= _LEAST_COMPARED
-        return not is_known or self._compared_s <= _COMPARED_SHARE * self._streamed_s
+        is_early = self._streamed_s < _COMPARED_FROM_S
+        return not is_early and self._compared_s <= _COMPARED_SHARE * self._streamed_s
 
     def limit_drafts(self, most_drafts: int) -> None:
         """Take the most drafts that the server verifies in a call."""
@@ -198,10 +201,11 @@ class ModePolicy:
     def foretold_s(self, mode: Mode) -> float | None:
         """Seconds a token of chains of the client, by the arithmetic above; None while too little is known."""
         alpha, level_s, verify_s, round_trip_s = self.acceptance, self.draft_s, self.verify_s, self._round_trip_s
-        if alpha is None or level_s is None or verify_s is None or round_trip_s is None:
+        n_compared = self._accepted.below
+        if alpha is None or level_s is None or verify_s is None or round_trip_s is None or n_compared < _LEAST_COMPARED:
             return None
-        if self._accepted.below < _LEAST_COMPARED:
-            return None
+        alpha = (alpha * n_compared + 1) / (n_compared + 2)  # of a few drafts all may have been right
+        alpha -= math.sqrt(alpha * (1 - alpha) / n_compared) / 2
         depth = self.shape().depth if self._is_drawn else max(1, self.shape().depth // 2)
         chain_s = depth * level_s
         if mode == "ahead":

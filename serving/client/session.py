@@ -55,7 +55,7 @@ class AnswerSettings:
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
     seed: int = 0
-    codec: str = "bf16"
+    codec: str = "int8"
     deadline_ms: int = 0
     most_alone: int = 64
     alone_below: float = 0.01

@@ -43,7 +43,7 @@ from .speculation import Seen, Speculation
 
 _LOG = logging.getLogger(__name__)
 _CONTEXTS_AT_ONCE = 16
-"""Positions whose contexts are encoded together in a run. A client that loses its network lacks those of fewer."""
+"""Positions whose contexts are told together in a run. A client that loses its network lacks those of fewer."""
 
 OnCommit = Callable[[Commit], None]
 OnError = Callable[[ServingError], None]
@@ -343,8 +343,10 @@ class Engine:
                 first = max(start, sequence.n_context + sequence.n_unencoded)
                 if new_positions := kept[first - start :]:
                     sequence.unencoded.append(output.hidden[new_positions])
-                if commit.finish and self._has_context(sequence):  # nothing comes behind it
-                    [commit] = self._with_contexts([commit], [sequence])
+                if commit.finish:  # nothing comes behind it
+                    if self._has_context(sequence):
+                        self._encode_contexts([sequence])
+                    commit = _with_context(commit, sequence)
             return _Served(share, output, kept, n_drafts, commit)
         except Exception as error:  # noqa: BLE001 - as in _run
             self._fail(sequence, error)
@@ -355,8 +357,8 @@ class Engine:
         n_unencoded = sequence.n_unencoded
         return n_unencoded > 0 and sequence.kv.length >= sequence.n_context + n_unencoded
 
-    def _with_contexts(self, commits: Rows[Commit], sequences: Rows[Sequence]) -> list[Commit]:
-        """Add the contexts that the drafter of these sequences makes of what the target has read; all have some."""
+    def _encode_contexts(self, sequences: Rows[Sequence]) -> None:
+        """Encode what the target has read for the drafter of these sequences; all have some."""
         name = sequences[0].request.drafter
         assert name is not None
         drafter, speculation = self.drafters[name], self._speculations[name]
@@ -368,35 +370,37 @@ class Engine:
         if drafter.context_needs_kv:
             kv = torch.cat([sequence.kv.packed(first, n) for sequence, first, n in spans])
         contexts = drafter.encode_context(speculation.frozen, hidden, kv, positions).split(counts)
-        told = []
-        for commit, (sequence, first, n), context in zip(commits, spans, contexts, strict=True):
-            speculation.reuse_context(sequence, context, first)
+        speculation.reuse_contexts(sequences, contexts)
+        for (sequence, first, n), context in zip(spans, contexts, strict=True):
             sequence.n_context = first + n
             sequence.unencoded.clear()
-            told.append(replace(commit, context_start=first, context=context))
-        return told
+            sequence.encoded.append(context)
 
     def _tell_contexts(self, sequences: Rows[Sequence]) -> None:
         """Tell contexts behind the tokens that they belong to.
 
-        While the server decodes by itself they are encoded many at a time, which takes as long as a few; those of the
-        prompt at once, without which the client could not go on alone.
+        While the server decodes by itself they are told many at a time, and encoded so, which takes as long as a few;
+        where the server's drafter needs the same, at once for both. Those of the prompt are told at once: without them
+        the client could not go on alone.
         """
-        due: dict[str | None, list[Sequence]] = {}
+        due: dict[str, list[Sequence]] = {}
         for sequence in sequences:
-            is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
-            least = _CONTEXTS_AT_ONCE if is_run and sequence.n_context >= sequence.request.n_prompt else 1
-            if not sequence.finish and sequence.n_unencoded >= least and self._has_context(sequence):
-                due.setdefault(sequence.request.drafter, []).append(sequence)
+            name, least = sequence.request.drafter, _contexts_at_once(sequence)
+            if name is None or sequence.finish or not self._has_context(sequence):
+                continue
+            is_reused = sequence.work is Work.SPECULATE and self._speculations[name].reuses_contexts
+            if is_reused or sequence.n_unencoded >= least:
+                due.setdefault(name, []).append(sequence)
         for group in due.values():
             try:
-                commits = self._with_contexts([_without_tokens(sequence) for sequence in group], group)
+                self._encode_contexts(group)
             except Exception as error:  # noqa: BLE001 - as in _run
                 for sequence in group:
                     self._fail(sequence, error)
-                continue
-            for sequence, commit in zip(group, commits, strict=True):
-                self._tell(sequence, replace(commit, answers=0))
+        for sequence in sequences:
+            is_open = not sequence.finish and sequence.id in self._sequences
+            if is_open and sequence.n_untold >= _contexts_at_once(sequence):
+                self._tell(sequence, replace(_with_context(_without_tokens(sequence), sequence), answers=0))
 
     def _teach(self, groups: Mapping[str, list[Sequence]], served: list[_Served], round_s: float) -> None:
         """Hand the call's results to the drafters, and to the policies of those that drafted."""
@@ -477,6 +481,22 @@ def _accepted(sequence: Sequence, output: Output) -> tuple[list[int], int]:
     assert output.logits is not None
     text = Text(sequence.tokens, sequence.request.sampling, sequence.request.seed)
     return accept_chosen(sequence.drafts, sequence.parents, output.logits, text)
+
+
+def _contexts_at_once(sequence: Sequence) -> int:
+    """Positions whose contexts are told together."""
+    is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
+    has_prompt = sequence.n_context - sequence.n_untold >= sequence.request.n_prompt - 1
+    return _CONTEXTS_AT_ONCE if is_run and has_prompt else 1
+
+
+def _with_context(commit: Commit, sequence: Sequence) -> Commit:
+    """Add the contexts of a sequence that were encoded and not given yet."""
+    if not sequence.encoded:
+        return commit
+    first, context = sequence.n_context - sequence.n_untold, torch.cat(sequence.encoded)
+    sequence.encoded.clear()
+    return replace(commit, context_start=first, context=context)
 
 
 def _without_tokens(sequence: Sequence) -> Commit:

@@ -99,7 +99,8 @@ class Sequence:
         limit: bound on the tokens of the whole text.
         drafts: what the next call verifies behind the root, in level order.
         parents: of each draft, an index into the drafts, -1 for the root.
-        n_context: positions whose context was given.
+        n_context: positions whose context was encoded.
+        encoded: contexts [n, W] of the last of them, which were not given yet.
         unencoded: hidden states [n, E] of the positions behind them whose context has still to be encoded.
         last_served: counts over all sequences how often one was served, when this one was last; 0 for never.
         since_s: ``time.perf_counter()`` since which it waits for a call.
@@ -124,6 +125,7 @@ class Sequence:
     last_served: int = 0
     since_s: float = 0.0
 
+    encoded: list[Tensor] = field(default_factory=list)
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,8 +134,13 @@ class Sequence:
 
     @property
     def n_unencoded(self) -> int:
-        """Positions behind ``n_context`` that the target has read, and whose context was not given yet."""
+        """Positions behind ``n_context`` that the target has read."""
         return sum(map(len, self.unencoded))
+
+    @property
+    def n_untold(self) -> int:
+        """Positions before ``n_context`` whose context was not given yet."""
+        return sum(map(len, self.encoded))
 
     @property
     def n_missing(self) -> int:

@@ -51,6 +51,9 @@ class Speculation:
 
     Args:
         shape: shape of the drafts; None for chains that give way to plain steps.
+
+    Attributes:
+        reuses_contexts: whether contexts that are encoded for clients spare the drafter work of its own.
     """
 
     def __init__(self, target: Target, drafter: Drafter, shape: Shape | None) -> None:
@@ -59,6 +62,7 @@ class Speculation:
         most = self._proposer.max_depth
         self._shape = shape if shape is None or most is None else shape.cut(most)
         self._observes = type(drafter).observe is not Drafter.observe
+        self.reuses_contexts = type(drafter).reuse_context is not Drafter.reuse_context
         self._apart: dict[int, Any] = {}  # sequence -> its own row
         self._together: list[int] = []  # the sequences of the rows of the state
         self._state: Any = None
@@ -145,10 +149,24 @@ class Speculation:
             if id_ in self._apart:
                 self.drafter.observe(self._apart[id_], one.hidden[None], [one.kept])
 
-    def reuse_context(self, sequence: Sequence, context: Tensor, start: int) -> None:
-        """Hand over contexts [n, W] that were encoded for a client, those of a prompt above all."""
-        if (state := self._apart.get(sequence.id)) is not None:
-            self.drafter.reuse_context(state, context, start)
+    def reuse_contexts(self, sequences: Rows[Sequence], contexts: Rows[Tensor]) -> None:
+        """Hand over contexts [n, W] that were encoded for the clients of these sequences, behind ``n_context``."""
+        if not self.reuses_contexts:
+            return
+        by_id = {
+            sequence.id: (context, sequence.n_context) for sequence, context in zip(sequences, contexts, strict=True)
+        }
+        nothing = contexts[0][:0], 0
+        rows = [by_id.get(id_, nothing) for id_ in self._together]
+        if any(len(context) for context, _ in rows):
+            self._reuse(self._state, rows)
+        for id_, row in by_id.items():
+            if id_ in self._apart:
+                self._reuse(self._apart[id_], [row])
+
+    def _reuse(self, state: Any, rows: Rows[tuple[Tensor, int]]) -> None:
+        padded = nn.utils.rnn.pad_sequence([context for context, _ in rows], batch_first=True)
+        self.drafter.reuse_context(state, padded, [start for _, start in rows], [len(context) for context, _ in rows])
 
     def judge(self, n_sequences: int, n_drafts: int, n_committed: int, round_s: float) -> None:
         """Learn from a round of the gathered sequences: their drafts and committed tokens, and the seconds it took."""

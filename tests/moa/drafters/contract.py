@@ -163,7 +163,7 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
     for root, start in ((9, 0), (last - 2, 9), (last - 1, 3)):
         reusing.commit([text[:root]])
         plain.commit([text[:root]])
-        drafter.reuse_context(reusing.proposer.state, contexts[start:root], start)
+        drafter.reuse_context(reusing.proposer.state, contexts[None, start:root], [start], [root - start])
         torch.testing.assert_close(reusing.chain(text, root, 1), plain.chain(text, root, 1), rtol=1e-5, atol=close)
 
 

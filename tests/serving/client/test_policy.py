@@ -142,7 +142,7 @@ def test_never_slower_than_the_better_of_stream_and_server(cell: Cell) -> None:
 @pytest.mark.parametrize(("cell", "gain"), [
     (Cell(25, 0.2, accuracy=0.8, server_accuracy=0.0, server_has_drafter=False), 2.3),
     (Cell(25, 9, 0.5, accuracy=0.8, server_accuracy=0.0, server_has_drafter=False), 1.9),
-    (Cell(8, 9, 0.5, accuracy=0.8, server_accuracy=0.0, server_has_drafter=False), 1.1),
+    (Cell(8, 9, 0.5, accuracy=0.8, server_accuracy=0.0, server_has_drafter=False), 1.2),
     (Cell(25, 42, 38, accuracy=0.8, server_accuracy=0.0, server_has_drafter=False), 1.2),
     (Cell(8, 0.2, accuracy=0.9, server_draft=3.0), 1.3),
 ])  # fmt: skip
