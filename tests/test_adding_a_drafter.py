@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "adding-a-drafter.md"
 RUN = """
@@ -44,7 +46,11 @@ def changed(text: str, diff: str) -> str:
     return text.replace(old, new)
 
 
-def test_the_page_word_for_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tests", [
+    ("tests/trainer/fit/test_linear_run.py",),
+    pytest.param(("tests/moa/drafters/test_linear.py",), marks=pytest.mark.slow),
+], ids=["run", "contract"])  # fmt: skip
+def test_the_page_word_for_word(tmp_path: Path, tests: tuple[str, ...]) -> None:
     package = tmp_path / "moa_data"
     ignored = shutil.ignore_patterns(".*", "data", "docs", "benchmarks", "__pycache__", "build", "runs", "*.egg-info")
     shutil.copytree(ROOT, package, ignore=ignored)
@@ -53,7 +59,6 @@ def test_the_page_word_for_word(tmp_path: Path) -> None:
     for file, diff in blocks("diff"):
         (package / file).write_text(changed((package / file).read_text(encoding="utf-8"), diff), encoding="utf-8")
     (package / "tests" / "trainer" / "fit" / "test_linear_run.py").write_text(RUN, encoding="utf-8")
-    tests = ("tests/moa/drafters/test_linear.py", "tests/trainer/fit/test_linear_run.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
         cwd=package, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=600,

@@ -82,6 +82,7 @@ class TestDSpark(DrafterContract):
         assert alone.tokens == pair[1].tokens
 
 
+@pytest.mark.slow
 class TestRecurrentHead(DrafterContract):
     kind = "dspark"
     sizes = SMALL | {"markov_rank": 8, "markov_head": "rnn", "fused_layers": (-1, 1)}

@@ -32,7 +32,7 @@ def compiled(model: Any, n_slots: int = 64) -> tuple[Target, CompileCounter]:
     return target, counter
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str) -> None:
     model = build_model(family, num_hidden_layers=2)
     static, counter = compiled(model)
@@ -57,7 +57,14 @@ def test_a_call_gives_what_a_call_of_its_own_shape_gives(family: str) -> None:
     torch.testing.assert_close(found[0][1][:, :8], found[1][1][:, :8], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [None, TreeShape(5), TreeShape(3, 2, 6)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param(TreeShape(5), marks=pytest.mark.slow),
+        TreeShape(3, 2, 6),
+    ],
+)
 def test_a_few_graphs_serve_all_rounds(shape: Shape | None) -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, counter = compiled(model)

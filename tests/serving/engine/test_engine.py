@@ -119,7 +119,9 @@ def test_texts_are_those_of_plain_decoding(family: str, n_texts: int) -> None:
 @pytest.mark.parametrize("kind", ["moa", "eagle", "eagle3", "dspark", "dflash", "glide", "medusa", "independent"])
 def test_every_drafter_speculates_for_several_texts(kind: str) -> None:
     target = never_ending()
-    drafter = build(kind, target.model, **({"medusa_heads": 4} if kind == "medusa" else {}))
+    block = {"block_layers": 1, "block_size": 7}
+    sizes = {"medusa": {"medusa_heads": 4}, "dspark": block, "dflash": block}
+    drafter = build(kind, target.model, **sizes.get(kind, {}))
     drafter = teach(drafter, target, PROMPTS[:4], 40)
     engine = engine_for(target, {"it": drafter}, drafts=CHAIN)
     readers = [add(engine, prompt, 16, drafter="it") for prompt in PROMPTS[:5]]
