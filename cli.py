@@ -13,6 +13,7 @@ GROUPS = {
         "eval": "evaluate",
     },
     "Serve": {"serve": "serve", "chat": "chat"},
+    "Prepare chats": {"regenerate": "regenerate"},
     "Care for stores": {
         "plan": "extract", "add": "extract", "verify": "store", "audit": "extract", "repair": "extract",
         "recode": "extract",

@@ -75,6 +75,7 @@ _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
     "recode": "Committed parts are kept; run the same command again to go on.",
     "add": "Parts that have the new fields keep them; run the same command again to go on.",
+    "regenerate": "Answers so far are kept; run the same command again to go on.",
     "export": "Complete files are kept; run the same command again to go on.",
     "import": "Committed parts are kept; run the same command again to go on.",
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",

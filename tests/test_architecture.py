@@ -55,6 +55,10 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.checkpoints": LEAVES | STORAGE | MOA | {"moa.files", "moa.formats", "trainer", "trainer.step"},
     "trainer.fit": LEAVES | STORAGE | MOA | TRAINER,
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
+    "regeneration": LEAVES
+    | {"config"}
+    | MOA
+    | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats", "storage", "storage.disk", "evaluation"},
     "serving": LEAVES,
     "serving.emulation": LEAVES | {"serving"},
     "serving.protocol": LEAVES | {"serving"},

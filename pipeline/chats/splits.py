@@ -22,6 +22,8 @@ TABLES = (".csv", ".tsv")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather", *TABLES)
 DEFAULT_SPLIT = "train_sft"
 """Split that is read where none is given: that of chats in UltraChat and its relatives."""
+RECORD_SUFFIX = ".regeneration.json"
+"""Suffix of what `regenerate` writes beside its chats."""
 
 _STATE, _DICT = "state.json", "dataset_dict.json"
 _NO_CHATS = {"dataset_info.json", _STATE, _DICT, "dataset_infos.json"}
@@ -130,6 +132,7 @@ def _named(path: Path) -> dict[Path, str | None]:
             not file.is_file()
             or file.suffix.lower() not in SUFFIXES
             or file.name in _NO_CHATS
+            or file.name.endswith(RECORD_SUFFIX)
             or _MAP_CACHE.fullmatch(file.name)
             or any(part.startswith(".") for part in relative.parts)
         ):
