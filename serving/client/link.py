@@ -26,6 +26,9 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 watches a text that doesn't go on."""
 _CONNECT_S = 5.0
 """An attempt is given up after this long: a packet of the handshake was lost, or nobody is there."""
+_CLOSED_AFTER_S = 2.0
+"""gRPC's thread that watches a channel notices after a while that nobody listens any more, and fails, with a traceback
+on the terminal, if the channel is closed before."""
 _FRAME_BYTES = 5
 """What gRPC puts before each message."""
 _OPTIONS = (
@@ -299,8 +302,12 @@ class Link:
         """Close the connection and wake whoever waits for it; the lock is held."""
         channel, self._channel, self._stream = self._channel, None, 0
         self._states.put(None)
+        if self._call is not None:
+            self._call.cancel()
         if channel is not None:
-            channel.close()
+            closing = threading.Timer(_CLOSED_AFTER_S, channel.close)
+            closing.daemon = True
+            closing.start()
 
 
 def _session(channel: grpc.Channel) -> Any:
