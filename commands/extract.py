@@ -21,7 +21,7 @@ _SHOWN = {
     "What chats are": "columns template_kwargs",
     "How it is stored": "dtype codec part_tokens",
     "How it is computed": "device compute_dtype batch_tokens encode_threads max_rejected_fraction",
-    "How many work at it": "workers",
+    "How many work at it": "workers engine address gpus_per_worker",
 }
 
 
@@ -36,7 +36,8 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
     has are what `moa-data add` is for.
 
     With --workers N that many processes work, each on a device of its own. The same command may also run several times
-    at once, on machines that share the disk too: whoever is free takes the next part that nobody has committed.
+    at once, on machines that share the disk too: whoever is free takes the next part that nobody has committed. With
+    --engine ray workers run on all machines of a Ray cluster, and are started anew where one is lost.
 
     \b
     Examples:
@@ -44,6 +45,8 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
           --dataset HuggingFaceH4/ultrachat_200k --split train_sft --out stores/llama3-8b
       moa-data extract --model ./tiny-llama --dataset chats.jsonl --out store \\
           --max-sequences 500 --target-layers 1 --activations kv,hidden:last
+      moa-data extract --model /shared/llama3-8b --dataset /shared/chats.jsonl --out /shared/store \\
+          --engine ray --address auto --workers 1:64 --gpus-per-worker 1
     """
     if dry_run:
         _print_plan(config)
@@ -74,13 +77,16 @@ def plan(config: ExtractConfig) -> None:
 def _print_plan(config: ExtractConfig) -> None:
     from ..pipeline.jobs.add_plan import refuse_addition
     from ..pipeline.jobs.estimate import estimate_extraction
-    from ..pipeline.jobs.plan import build_plan
+    from ..pipeline.jobs.plan import build_plan, has_device
 
     with ProgressLine("chat") as progress:
         extraction_plan = build_plan(config, progress=progress)
     refuse_addition(extraction_plan)
     out.print(extraction_plan.describe())
     extraction_plan.check_disk()
+    if not has_device(extraction_plan.device):
+        out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
+        return
     out.print(estimate_extraction(extraction_plan).describe())
 
 

@@ -94,19 +94,57 @@ class ScaleSettings(Config):
     """How many processes extract at once, and what directs them."""
 
     workers: Annotated[str, Field(pattern=r"^[1-9][0-9]*(:[1-9][0-9]*)?$")] = "1"
-    """Processes that extract parts at once, each on a device of its own, on a CPU with its share of the cores. Any
-    number gives the same bytes."""
+    """Processes that extract parts at once, each on a device of its own, on a CPU with its share of the cores; with Ray
+    also MIN:MAX, between which it takes as many as there is room for. Any number gives the same bytes."""
+    engine: Literal["processes", "ray"] = "processes"
+    """What directs the workers: this command, processes of this machine; or Ray, on every machine of a cluster that
+    sees --model and --out under the same paths."""
+    address: str | None = None
+    """The Ray cluster: auto for the one that this machine belongs to, or HOST:PORT; default: the one that RAY_ADDRESS
+    names, else one that is started on this machine for as long as the command runs."""
+    gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | None = None
+    """GPUs of each Ray worker: 1, a part of one such as 0.5, or 0 to compute on CPUs; default: 1 where this machine has
+    a GPU, else 0."""
+    cpus_per_worker: Count = 1
+    """Cores that Ray sets aside for each worker, which on a GPU uses those of the GPU's share of the machine too."""
 
     @override
     def problems(self) -> list[str]:
-        if ":" in self.workers:
-            return [f"workers is {self.workers!r}, but only Ray takes MIN:MAX; give one number"]
-        return []
+        fewest, _, most = self.workers.rpartition(":")
+        if self.engine == "ray":
+            found = []
+            if fewest and int(fewest) > int(most):
+                found.append(f"workers is {self.workers!r}, but MIN is more than MAX; write {most}:{fewest}")
+            if (self.address or "").startswith("ray://"):
+                found.append(
+                    f"address is {self.address!r}, but Ray Client is not supported; give HOST:PORT on a machine of the "
+                    "cluster, or start the command there with `ray job submit`"
+                )
+            return found
+        found = [f"workers is {self.workers!r}, but only Ray takes MIN:MAX; give one number"] if fewest else []
+        given = {"address": self.address, "gpus_per_worker": self.gpus_per_worker}
+        found += [f"{name} is for Ray; add --engine ray" for name, value in given.items() if value is not None]
+        return found
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the command does the work itself."""
+        return self.engine == "processes" and self.n_workers == 1
 
     @property
     def n_workers(self) -> int:
         """Most processes at once."""
         return int(self.workers.rpartition(":")[2])
+
+    @property
+    def fewest_workers(self) -> int:
+        """Processes that Ray asks for from the start."""
+        return int(self.workers.partition(":")[0])
+
+    @property
+    def n_local_workers(self) -> int:
+        """Most processes at once that this command starts on this machine itself."""
+        return 1 if self.engine == "ray" else self.n_workers
 
 
 class ExtractConfig(Config):

@@ -39,6 +39,7 @@ from ..forwards.calibrate import learn_from_target, learned_before, learning_on
 from ..forwards.parts import Timings, load_target, run_parts
 from ..workers.devices import worker_devices
 from ..workers.local import LocalWorkers
+from ..workers.ray_data import RayWorkers
 from ..workers.tally import Tally
 from ..workers.work import Worker, WorkOrder, forwards_of, pieces_of, unclaimed_first
 from .add_plan import refuse_addition
@@ -151,17 +152,17 @@ def extract(
         plan = _with_texts(dataclasses.replace(plan, codec=store.codec), store)  # of the schema version that it has
         if redo is not None:
             drop_from(store, redo)
-        tally, lost = Tally(store, plan.table, progress), list[str]()
+        tally, lost, n_workers = Tally(store, plan.table, progress), list[str](), config.scale.n_local_workers
         try:
-            if (pieces := pieces_of(store)) and config.scale.n_workers == 1:
+            if (pieces := pieces_of(store)) and config.scale.is_alone:
                 worker = _own_worker(plan, store, target or _load_target(plan, progress), timings)
                 parts = worker.parts(unclaimed_first(store, pieces), tally.note)
                 run_parts(worker.forwards, store, parts, timings, lambda: tally.tell(timings.n_tokens), tally.note)
             elif pieces:
                 target = None  # its memory is the workers'
-                workers = LocalWorkers(_work_orders(plan, store), store, tally)
+                workers = _directed(plan, store, tally)
                 workers.run()
-                timings, lost = workers.timings, workers.lost
+                timings, lost, n_workers = workers.timings, workers.lost, workers.n_workers
         except KeyboardInterrupt as error:
             n_done = len(store.committed_parts())
             store.sweep()
@@ -171,7 +172,7 @@ def extract(
             ) from error
         tally.finish()
         timings.n_before_tokens, timings.wall_s = tally.n_before_tokens, time.perf_counter() - start
-        report = _report(plan, store, tally, timings, lost)
+        report = _report(plan, store, tally, timings, n_workers, lost)
         with store.publishing(CARD_SLOT):
             names = public_name(config.model), public_name(config.dataset)
             licences = config.storage.target_license, config.storage.dataset_license
@@ -236,34 +237,44 @@ def _own_worker(plan: ExtractPlan, store: StoreWriter, target: Target, timings: 
     return Worker(store, target, plan.folder, forwards, timings)
 
 
-def _work_orders(plan: ExtractPlan, store: StoreWriter) -> list[WorkOrder]:
-    """Return what each worker of this machine is told; raises OptionInvalid where it has too few devices for them."""
+def _directed(plan: ExtractPlan, store: StoreWriter, tally: Tally) -> LocalWorkers | RayWorkers:
+    """Return what directs the workers; raises OptionInvalid where they can't share the store, or lack devices."""
     config, n_workers = plan.config, plan.config.scale.n_workers
     if not store.is_shared:
         raise OptionInvalid(
             f"{store.path} has schema version {store.manifest.schema_version}, or its file system no locks of single "
-            "bytes, so only one process can write to it. Leave out --workers."
+            "bytes, so only one process can write to it. Leave out --workers and --engine."
         )
+    order = _work_order(plan, store)
+    if config.scale.engine == "ray":
+        return RayWorkers(order, store, tally, config.scale, config.forward.encode_threads)
+    devices = worker_devices(plan.device, n_workers)
+    return LocalWorkers([dataclasses.replace(order, device=device) for device in devices], store, tally)
+
+
+def _work_order(plan: ExtractPlan, store: StoreWriter) -> WorkOrder:
+    """Return what each worker is told, with its share of this machine."""
+    config, n_workers = plan.config, plan.config.scale.n_local_workers
     texts = store.path / TEXTS_NAME
     if plan.texts_origin is None:  # then no later start could tell whose texts they are, and none is to find them
         texts = store.path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
         write_texts(texts, plan.sequences, None)
-    return [
-        WorkOrder(
-            store=str(store.path.absolute()),
-            texts=str(texts.absolute()),
-            model=str(plan.folder.absolute()),
-            revision=None,
-            n_weight_bytes=plan.memory.weight_bytes,
-            device=device,
-            n_threads=core_share(n_workers),
-            n_encode_threads=resolve_encode_threads(config.forward.encode_threads, n_workers),
-        )
-        for device in worker_devices(plan.device, n_workers)
-    ]
+    is_local = Path(config.model).expanduser().is_dir()  # else each machine finds the commit in its own cache
+    return WorkOrder(
+        store=str(store.path.absolute()),
+        texts=str(texts.absolute()),
+        model=str(plan.folder.absolute()) if is_local or config.scale.engine != "ray" else config.model,
+        revision=None if is_local or config.scale.engine != "ray" else plan.folder.name,
+        n_weight_bytes=plan.memory.weight_bytes,
+        device=plan.device,
+        n_threads=core_share(n_workers),
+        n_encode_threads=resolve_encode_threads(config.forward.encode_threads, n_workers),
+    )
 
 
-def _report(plan: ExtractPlan, store: StoreWriter, tally: Tally, timings: Timings, lost: list[str]) -> ExtractReport:
+def _report(
+    plan: ExtractPlan, store: StoreWriter, tally: Tally, timings: Timings, n_workers: int, lost: list[str]
+) -> ExtractReport:
     stored = sum(read_part_commit(commit_path(store.path, part)).stored_bytes for part in range(store.n_parts))
     return ExtractReport(
         store=store.path,
@@ -272,7 +283,7 @@ def _report(plan: ExtractPlan, store: StoreWriter, tally: Tally, timings: Timing
         n_parts=store.n_parts,
         n_parts_done=tally.n_parts,
         n_parts_late=tally.n_late,
-        n_workers=plan.config.scale.n_workers,
+        n_workers=n_workers,
         lost_workers=lost,
         raw_bytes=sum(plan.raw_bytes.values()),
         stored_bytes=stored,

@@ -43,6 +43,7 @@ from ..config import ActivationSpec, ExtractConfig, parse_activations
 from ..errors import NotEnoughDisk
 from ..forwards.learning_cost import LearningCost, learning_cost, product_speed
 from ..forwards.memory import ForwardMemory
+from ..workers.ray_data import require_ray
 from .identity import check_weights, target_identities
 from .kept_texts import read_texts, texts_origin
 from .sources import pinned_revision, sources_record, stored_sources
@@ -179,6 +180,8 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         TargetError: the model folder has no config, weights or tokenizer.
     """
     chat_settings = _chat_settings(config)  # refuses what makes no sense before anything is downloaded
+    if config.scale.engine == "ray":
+        require_ray()
     out = Path(config.out).expanduser()
     sources = stored_sources(out)
     revision = pinned_revision(sources, "model", config.model, config.revision)
@@ -187,15 +190,22 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
     sizes = target_sizes(model_config)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
-    device = pick_device(config.forward.device)
+    device = _pick_device(config)
     compute_dtype = resolve_compute_dtype(config, device)
     batch_tokens = config.forward.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
     fields = field_specs(spec, sizes, config.storage.dtype)
     codec = _codec(config.storage.codec, fields)  # refuses what it cannot do before chats are read
+    is_here = has_device(device)
+    if codec.learned and not is_here:
+        raise OptionInvalid(
+            f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
+            "GPU. Start the command on a machine of the cluster that has one, or choose another --codec."
+        )
     longest = min(config.data.max_length, sizes["max_position_embeddings"])
-    n_workers = config.scale.n_workers
+    n_workers = config.scale.n_local_workers
     memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device, n_workers)
-    memory.check()  # before the weights are downloaded and the chats tokenised
+    if is_here:
+        memory.check()  # before the weights are downloaded and the chats tokenised
     if with_weights:
         folder = resolve_model_folder(config.model, revision=revision)
     tokenizer = load_target_tokenizer(folder)
@@ -254,6 +264,21 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         memory=memory,
         learning=learning_cost(codec, sizes, n_tokens, product_speed(device)) if codec.learned else None,
     )
+
+
+def _pick_device(config: ExtractConfig) -> str:
+    """Return the device of the forward; the GPUs of Ray's workers may be on other machines than this one."""
+    wanted, n_gpus = config.forward.device, config.scale.gpus_per_worker
+    if config.scale.engine == "ray" and n_gpus is not None:
+        if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
+            raise OptionInvalid(f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them.")
+        return "cuda" if n_gpus else "cpu"
+    return pick_device(wanted)
+
+
+def has_device(device: str) -> bool:
+    """Whether this machine has a device; the workers of a cluster may have what it lacks."""
+    return torch.device(device).type != "cuda" or torch.cuda.is_available()
 
 
 def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:

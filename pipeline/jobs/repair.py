@@ -55,6 +55,9 @@ def repair(
         out=str(plan.store),
         device=device or recorded.forward.device,
         workers="1",
+        engine="processes",
+        address=None,
+        gpus_per_worker=None,
     )
     try:
         return extract(config, progress, provenance, redo=plan)

@@ -120,6 +120,11 @@ class LocalWorkers:
         self._claimed: deque[int] = deque()
         self._workers: list[_Process] = []
 
+    @property
+    def n_workers(self) -> int:
+        """Worker processes that were started."""
+        return len(self._orders)
+
     def run(self) -> None:
         """Start the workers, and direct them until every piece has a commit.
 
@@ -209,13 +214,13 @@ class LocalWorkers:
         if not any(worker.n_tokens for worker in self._workers):
             n_bytes = sum(order.n_weight_bytes for order in self._orders)
             n_loaded = sum(worker.n_loaded_bytes for worker in self._workers)
-            self._tally.pass_on(n_loaded, n_bytes, f"load the target, {len(self._orders)} workers")
+            self._tally.pass_on(n_loaded, n_bytes, f"load the target, {self.n_workers} workers")
             return
         # What a dead one had on its way is lost.
         computed = [worker.n_done_tokens if worker.is_done else worker.n_tokens for worker in self._workers]
-        n_workers, n_lost = len(self._workers), len(self.lost)
-        who = f", {n_workers} workers" if not n_lost else f", {n_workers - n_lost} of {n_workers} workers left"
-        self._tally.tell(sum(computed), who)
+        n_lost = len(self.lost)
+        left = f"{self.n_workers - n_lost} of {self.n_workers} workers left" if n_lost else f"{self.n_workers} workers"
+        self._tally.tell(sum(computed), f", {left}")
 
     def _stop(self) -> None:
         """End the workers that are still there, which discard what they have not committed."""
