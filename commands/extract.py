@@ -65,7 +65,8 @@ def plan(config: ExtractConfig) -> None:
 
     Takes the options of `extract`; reads the dataset, the tokenizer and the target's config.json, and measures for some
     seconds what this machine does: forwards with random weights of the target's sizes, copies, encoding, the disk of
-    --out. Leaves nothing behind. Fails when memory can't hold the target, or the disk the store.
+    --out. With --workers it says what each number of them takes, and from which on more do not pay. Leaves nothing
+    behind. Fails when memory can't hold the target, or the disk the store.
 
     \b
     Example:
@@ -76,7 +77,7 @@ def plan(config: ExtractConfig) -> None:
 
 def _print_plan(config: ExtractConfig) -> None:
     from ..pipeline.jobs.add_plan import refuse_addition
-    from ..pipeline.jobs.estimate import estimate_extraction
+    from ..pipeline.jobs.estimate import estimate_extraction, scaling_of
     from ..pipeline.jobs.plan import build_plan, has_device
 
     with ProgressLine("chat") as progress:
@@ -87,7 +88,10 @@ def _print_plan(config: ExtractConfig) -> None:
     if not has_device(extraction_plan.device):
         out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
         return
-    out.print(estimate_extraction(extraction_plan).describe())
+    estimate = estimate_extraction(extraction_plan)
+    out.print(estimate.describe())
+    if not config.scale.is_alone:
+        out.print(scaling_of(extraction_plan, estimate).describe(config.scale.n_workers))
 
 
 @click.command(cls=StageCommand)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
-from ..config import Config, Count, Natural
+from ..config import Config, Count, Natural, Positive
 from ..errors import OptionInvalid
 from ..machine import usable_cores
 
@@ -107,6 +107,10 @@ class ScaleSettings(Config):
     a GPU, else 0."""
     cpus_per_worker: Count = 1
     """Cores that Ray sets aside for each worker, which on a GPU uses those of the GPU's share of the machine too."""
+
+    out_bytes_per_s: Positive | None = None
+    """Bytes a second that the disk or bucket of --out takes from all workers together, for `plan`; default: what one
+    is measured to write, as if more of them could not write faster."""
 
     @override
     def problems(self) -> list[str]:

@@ -20,13 +20,13 @@ from ...storage.codecs.registry import StoreCodec
 from ...storage.parts.grid import array_grid
 from ...storage.parts.plan import part_lengths
 from ...text import format_hours
-from ..config import resolve_encode_threads
+from ..config import MAX_DEFAULT_ENCODE_THREADS, resolve_encode_threads
 from ..forwards.parts import batches
 from ..forwards.speed import SpeedProbe, Speeds
+from ..workers.devices import devices_here
 from .add_plan import AddPlan
 from .plan import ExtractPlan, existing_parent, expected_bytes
-
-FORWARD, COPY, ENCODE, WRITE, DISK, CORES = "forward", "copy", "encode", "write", "disk", "cores"
+from .scaling import COPY, CORES, DISK, ENCODE, FORWARD, WRITE, Scaling
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,21 @@ def estimate_extraction(plan: ExtractPlan) -> Estimate:
     raw_bytes = sum(spec.token_bytes for spec in plan.manifest.fields) * plan.n_tokens
     lengths = part_lengths(plan.table, plan.manifest.alignment_tokens).tolist()
     return _estimate(probe, plan.codec, raw_bytes, expected_bytes(plan.codec, plan.n_tokens), lengths)
+
+
+def scaling_of(plan: ExtractPlan, estimate: Estimate) -> Scaling:
+    """Return what the time of the planned extraction by several workers, like the one measured, is computed from."""
+    scale, stored_bytes = plan.config.scale, expected_bytes(plan.codec, plan.n_tokens)
+    is_local = scale.engine == "processes"
+    return Scaling(
+        seconds=estimate.seconds,
+        n_parts=plan.n_parts,
+        n_cores=estimate.n_cores,
+        most_here=plan.n_parts if is_local else devices_here(plan.device, scale),
+        encode_threads=plan.config.forward.encode_threads,
+        most_encode_threads=MAX_DEFAULT_ENCODE_THREADS,
+        out_s=stored_bytes / scale.out_bytes_per_s if scale.out_bytes_per_s else None,
+    )
 
 
 def estimate_addition(plan: AddPlan) -> Estimate:

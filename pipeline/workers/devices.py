@@ -1,10 +1,12 @@
-"""Which device each worker of a machine computes on."""
+"""Which device each worker of a machine computes on, and how many workers a machine has room for."""
 
 from __future__ import annotations
 
 import torch
 
 from ...errors import OptionInvalid
+from ...machine import usable_cores
+from ..config import ScaleSettings
 
 
 def worker_devices(device: str, n_workers: int) -> list[str]:
@@ -26,3 +28,10 @@ def worker_devices(device: str, n_workers: int) -> list[str]:
             f"{has}, and each of {n_workers} workers needs one of its own. Lower --workers, or leave out --device."
         )
     return [f"{kind.type}:{index}" for index in range(n_workers)] if kind.index is None else [device]
+
+
+def devices_here(device: str, scale: ScaleSettings) -> int:
+    """Return how many of Ray's workers a machine like this one holds, by its GPUs or its cores; at least one."""
+    if torch.device(device).type == "cpu":
+        return max(1, usable_cores() // scale.cpus_per_worker)
+    return max(1, int(torch.cuda.device_count() / (scale.gpus_per_worker or 1.0)))
