@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -125,14 +124,14 @@ def add(config: AddConfig, dry_run: bool) -> None:
 
 
 @click.command()
-@click.argument("store", type=StoreArgument(takes_urls=True))
+@click.argument("store", type=StoreArgument())
 @click.option(
     "--codec",
     required=True,
     help="lossless, int8, int6 or transform:<bits per value>[,hidden=<bits>][,tokens][@<scope>].",
 )
-@click.option("--out", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the new store.")
-def recode(store: StorePath, codec: str, folder: Path) -> None:
+@click.option("--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store.")
+def recode(store: StorePath, codec: str, folder: StorePath) -> None:
     """Write a lossless store again with another codec, without the target.
 
     Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
@@ -157,7 +156,7 @@ def recode(store: StorePath, codec: str, folder: Path) -> None:
 @click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
 @click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
 @click.option("--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them.")
-def repair(store: Path, model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
+def repair(store: StorePath, model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
     """Mend a damaged store: extract the damaged parts again, or drop them.
 
     Without --model and --drop it verifies the store, lists the damage and changes nothing; exit code 1 if there is any.
@@ -192,7 +191,7 @@ def repair(store: Path, model: str | None, dataset: str | None, device: str | No
 
 
 @click.command()
-@click.argument("store", type=StoreArgument(takes_urls=True))
+@click.argument("store", type=StoreArgument())
 @click.option("--model", required=True, help="The target the store was made with: a folder or a hub id.")
 @click.option("--samples", default=8, show_default=True, metavar="N", help="Sequences to run again.")
 @click.option(

@@ -34,22 +34,15 @@ class StageCommand(click.Command):
 
 
 class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
-    """The type of an argument that names a store: a folder, or a URL where the command takes remote stores."""
+    """The type of an argument that names a store: a folder, or a URL."""
 
     name = "store"
-
-    def __init__(self, takes_urls: bool = False) -> None:
-        self.takes_urls = takes_urls
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "StorePath":
         """Return the store's place."""
         from ..storage.disk.files import open_path
-        from ..storage.paths import RemotePath
 
-        path = open_path(value)
-        if isinstance(path, RemotePath) and not self.takes_urls:
-            self.fail(f"{value} is remote, and this command needs the store on a disk of this machine: copy it first.")
-        return path
+        return open_path(value)
 
 
 class HeadedOption(click.Option):

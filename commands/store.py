@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("store", type=StoreArgument(takes_urls=True))
+@click.argument("store", type=StoreArgument())
 @click.option("--sample", type=int, metavar="I", help="Show sequence I, with the trained response in colour.")
 def inspect(store: StorePath, sample: int | None) -> None:
     """Show what a store holds: identities, conventions, activations, sizes, lengths.
@@ -44,7 +44,7 @@ def inspect(store: StorePath, sample: int | None) -> None:
 
 
 @click.command()
-@click.argument("store", type=StoreArgument(takes_urls=True))
+@click.argument("store", type=StoreArgument())
 @click.option("--checksums-only", is_flag=True, help="Compare all bytes, decode no values: as fast as the disk reads.")
 def verify(store: StorePath, checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.

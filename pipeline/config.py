@@ -161,7 +161,7 @@ class ExtractConfig(Config):
     dataset: str
     """Chats: a hub id, a jsonl, json, csv, tsv, parquet or arrow file, or a folder of them."""
     out: str
-    """Folder of the store; the same command run again goes on where it stopped."""
+    """Folder of the store, or its URL (s3://, gs://, az://); the same command run again goes on where it stopped."""
     activations: Annotated[tuple[str, ...], Field(min_length=1)] = ("kv", "hidden:last")
     """What to store: kv, hidden:last (after the final norm), hidden:layer:K (output of decoder layer K, from 0)."""
     target_layers: Natural = 0

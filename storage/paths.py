@@ -56,8 +56,8 @@ class Bucket(Protocol):
         """Write a file that must hold ``old``; returns whether it held it, as for :meth:`create`."""
         ...
 
-    def put(self, name: str, data: bytes | Iterable[bytes]) -> None:
-        """Write a file, or replace it, in one step; an iterable goes up in pieces as it comes."""
+    def put(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:
+        """Write a file, or replace it, in one step; a file's content or an iterable goes up in pieces as it comes."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:

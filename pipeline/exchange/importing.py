@@ -17,6 +17,7 @@ from ...moa.targets.bundle import FrozenTarget, hash_target, load_target_config,
 from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
 from ...storage.parts.plan import plan_parts
+from ...storage.paths import StorePath
 from ...storage.schema import (
     ALIGNMENT_TOKENS,
     FieldSpec,
@@ -85,7 +86,7 @@ class ImportReport:
         n_parts_done: parts written by this run.
     """
 
-    store: Path
+    store: StorePath
     format: str
     fields: tuple[str, ...]
     n_sequences: int
@@ -125,7 +126,7 @@ def import_folder(
     plan = plan_parts(texts.table(), config.part_tokens, ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, texts.paths[0], sizes)
     manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
-    with StoreWriter.create_or_resume(Path(config.out).expanduser(), manifest, plan) as store:
+    with StoreWriter.create_or_resume(config.out, manifest, plan) as store:
         if not store.has_target:
             _save_bundle(config, store, target_folder)
         norm = None if file_format.gives_last else FrozenTarget.load(store.target_path, sizes=sizes).norm

@@ -19,6 +19,7 @@ from ...storage.codecs.transform.calibration import logit_metric
 from ...storage.codecs.transform.codec import TransformCodec
 from ...storage.codecs.transform.rope import Rope
 from ...storage.errors import ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing
+from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
 from ...text import Progress
 from ..config import ActivationSpec
@@ -49,7 +50,7 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
     return rows
 
 
-def learned_before(codec: StoreCodec, store: Path) -> StoreCodec | None:
+def learned_before(codec: StoreCodec, store: StorePath) -> StoreCodec | None:
     """Return the codec of a store that an earlier run began, with what it learned; None where there is none."""
     if not codec.learned or not (store / "store.json").exists():
         return None

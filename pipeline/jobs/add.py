@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from ...storage.dtypes import to_float32
 from ...storage.names import PLAN_NAME, commit_path
 from ...storage.parts.commit import read_part_commit
 from ...storage.parts.plan import read_plan
+from ...storage.paths import StorePath
 from ...storage.read.store import ActivationStore
 from ...storage.write.addition import StoreAddition, load_next_basis, save_next_basis
 from ...storage.write.store import StoreWriter
@@ -35,6 +35,7 @@ from ..forwards.parts import Forwards, Timings, batches, load_target, run_parts,
 from .add_plan import AddPlan, plan_addition
 from .audit import stored_tolerance
 from .card import CardOrigin, public_name, write_card
+from .plan import existing_parent
 from .records import recorded_config
 
 LAST = "hidden/last"
@@ -54,7 +55,7 @@ class AddReport:
         agreement: how hidden/last of the first batch compares with the stored one.
     """
 
-    store: Path
+    store: StorePath
     fields: tuple[str, ...]
     target_layers: int
     n_parts: int
@@ -218,7 +219,7 @@ class _Addition:
             )
         ids = self.reader.sequences["sequence_id"].to_pylist()
         new, lengths = codec.only(plan.fields), self.reader.lengths
-        learning = learning_on(target.device, plan.store, self.progress)
+        learning = learning_on(target.device, existing_parent(plan.store), self.progress)
         learn_from_target(
             new, lengths, lambda row: self._text(ids[row])[0], target, plan.spec, plan.dtype, learning, plan.uses_cache
         )

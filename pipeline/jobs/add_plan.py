@@ -17,10 +17,12 @@ from ...machine import free_memory
 from ...moa.targets.bundle import load_target_config, target_sizes
 from ...moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ...storage.codecs.registry import StoreCodec
+from ...storage.disk.files import open_path
 from ...storage.errors import ManifestInvalid, SchemaVersionError, StoreMismatch, StoreNotFound
 from ...storage.names import PLAN_NAME
 from ...storage.parts.manifest_commit import find_manifest_damage
 from ...storage.parts.plan import read_plan
+from ...storage.paths import RemotePath, StorePath
 from ...storage.read.store import ActivationStore, read_manifest
 from ...storage.schema import StoreManifest
 from ...storage.write.addition import extended_codec, lacking_fields
@@ -29,7 +31,7 @@ from ..config import ActivationSpec, AddConfig, parse_activations, parse_fields
 from ..errors import AdditionRefused, AdditionWanted, NotEnoughDisk
 from ..forwards.memory import ForwardMemory
 from .identity import check_weights, target_identities
-from .plan import ExtractPlan, expected_bytes, field_specs, forward_memory, kept_weights, weight_bytes
+from .plan import ExtractPlan, existing_parent, expected_bytes, field_specs, forward_memory, kept_weights, weight_bytes
 from .sources import pinned_revision, recorded_sources
 
 _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
@@ -60,7 +62,7 @@ class AddPlan:
     """
 
     config: AddConfig
-    store: Path
+    store: StorePath
     stored: StoreManifest
     manifest: StoreManifest
     codec: StoreCodec = field(repr=False)
@@ -119,16 +121,19 @@ class AddPlan:
             f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / max(self.n_left_tokens, 1):,.0f} bytes "
             "per token)",
             f"on disk      about {format_bytes(self.stored_bytes)} more",
-            f"free disk    {format_bytes(self.free_bytes)} at {self.store}",
+            f"free disk    {format_bytes(self.free_bytes)} at {existing_parent(self.store)}",
             f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
         ]
         return "\n".join(lines)
 
     def check_disk(self) -> None:
         """Refuse an addition that the disk cannot hold; raises NotEnoughDisk."""
-        if self.stored_bytes > self.free_bytes:
+        needed = self.stored_bytes
+        if isinstance(self.store, RemotePath):  # only shards on their way lie on a disk
+            needed = min(needed, 2 * self.stored_bytes // max(1, self.n_left_parts))
+        if needed > self.free_bytes:
             raise NotEnoughDisk(
-                f"The new fields need about {format_bytes(self.stored_bytes)}, but {self.store} has "
+                f"The new fields need about {format_bytes(needed)}, but {existing_parent(self.store)} has "
                 f"{format_bytes(self.free_bytes)} free. Free some space, or add fewer --activations."
             )
 
@@ -147,8 +152,8 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         StoreError: the store cannot be read.
         TargetError: the model folder has no config, weights or tokenizer.
     """
-    with ActivationStore(Path(config.store).expanduser()) as reader:
-        stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, Path(str(reader.path))
+    with ActivationStore(config.store) as reader:
+        stored, commits, old_codec, path = reader.manifest, reader.commits, reader.codec, reader.path
         n_tokens, sequences = int(reader.lengths.sum()), reader.sequences
     _check_settings(path, stored)
     revision = pinned_revision(recorded_sources(stored.extraction), "model", config.model, None)
@@ -201,7 +206,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         n_left_parts=len(left),
         raw_bytes=sum(item.spec.token_bytes for item in new_codec.fields.values()) * n_left_tokens,
         stored_bytes=expected_bytes(new_codec, n_left_tokens) + kept_bytes,
-        free_bytes=shutil.disk_usage(path).free,
+        free_bytes=shutil.disk_usage(existing_parent(path)).free,
         left=sequences.filter(pa.array(np.isin(sequences["part"].to_numpy(), [commit.part for commit in left]))),
         model_config=model_config,
         memory=memory,
@@ -216,7 +221,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
     Raises:
         AdditionWanted: naming what the store lacks, and the command that adds it.
     """
-    path = Path(plan.config.out).expanduser()
+    path = open_path(plan.config.out)
     if find_manifest_damage(path):
         return  # opening the store for writing repairs it, or names the damage
     try:
@@ -242,7 +247,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
         return
     if old_table.equals(plan.table.replace_schema_metadata(None)):
         what = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
-        command = add_command(path, lacking, n_new if n_old < n_new else 0)
+        command = add_command(str(path), lacking, n_new if n_old < n_new else 0)
         raise AdditionWanted(f"{path} lacks {', '.join(what)}; what it has is whole. Add with {command}.")
 
 
@@ -250,7 +255,7 @@ def _without(layers: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...
     return tuple(layer for layer in layers if layer not in others)
 
 
-def _check_settings(path: Path, stored: StoreManifest) -> None:
+def _check_settings(path: StorePath, stored: StoreManifest) -> None:
     """Refuse a store whose forwards cannot be repeated."""
     missing = [name for name in _SETTINGS if name not in stored.extraction]
     if missing:
@@ -269,7 +274,7 @@ def _check_settings(path: Path, stored: StoreManifest) -> None:
 
 
 def _check_same_target(
-    config: AddConfig, path: Path, stored: StoreManifest, folder: Path, progress: Progress | None
+    config: AddConfig, path: StorePath, stored: StoreManifest, folder: Path, progress: Progress | None
 ) -> str:
     """Return the device; refuse another target, tokenizer or template than the store's, or another kind of device."""
     live: dict[str, Any] = target_identities(folder, load_target_tokenizer(folder), True, progress)

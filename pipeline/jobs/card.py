@@ -13,7 +13,8 @@ from typing import Any
 
 from ...storage.care.summary import FieldSummary, StoreSummary, summarize_store
 from ...storage.disk.durable import write_atomic
-from ...storage.names import CARD_NAME
+from ...storage.names import CARD_NAME, below
+from ...storage.paths import AnyPath, StorePath
 from ...storage.write.links import refuse_links
 
 _SIZE_CATEGORIES = (
@@ -40,7 +41,7 @@ class CardOrigin:
     dataset_license: str | None = None
 
 
-def write_card(store: Path, origin: CardOrigin) -> Path:
+def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
     """Write README.md into a store's root, or replace it.
 
     Raises:
@@ -49,13 +50,13 @@ def write_card(store: Path, origin: CardOrigin) -> Path:
         DiskFull: no room; an older card stays.
         LinkRefused: a symbolic link stands in its place.
     """
-    refuse_links(Path(store), folders=())
-    path = Path(store) / CARD_NAME
+    refuse_links(store, folders=())
+    path = below(store, CARD_NAME)
     write_atomic(path, card_text(store, origin).encode())
     return path
 
 
-def card_text(store: Path, origin: CardOrigin) -> str:
+def card_text(store: StorePath, origin: CardOrigin) -> str:
     """Return the text of a store's card."""
     summary = summarize_store(store)
     plain = [field for field in summary.fields if _is_plain(field, summary)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -119,7 +118,7 @@ def estimate_extraction(plan: ExtractPlan) -> Estimate:
         batches=batch_lengths(plan.table, plan.batch_tokens),
         uses_cache=plan.spec.kv,
         n_encode_threads=resolve_encode_threads(config.forward.encode_threads),
-        folder=existing_parent(Path(config.out)),
+        folder=plan.disk,
     )
     raw_bytes = sum(spec.token_bytes for spec in plan.manifest.fields) * plan.n_tokens
     lengths = part_lengths(plan.table, plan.manifest.alignment_tokens).tolist()
@@ -153,7 +152,7 @@ def estimate_addition(plan: AddPlan) -> Estimate:
         batches=batch_lengths(plan.left, plan.batch_tokens),
         uses_cache=plan.uses_cache,
         n_encode_threads=resolve_encode_threads(plan.config.encode_threads),
-        folder=plan.store,
+        folder=existing_parent(plan.store),
     )
     codec = plan.codec.only(plan.fields)
     n_parts = max(plan.n_left_parts, 1)

@@ -28,9 +28,11 @@ from ...machine import fix_sums
 from ...moa.targets.live import Target
 from ...storage.care.repair import RepairPlan, drop_from
 from ...storage.disk.durable import PARTIAL_SUFFIX
+from ...storage.disk.files import open_path
 from ...storage.errors import StoreMismatch
 from ...storage.names import TEXTS_NAME, commit_path
 from ...storage.parts.commit import read_part_commit
+from ...storage.paths import StorePath
 from ...storage.write.lock import CARD_SLOT, TEXTS_SLOT
 from ...storage.write.store import StoreWriter
 from ...text import Progress, format_bytes, format_hours
@@ -45,7 +47,7 @@ from ..workers.work import Worker, WorkOrder, forwards_of, pieces_of, unclaimed_
 from .add_plan import refuse_addition
 from .card import CardOrigin, public_name, write_card
 from .kept_texts import keep_texts, write_texts
-from .plan import ExtractPlan, build_plan, existing_parent
+from .plan import ExtractPlan, build_plan
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class ExtractReport:
         dataset: the dataset, and which split and files of it were read, as text.
     """
 
-    store: Path
+    store: StorePath
     n_sequences: int
     n_tokens: int
     n_parts: int
@@ -184,7 +186,7 @@ def extract(
 
 def _open_store(plan: ExtractPlan, shares: bool) -> StoreWriter:
     """Begin or join the store; where another run was first to learn the codec, with what that one learned."""
-    out = Path(plan.config.out).expanduser()
+    out = open_path(plan.config.out)
     try:
         return StoreWriter.create_or_resume(out, plan.manifest, plan.table, plan.codec.files(), shares)
     except StoreMismatch as error:
@@ -200,7 +202,7 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractP
     if not plan.codec.learned:
         return plan, None
     target = None
-    codec = learned_before(plan.codec, Path(plan.config.out).expanduser())
+    codec = learned_before(plan.codec, open_path(plan.config.out))
     if codec is None:
         codec, target = plan.codec, _load_target(plan, progress)
         ids = plan.table["sequence_id"].to_pylist()
@@ -212,7 +214,7 @@ def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[ExtractP
             target,
             plan.spec,
             plan.config.storage.dtype,
-            learning_on(plan.device, existing_parent(Path(plan.config.out)), progress),
+            learning_on(plan.device, plan.disk, progress),
         )
     manifest = dataclasses.replace(plan.manifest, codec=codec.describe())
     return dataclasses.replace(plan, codec=codec, manifest=manifest), target
@@ -255,13 +257,14 @@ def _directed(plan: ExtractPlan, store: StoreWriter, tally: Tally) -> LocalWorke
 def _work_order(plan: ExtractPlan, store: StoreWriter) -> WorkOrder:
     """Return what each worker is told, with its share of this machine."""
     config, n_workers = plan.config, plan.config.scale.n_local_workers
-    texts = store.path / TEXTS_NAME
-    if plan.texts_origin is None:  # then no later start could tell whose texts they are, and none is to find them
-        texts = store.path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
-        write_texts(texts, plan.sequences, None)
+    texts = store.scratch_path / TEXTS_NAME
+    if texts.parent != store.path or plan.texts_origin is None:
+        # Of a bucket they map a copy; and without an origin no later start could tell whose texts they are.
+        texts = store.scratch_path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
+        write_texts(texts, plan.sequences, plan.texts_origin)
     is_local = Path(config.model).expanduser().is_dir()  # else each machine finds the commit in its own cache
     return WorkOrder(
-        store=str(store.path.absolute()),
+        store=str(store.path.absolute() if isinstance(store.path, Path) else store.path),
         texts=str(texts.absolute()),
         model=str(plan.folder.absolute()) if is_local or config.scale.engine != "ray" else config.model,
         revision=None if is_local or config.scale.engine != "ray" else plan.folder.name,

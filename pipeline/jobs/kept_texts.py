@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import pyarrow as pa
 
 from ...storage.disk.durable import replacing
+from ...storage.disk.files import download
 from ...storage.names import TEXTS_NAME
+from ...storage.paths import StorePath
 from ..chats.columns import Columns
 from ..chats.dataset import ChatSource
 from ..chats.sequences import Sequences
@@ -55,13 +58,14 @@ def texts_origin(
     }
 
 
-def read_texts(store: Path, origin: Mapping[str, Any] | None) -> Sequences | None:
+def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
     """Return the sequences that a store keeps; None where there are none, or not those of this origin."""
-    path = store / TEXTS_NAME
-    if origin is None or path.is_symlink() or not path.is_file():
+    if origin is None:
         return None
     try:
-        table = map_texts(path)
+        table = _kept_table(store / TEXTS_NAME)
+        if table is None:
+            return None
         metadata = table.schema.metadata or {}
         if json.loads(metadata.get(_ORIGIN, b"null")) != origin:
             return None
@@ -72,7 +76,19 @@ def read_texts(store: Path, origin: Mapping[str, Any] | None) -> Sequences | Non
         return None
 
 
-def keep_texts(store: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
+def _kept_table(path: StorePath) -> pa.Table | None:
+    """Map the file of a store's sequences, if it has one; of a remote one a copy, which the mapping alone holds."""
+    if isinstance(path, Path):
+        return map_texts(path) if path.is_file() and not path.is_symlink() else None
+    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
+        try:
+            download(path.parent, Path(folder), {TEXTS_NAME: TEXTS_NAME})
+        except FileNotFoundError:
+            return None
+        return map_texts(Path(folder) / TEXTS_NAME)
+
+
+def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:
     """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory.
 
     Raises:
@@ -80,7 +96,13 @@ def keep_texts(store: Path, sequences: Sequences, origin: Mapping[str, Any] | No
     """
     if origin is None:
         return sequences
-    return write_texts(store / TEXTS_NAME, sequences, origin)
+    path = store / TEXTS_NAME
+    if isinstance(path, Path):
+        return write_texts(path, sequences, origin)
+    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
+        kept = write_texts(Path(folder) / TEXTS_NAME, sequences, origin)
+        path.bucket.put(path.key, Path(folder) / TEXTS_NAME)
+    return kept
 
 
 def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:

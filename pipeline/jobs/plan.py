@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from ...moa.targets.bundle import load_target_config, target_sizes
 from ...moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform.calibration import MAX_FEATURES
+from ...storage.disk.files import open_path
 from ...storage.errors import CodecUnknown
 from ...storage.parts.commit import committed_bytes
 from ...storage.parts.plan import plan_counts, plan_parts
+from ...storage.paths import RemotePath, StorePath
 from ...storage.schema import (
     ALIGNMENT_TOKENS,
     FieldSpec,
@@ -134,7 +137,8 @@ class ExtractPlan:
             f"on disk      about {format_bytes(self.stored_bytes)} "
             f"({', '.join(f'{name} {bits:.1f} bits per value' for name, bits in self._expected_bits().items())})",
             f"parts        {self.n_parts:,} of up to {storage.part_tokens:,} tokens",
-            f"free disk    {format_bytes(self.free_bytes)} at {existing_parent(Path(self.config.out))}"
+            f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
+            + (", for shards on their way to the bucket" if self.is_remote else "")
             + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
             f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
         ]
@@ -146,7 +150,7 @@ class ExtractPlan:
         return [
             f"learn        about {format_hours(self.learning.seconds)} and the forwards of {self.learning.n_tokens:,} "
             f"tokens before the first part; {format_bytes(self.learning.memory_bytes)} of memory beside the target and "
-            f"{format_bytes(self.learning.disk_bytes)} of disk at {existing_parent(Path(self.config.out))} meanwhile"
+            f"{format_bytes(self.learning.disk_bytes)} of disk at {self.disk} meanwhile"
         ]
 
     def _expected_bits(self) -> dict[str, float]:
@@ -156,12 +160,27 @@ class ExtractPlan:
     def check_disk(self) -> None:
         """Refuse a plan that the disk cannot hold; raises NotEnoughDisk."""
         needed = max(0, self.stored_bytes - self.present_bytes)
+        if self.is_remote and (needed := min(needed, 2 * self.stored_bytes // self.n_parts)) > self.free_bytes:
+            raise NotEnoughDisk(
+                f"Shards on their way to {self.config.out} need about {format_bytes(needed)}, but {self.disk} has "
+                f"{format_bytes(self.free_bytes)} free. Set TMPDIR to another disk, or lower --part-tokens."
+            )
         if needed > self.free_bytes:
             raise NotEnoughDisk(
-                f"The store needs about {format_bytes(needed)}, but {existing_parent(Path(self.config.out))} has "
+                f"The store needs about {format_bytes(needed)}, but {self.disk} has "
                 f"{format_bytes(self.free_bytes)} free. Free some space, choose another --out, lower --max-sequences, "
                 "or store fewer --activations."
             )
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the store is to lie in a bucket."""
+        return isinstance(open_path(self.config.out), RemotePath)
+
+    @property
+    def disk(self) -> Path:
+        """A folder on the disk that the extraction writes to."""
+        return existing_parent(open_path(self.config.out))
 
 
 def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:
@@ -182,7 +201,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     chat_settings = _chat_settings(config)  # refuses what makes no sense before anything is downloaded
     if config.scale.engine == "ray":
         require_ray()
-    out = Path(config.out).expanduser()
+    out = open_path(config.out)
     sources = stored_sources(out)
     revision = pinned_revision(sources, "model", config.model, config.revision)
     folder = resolve_model_folder(config.model, with_weights=False, revision=revision)
@@ -391,8 +410,10 @@ def weight_bytes(model_config: Any) -> int:
     return torch.empty(0, dtype=dtype).element_size() if isinstance(dtype, torch.dtype) else 4
 
 
-def existing_parent(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
+def existing_parent(path: StorePath) -> Path:
+    """Return the path, or the nearest folder above it that exists; where it is remote, the one for temporary files."""
+    if isinstance(path, RemotePath):
+        return Path(tempfile.gettempdir())
     path = path.expanduser().absolute()
     while not path.exists():
         path = path.parent

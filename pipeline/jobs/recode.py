@@ -17,9 +17,11 @@ from ...errors import Interrupted, OptionInvalid
 from ...moa.targets.bundle import FrozenTarget
 from ...storage.chunks.field import TOKENS
 from ...storage.codecs.registry import StoreCodec
+from ...storage.disk.checking import exists
+from ...storage.disk.files import open_path
 from ...storage.dtypes import to_float32
 from ...storage.errors import CodecUnknown
-from ...storage.names import commit_path
+from ...storage.names import TARGET_NAME, commit_path
 from ...storage.parts.commit import read_part_commit
 from ...storage.paths import StorePath
 from ...storage.read.store import ActivationStore
@@ -35,7 +37,7 @@ class RecodeReport:
     """What a recoding did; ``source_bytes`` are those of the source's parts."""
 
     source: StorePath
-    out: Path
+    out: StorePath
     codec: str
     n_parts: int
     n_parts_done: int
@@ -57,7 +59,7 @@ class RecodeReport:
 def recode(
     store: str | os.PathLike[str] | StorePath,
     codec: str,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | StorePath,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> RecodeReport:
@@ -75,14 +77,14 @@ def recode(
         StoreError: a store cannot be used.
     """
     start = time.perf_counter()
-    target_store = Path(out).expanduser()
+    target_store = open_path(out)
     with ActivationStore(store, require_complete=True) as source:
         if not source.codec.is_lossless:
             raise OptionInvalid(
                 f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
                 "codec has lost another cannot bring back. Extract again, or give the lossless store."
             )
-        if isinstance(source.path, Path) and target_store.exists() and target_store.samefile(source.path):
+        if target_store == source.path or _is_same_folder(target_store, source.path):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
         new = codec_for(source, codec, target_store, progress)
         manifest = dataclasses.replace(source.manifest, codec=new.describe(), schema_version=SCHEMA_VERSION)
@@ -110,14 +112,17 @@ def recode(
                 ),
                 wall_s=time.perf_counter() - start,
             )
-            writer.record_run(
-                {"recode": dataclasses.asdict(report) | {"source": str(source.path)}, "provenance": provenance or {}}
-            )
+            record = vars(report) | {"source": str(source.path), "out": str(target_store)}
+            writer.record_run({"recode": record, "provenance": provenance or {}})
     return report
 
 
+def _is_same_folder(one: StorePath, other: StorePath) -> bool:
+    return isinstance(one, Path) and isinstance(other, Path) and one.exists() and one.samefile(other)
+
+
 def codec_for(
-    source: ActivationStore, name: str, out: Path | None = None, progress: Progress | None = None
+    source: ActivationStore, name: str, out: StorePath | None = None, progress: Progress | None = None
 ) -> StoreCodec:
     """Make a codec, and let it learn if it must.
 
@@ -148,7 +153,7 @@ def codec_for(
 
 
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
-    if not writer.has_target and (source.path / "target").exists():
+    if not writer.has_target and exists(source.path / TARGET_NAME):
         with writer.target() as folder:
             shutil.copytree(source.target_path, folder, dirs_exist_ok=True)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ...storage.disk.checking import exists
+from ...storage.disk.files import names_in
 from ...storage.documents import parse_object, read_bounded
 from ...storage.names import RUNS_NAME
+from ...storage.paths import StorePath
 from ..chats.splits import DEFAULT_SPLIT
 from ..config import ExtractConfig
 from ..errors import RepairRefused
@@ -28,7 +27,7 @@ def recorded_arguments(extraction: Mapping[str, Any]) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def recorded_config(store: Path) -> ExtractConfig:
+def recorded_config(store: StorePath) -> ExtractConfig:
     """Return the settings of the store's last finished extraction.
 
     Raises:
@@ -37,7 +36,7 @@ def recorded_config(store: Path) -> ExtractConfig:
     """
     runs = store / RUNS_NAME
     names = {setting.name for setting in ExtractConfig.settings()}
-    records = [name for name in (os.listdir(runs) if exists(runs) else ()) if name.endswith(".json")]
+    records = [name for name in names_in(runs) if name.endswith(".json")]
     for path in (runs / name for name in sorted(records, reverse=True)):
         try:
             settings = parse_object(read_bounded(path))["config"]

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...storage.errors import StoreError
+from ...storage.errors import StorageUnavailable, StoreError
+from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
 from ..chats.dataset import ChatSource
 from ..config import ExtractConfig
@@ -34,10 +35,12 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
     }
 
 
-def stored_sources(store: Path) -> Sources | None:
+def stored_sources(store: StorePath) -> Sources | None:
     """Return the sources of a store; None where there is no store yet."""
     try:
         return recorded_sources(read_manifest(store).extraction)
+    except StorageUnavailable:
+        raise
     except (StoreError, OSError):
         return None
 

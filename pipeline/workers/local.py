@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import IO
 
-from ...storage.write.store import StoreWriter, new_attempt
+from ...storage.parts.shard import new_attempt
+from ...storage.write.store import StoreWriter
 from ..errors import WorkersLost
 from ..forwards.parts import Outcome, Timings
 from .messages import Asking, Computed, Done, Ended, Failed, Loading, Piece, Start

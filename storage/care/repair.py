@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ...text import Progress
 from ..disk.checking import check_guard
+from ..disk.durable import remove_file
+from ..disk.files import open_path
 from ..errors import RepairImpossible
 from ..names import (
     CODEC_NAME,
@@ -21,6 +23,7 @@ from ..names import (
 )
 from ..parts.manifest_commit import is_metadata
 from ..parts.plan import read_plan
+from ..paths import StorePath
 from ..read.store import read_manifest
 from ..write.links import refuse_links
 from ..write.store import StoreWriter
@@ -44,7 +47,7 @@ class RepairPlan:
         others: damages that a repair does not mend.
     """
 
-    store: Path
+    store: StorePath
     damages: tuple[Damage, ...]
     parts: tuple[int, ...]
     target: bool
@@ -81,10 +84,10 @@ class RepairPlan:
 
 
 def plan_repair(
-    path: str | os.PathLike[str], progress: Progress | None = None, parts: Collection[int] | None = None
+    path: str | os.PathLike[str] | StorePath, progress: Progress | None = None, parts: Collection[int] | None = None
 ) -> RepairPlan:
     """Verify a store, or some of its parts alone, and sort what is damaged; nothing is changed."""
-    store = Path(path)
+    store = open_path(path)
     report = verify_store(store, progress, parts=parts)
     report.check_complete(store)
     damages = report.damages
@@ -139,7 +142,7 @@ def drop_from(writer: StoreWriter, plan: RepairPlan) -> tuple[int, ...]:
     _check_droppable(now)
     refuse_links(writer.path, folders=())
     for name in now.strays:
-        (writer.path / name).unlink(missing_ok=True)
+        remove_file(writer.path / name)
     for part in now.parts:
         writer.drop_part(part)
     if now.target or (plan.target and not writer.has_target):

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..codecs.registry import StoreCodec
+from ..disk.checking import exists
 from ..disk.files import open_path
-from ..names import PLAN_NAME
+from ..names import PLAN_NAME, TARGET_NAME, target_commit_path
 from ..parts.commit import PartCommit, array_of, read_commits
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, read_plan
@@ -189,7 +190,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) 
         n_tokens=n_tokens,
         n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
         lengths=length_histogram(lengths, n_bins),
-        has_target=(store / "target" / "config.json").exists(),
+        has_target=any(exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")),
         unfinished=unfinished_fields(commits.values(), codec),
     )
 

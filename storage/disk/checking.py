@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import CheckIncomplete, StoreError
+from ..errors import CheckIncomplete, StorageUnavailable, StoreError
 from ..paths import RemotePath, StorePath
 
 MISSING = (FileNotFoundError, NotADirectoryError)
@@ -61,7 +61,7 @@ def check_guard(store: StorePath) -> Iterator[None]:
     """Turn what the machine refuses while a store is looked at into :class:`CheckIncomplete`."""
     try:
         yield
-    except StoreError:
+    except (StoreError, StorageUnavailable):  # each says what to do
         raise
     except (OSError, MemoryError) as error:
         named = None if isinstance(error, MemoryError) else error.filename

@@ -64,8 +64,10 @@ def write_all(fd: int, data: bytes | memoryview) -> int:
     return n_bytes
 
 
-def fsync_directory(path: Path) -> None:
-    """Make renames and new names inside a folder durable."""
+def fsync_directory(path: StorePath) -> None:
+    """Make renames and new names inside a folder durable; in a bucket they are."""
+    if isinstance(path, RemotePath):
+        return
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -102,6 +104,39 @@ def write_atomic(path: StorePath, data: bytes) -> None:
         write_file(partial, data)
 
 
+def write_new(path: StorePath, data: bytes) -> bool:
+    """Write a file that is not there yet; returns False where a bucket holds another one, which then stays.
+
+    On a disk nobody else may write it at this moment; in a bucket others may.
+    """
+    if isinstance(path, RemotePath):
+        return path.bucket.create(path.key, data)
+    write_atomic(path, data)
+    return True
+
+
+def replace_file(path: StorePath, old: bytes, new: bytes) -> bool:
+    """Replace a file that holds ``old``; returns False where one in a bucket does not, which then stays."""
+    if isinstance(path, RemotePath):
+        return path.bucket.replace(path.key, old, new)
+    write_atomic(path, new)
+    return True
+
+
+def remove_file(path: StorePath) -> None:
+    """Delete a file if it is there."""
+    if isinstance(path, RemotePath):
+        path.bucket.delete([path.key])
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_folder(path: StorePath) -> None:
+    """Make a folder and those around it, where they are missing; a bucket needs none."""
+    if isinstance(path, Path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def replacing(path: Path, advice: str = _GO_ON) -> Iterator[Path]:
     """Yield where to write a file, which must be synced when the block ends, and then replaces ``path`` in one step.
@@ -122,7 +157,7 @@ def replacing(path: Path, advice: str = _GO_ON) -> Iterator[Path]:
 
 
 @contextmanager
-def disk_full_guard(path: Path, advice: str = _GO_ON) -> Iterator[None]:
+def disk_full_guard(path: StorePath, advice: str = _GO_ON) -> Iterator[None]:
     """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice: what is safe, what to do."""
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StorageUnavailable, StoreNotFound, StoreReadOnly
@@ -78,7 +79,7 @@ class FsspecBucket:
     def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
         raise self._read_only()
 
-    def put(self, name: str, data: bytes | Iterable[bytes]) -> None:  # noqa: D102
+    def put(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:  # noqa: D102
         raise self._read_only()
 
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
@@ -152,9 +153,9 @@ class ObjectBucket:
                 if not next(pauses):
                     raise _unavailable(self.url, name, error) from error
 
-    def put(self, name: str, data: bytes | Iterable[bytes]) -> None:  # noqa: D102
-        # What came of an iterable is gone; of bytes another try can be made.
-        content, tries = (data, None) if isinstance(data, bytes) else (iter(data), 1)
+    def put(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:  # noqa: D102
+        # What came of an iterable is gone; of bytes and of a file another try can be made.
+        content, tries = (data, None) if isinstance(data, bytes | Path) else (iter(data), 1)
 
         def upload() -> None:
             obstore.put(self.store, name, content, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)

@@ -8,14 +8,14 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..disk.checking import MISSING
 from ..disk.files import names_in, reads_of
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
-from ..names import COMMITS_NAME, commit_path
+from ..names import COMMITS_NAME, commit_path, target_commit_path
 from ..paths import RemotePath, Stat, StorePath
 from .shard import FileRecord
 
@@ -42,7 +42,7 @@ class PartCommit:
 
     def to_json(self) -> bytes:
         """Return the file's content."""
-        return _dump(vars(self) | {"files": {name: vars(record) for name, record in self.files.items()}})
+        return _dump(vars(self) | {"files": {name: record.to_dict() for name, record in self.files.items()}})
 
 
 def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -> PartCommit:
@@ -98,12 +98,20 @@ def array_of(file: str) -> str | None:
 
 def target_commit_json(files: Mapping[str, FileRecord]) -> bytes:
     """Return the content of ``commits/target.json``."""
-    return _dump({"files": {name: asdict(record) for name, record in files.items()}})
+    return _dump({"files": {name: record.to_dict() for name, record in files.items()}})
 
 
 def read_target_commit(path: StorePath) -> dict[str, FileRecord]:
     """Read the target bundle's commit: file name -> its record."""
     return read_file_records(path)
+
+
+def stored_target_names(store: StorePath) -> dict[str, str]:
+    """Return the name of each file of the target bundle -> the name that it has there; none where it has no commit."""
+    try:
+        return {name: record.stored_as(name) for name, record in read_target_commit(target_commit_path(store)).items()}
+    except MISSING:
+        return {}
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
@@ -131,7 +139,7 @@ def find_size_damage(
     """
     damage: list[tuple[StorePath, StoreError]] = []
     for name, record in files.items():
-        path = folder / name
+        path = folder / record.stored_as(name)
         try:
             found = look(path) if look else path.stat()
             if found.st_size != record.bytes and isinstance(path, RemotePath):
@@ -150,10 +158,18 @@ def find_size_damage(
 def _records(document: dict[str, Any]) -> dict[str, FileRecord]:
     return {
         relative_name(name): FileRecord(
-            whole_number(record["bytes"], "bytes"), whole_number(record["crc32"], "crc32", 0, (1 << 32) - 1)
+            whole_number(record["bytes"], "bytes"),
+            whole_number(record["crc32"], "crc32", 0, (1 << 32) - 1),
+            _attempt(record.get("attempt")),
         )
         for name, record in mapping(document["files"], "files").items()
     }
+
+
+def _attempt(value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or not _ATTEMPT.fullmatch(value)):
+        raise ValueError(f"{str(value)[:60]!r} names no attempt")
+    return value
 
 
 def _dump(document: Mapping[str, Any]) -> bytes:
@@ -164,5 +180,6 @@ def _invalid(path: StorePath, error: Exception) -> ManifestInvalid:
     return ManifestInvalid(f"{path} is not a commit ({error}). Delete it and run extract again: it redoes that part.")
 
 
+_ATTEMPT = re.compile(r"[0-9a-f]{8,32}")
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 _REPAIR = "Run extract again: it redoes that part only."

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 from ..disk.checking import MISSING
-from ..disk.durable import file_crc32, write_atomic
+from ..disk.durable import file_crc32, make_folder, write_atomic
 from ..documents import MAX_DOCUMENT_BYTES, read_bounded
 from ..errors import ManifestInvalid, ShardCorrupt, StoreError
 from ..names import (
@@ -25,14 +25,15 @@ from ..names import (
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
+    TARGET_NAME,
     ZARR_NAME,
     manifest_commit_path,
     target_commit_path,
 )
-from ..paths import RemotePath, StorePath, name_below
+from ..paths import StorePath, name_below
 from .commit import find_size_damage, read_file_records, read_target_commit
 from .plan import MAX_PLAN_BYTES
-from .shard import FileRecord
+from .shard import FileRecord, record_of
 
 _NAMES = (MANIFEST_NAME, PLAN_NAME)
 
@@ -49,7 +50,7 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
     files = {}
     for name in (*_NAMES, *sorted(metadata)):
         content = read_bounded(store / name, MAX_PLAN_BYTES)
-        files[name] = asdict(FileRecord(len(content), zlib.crc32(content)))
+        files[name] = record_of(content).to_dict()
     write_atomic(manifest_commit_path(store), (json.dumps({"files": files}, indent=1, sort_keys=True) + "\n").encode())
 
 
@@ -155,8 +156,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> list[str]:
             continue
         if not matches_record(contents[name], (records or {})[name]):
             raise error
-        if not isinstance(path, RemotePath):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomic(path, contents[name])
         restored.append(name)
     return restored
@@ -175,24 +175,27 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     """
     commit = target_commit_path(store)
     while (content := _content(commit)) is not None:
-        error = _bundle_error(commit, folder)
+        error = _bundle_error(commit, folder, is_copy=folder != store / TARGET_NAME)
         if error is None:
             return
         if _content(commit) == content:  # else the bundle was given more layers while it was compared
             raise error
 
 
-def _bundle_error(commit: StorePath, folder: StorePath) -> StoreError | None:
+def _bundle_error(commit: StorePath, folder: StorePath, is_copy: bool) -> StoreError | None:
     try:
         files = read_target_commit(commit)
     except FileNotFoundError:
         return None
+    if is_copy:  # whose files have their own names
+        files = {name: replace(record, attempt=None) for name, record in files.items()}
     for _, error in find_size_damage(folder, files):
         return error
     for name, record in files.items():
-        if file_crc32(folder / name) != record.crc32:
+        path = folder / record.stored_as(name)
+        if file_crc32(path) != record.crc32:
             return ShardCorrupt(
-                f"{folder / name} is not the file that was written: its checksum differs from the one in {commit}. "
+                f"{path} is not the file that was written: its checksum differs from the one in {commit}. "
                 "Run `moa-data repair` with --model."
             )
     return None

@@ -21,8 +21,10 @@ of zeros is written like any other, so that a lost chunk never reads as zeros.
 from __future__ import annotations
 
 import os
+import secrets
 import zlib
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,21 +43,62 @@ TASK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and ``zlib.crc32`` of a file in a commit (see ``durable.file_crc32`` for why not CRC-32C)."""
+    """Size and ``zlib.crc32`` of a file in a commit (see ``durable.file_crc32`` for why not CRC-32C).
+
+    Attributes:
+        attempt: in a bucket, where nothing can be renamed, the writer after whom the file is called; else None.
+    """
 
     bytes: int
     crc32: int
+    attempt: str | None = None
+
+    def stored_as(self, name: str) -> str:
+        """Return the name that the file has, of the name that a commit lists it by."""
+        return name if self.attempt is None else attempt_name(name, self.attempt)
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Return the record as a commit holds it."""
+        own: dict[str, int | str] = {"bytes": self.bytes, "crc32": self.crc32}
+        return own if self.attempt is None else own | {"attempt": self.attempt}
+
+
+def record_of(content: bytes) -> FileRecord:
+    """Return the record of a file with this content."""
+    return FileRecord(len(content), zlib.crc32(content))
+
+
+def new_attempt() -> str:
+    """Return a name for a writer, or for what it writes at once, that no other has."""
+    return secrets.token_hex(4)
+
+
+def attempt_name(name: str, attempt: str) -> str:
+    """Return what a file is called after its writer."""
+    return f"{name}-{attempt}"
+
+
+Keep = Callable[[int, Path], None]
+"""Makes a finished file durable: called with its descriptor and path, on the thread that waits for the disk."""
+
+
+def sync_file(fd: int, path: Path) -> None:
+    """Make a file durable where it is."""
+    with disk_full_guard(path):
+        os.fsync(fd)
 
 
 class ShardWriter:
     """Writes one shard front to back; memory holds the index and the chunks that are being encoded.
 
     Args:
-        pool: encodes the chunks, and syncs the file.
+        pool: encodes the chunks, and has the file kept.
+        keep: makes the finished file durable; by default a sync.
     """
 
-    def __init__(self, path: Path, grid: ArrayGrid, pool: EncodePool) -> None:
+    def __init__(self, path: Path, grid: ArrayGrid, pool: EncodePool, keep: Keep = sync_file) -> None:
         self._path = path
+        self._keep = keep
         self._grid = grid
         self._pool = pool
         self._encoding: deque[Future[list[bytes]]] = deque()
@@ -104,8 +147,7 @@ class ShardWriter:
 
     def _sync(self) -> None:
         try:
-            with disk_full_guard(self._path):
-                os.fsync(self._fd)
+            self._keep(self._fd, self._path)
         finally:
             self.abort()
 

@@ -81,7 +81,8 @@ class PartArrays:
         n_chunk_rows = grid.n_chunk_rows(array.n_rows(commit.allocated_tokens))
         n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
         record = commit.files.get(name)
-        return ShardReader(self._folder(part) / name, grid, n_rows, None if record is None else record.bytes)
+        path = self._folder(part) / (name if record is None else record.stored_as(name))
+        return ShardReader(path, grid, n_rows, None if record is None else record.bytes)
 
     def _folder(self, part: int) -> StorePath:
         return part_folder(self._store, part, self._manifest.schema_version)

@@ -27,10 +27,10 @@ from ..errors import (
     UnknownField,
 )
 from ..names import MANIFEST_NAME, PARTS_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_folder
-from ..parts.commit import find_size_damage, read_commits
+from ..parts.commit import find_size_damage, read_commits, stored_target_names
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
-from ..paths import RemotePath, StorePath
+from ..paths import StorePath
 from ..schema import FieldSpec, StoreManifest
 from . import selection
 from .arrays import PartArrays
@@ -153,12 +153,13 @@ class ActivationStore:
     def target_path(self) -> Path:
         """Local folder of the target bundle: config, tokenizer and frozen weights; of a remote store, a copy."""
         folder = self.path / TARGET_NAME
-        if isinstance(folder, RemotePath):
-            if self._download is None:
-                self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
-                download(folder, Path(self._download.name))
-            return Path(self._download.name)
-        return folder
+        if self._download is None:
+            stored_names = stored_target_names(self.path)
+            if isinstance(folder, Path) and all(name == stored for name, stored in stored_names.items()):
+                return folder
+            self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
+            download(folder, Path(self._download.name), stored_names or None)
+        return Path(self._download.name)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -348,8 +349,11 @@ class ActivationStore:
                 )
 
     def close(self) -> None:
-        """Close all files; reading opens them again."""
+        """Close all files, and delete the copy of a remote target bundle; reading opens and copies them again."""
         self._arrays.close()
+        if self._download is not None:
+            self._download.cleanup()
+            self._download = None
 
     def _field(self, name: str) -> FieldSpec:
         if name not in self.fields:

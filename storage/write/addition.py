@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
-from ..disk.durable import write_atomic
-from ..errors import PartIncomplete, WriteInvalid
+from ..disk.durable import replace_file, write_new
+from ..errors import PartIncomplete, StoreLocked, WriteInvalid
 from ..names import CODEC_NAME, ZARR_NAME, commit_path
 from ..parts.commit import PartCommit, array_of, read_part_commit
 from ..parts.encoding import EncodePool
+from ..paths import StorePath
 from ..schema import FieldSpec, StoreManifest
+from .bucket import changed_meanwhile
 from .part import PartWriter
 from .store import StoreWriter
 
@@ -51,7 +52,7 @@ def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
     return codec
 
 
-def load_next_basis(store: Path, codec: StoreCodec, old: StoreCodec) -> bool:
+def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> bool:
     """Load into ``codec`` what an unfinished addition of the same fields has learned; returns whether there is any."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     found = StoreCodec(codec.name, (field.spec for field in codec.fields.values()), codec.schema_version)
@@ -72,9 +73,15 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
         commit = read_part_commit(path)
         if unfinished_fields([commit], writer.codec):
             files = {name: record for name, record in commit.files.items() if _is_of(name, writer.codec)}
-            write_atomic(path, replace(commit, files=files).to_json())
+            if not replace_file(path, commit.to_json(), replace(commit, files=files).to_json()):
+                raise changed_meanwhile(path)
     writer.remove_uncommitted()
-    write_atomic(writer.path / CODEC_NAME / NEXT_BASIS_NAME, codec.files()[BASIS_NAME])
+    path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
+    if not write_new(path, codec.files()[BASIS_NAME]):
+        raise StoreLocked(
+            f"{path} is what an unfinished addition of other fields has learned. Finish that one first, or delete the "
+            "file where nobody works on it any more."
+        )
 
 
 def _is_of(file: str, codec: StoreCodec) -> bool:
@@ -113,8 +120,8 @@ class StoreAddition:
         self._is_laid_out = False
 
     @property
-    def path(self) -> Path:
-        """The store's folder."""
+    def path(self) -> StorePath:
+        """Where the store lies."""
         return self._writer.path
 
     @property

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from ..chunks.field import StoredArray
 from ..disk.checking import check_guard, exists
-from ..disk.durable import disk_full_guard, fsync_directory, write_atomic
+from ..disk.durable import disk_full_guard, fsync_directory, make_folder, write_new
 from ..documents import read_bounded
 from ..errors import ManifestInvalid, ShardCorrupt
 from ..names import PARTS_NAME, ZARR_NAME, manifest_commit_path
 from ..parts.grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
 from ..parts.manifest_commit import find_manifest_damage, restore_files
+from ..paths import StorePath
 
 
-def lay_out(store: Path, arrays: Iterable[StoredArray], n_parts: int, longest_part: int) -> dict[str, ArrayGrid]:
+def lay_out(store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longest_part: int) -> dict[str, ArrayGrid]:
     """Write the metadata of arrays where it is missing, and return the grid of each by its name.
 
     Existing metadata stays, also where another release chose another grid: later parts follow it.
@@ -39,8 +39,8 @@ def lay_out(store: Path, arrays: Iterable[StoredArray], n_parts: int, longest_pa
             is_there = exists(path)
         if not is_there:
             with disk_full_guard(path):
-                path.parent.mkdir(exist_ok=True)
-                write_atomic(path, content)
+                make_folder(path.parent)
+                write_new(path, content)
                 fsync_directory(path.parent.parent)
     grids = {}
     for name, array in wanted.items():

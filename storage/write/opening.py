@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pyarrow as pa
 
 from ..disk.checking import exists
 from ..disk.durable import PARTIAL_SUFFIX
+from ..disk.files import names_in
 from ..errors import (
     ManifestInvalid,
     OutputOccupied,
@@ -22,6 +22,7 @@ from ..errors import (
 from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
 from ..parts.manifest_commit import find_manifest_damage, matches_record, read_manifest_commit, restore_files
 from ..parts.plan import plan_bytes, plan_counts, read_plan
+from ..paths import StorePath
 from ..read.store import read_manifest
 from ..schema import READABLE_VERSIONS, StoreManifest, flatten
 
@@ -33,11 +34,12 @@ def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
             raise ManifestInvalid(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
 
 
-def check_unoccupied(store: Path) -> None:
+def check_unoccupied(store: StorePath) -> None:
     """Refuse a folder that is not empty, a readable store, or the unfinished start of one."""
-    if not exists(store):
+    # Whether there is a folder a bucket tells by a list of all files alone.
+    if isinstance(store, Path) and not exists(store):
         return
-    if not store.is_dir():
+    if isinstance(store, Path) and not store.is_dir():
         raise OutputOccupied(f"{store} is a file, not a folder. Choose another output folder.")
     manifest = store / MANIFEST_NAME
     if exists(manifest):
@@ -51,7 +53,7 @@ def check_unoccupied(store: Path) -> None:
                 return  # a store whose manifest is damaged: `restore` repairs it, or names the damage
             raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
         return
-    commits = os.listdir(store / COMMITS_NAME) if exists(store / COMMITS_NAME) else []
+    commits = names_in(store / COMMITS_NAME)
     if any(name.startswith("part-") and name.endswith(".json") for name in commits) and not exists(
         manifest_commit_path(store)
     ):
@@ -59,9 +61,9 @@ def check_unoccupied(store: Path) -> None:
             f"{store} has committed parts but no {MANIFEST_NAME}, so that nothing tells which inputs they came from. "
             f"Restore {MANIFEST_NAME}, or choose another output folder."
         )
-    names = {entry.name for entry in store.iterdir()}
+    names = names_in(store)
     foreign = sorted(name for name in names if name.removesuffix(PARTIAL_SUFFIX) not in KNOWN_NAMES)
-    if names and (foreign or LOCK_NAME not in names):
+    if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):  # a bucket's start leaves no lock
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
             f"{store} is not empty and not an activation store (it holds {shown}). "
@@ -69,7 +71,7 @@ def check_unoccupied(store: Path) -> None:
         )
 
 
-def stored_version(store: Path, manifest: StoreManifest) -> int:
+def stored_version(store: StorePath, manifest: StoreManifest) -> int:
     """Return the schema version of a store; where nothing tells it, that of the given manifest.
 
     Where store.json is damaged, its commit tells which version's bytes it had, if the inputs are the same.
@@ -85,7 +87,7 @@ def stored_version(store: Path, manifest: StoreManifest) -> int:
     return manifest.schema_version
 
 
-def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
+def restore(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> None:
     """Write damaged or lost store.json and plan.parquet again if these inputs are the store's; else name the damage."""
     if not exists(manifest_commit_path(store)):
         return
@@ -98,7 +100,7 @@ def restore(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
         # Either their commit is damaged, or the inputs are others: the comparison that follows says which.
 
 
-def check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
+def check_same(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> None:
     """Compare everything that shapes the data; raises StoreMismatch with every key that differs."""
     old = flatten(json.loads(read_manifest(store).to_json()))
     new = flatten(json.loads(manifest.to_json()))
@@ -108,11 +110,21 @@ def check_same(store: Path, manifest: StoreManifest, plan: pa.Table) -> None:
         for key in sorted(old.keys() | new.keys())
         if old.get(key, absent) != new.get(key, absent)
     }
-    old_plan = read_plan(store / PLAN_NAME)
-    if not old_plan.equals(plan.replace_schema_metadata(None)):
-        changes["plan"] = _first_difference(old_plan, plan)
+    changes |= _plan_changes(store, plan)
     if changes:
         raise StoreMismatch(str(store), changes)
+
+
+def check_same_plan(store: StorePath, plan: pa.Table) -> None:
+    """Compare the plan alone, of a store that has no manifest yet; raises StoreMismatch."""
+    if changes := _plan_changes(store, plan):
+        raise StoreMismatch(str(store), changes)
+
+
+def _plan_changes(store: StorePath, plan: pa.Table) -> dict[str, tuple[Any, Any]]:
+    old_plan = read_plan(store / PLAN_NAME)
+    is_same = old_plan.equals(plan.replace_schema_metadata(None))
+    return {} if is_same else {"plan": _first_difference(old_plan, plan)}
 
 
 def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 import numpy as np
@@ -17,47 +11,37 @@ import pyarrow as pa
 
 from ..chunks.field import FieldCodec, StoredArray
 from ..codecs.registry import StoreCodec
-from ..disk.checking import exists
-from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, walk, write_atomic, write_file
+from ..disk.durable import disk_full_guard
 from ..dtypes import to_float32
-from ..errors import ManifestInvalid, PartIncomplete, WriteInvalid
-from ..names import commit_path
-from ..parts.commit import PartCommit, read_part_commit
+from ..errors import PartIncomplete, WriteInvalid
+from ..parts.commit import PartCommit
 from ..parts.encoding import EncodePool
-from ..parts.grid import ArrayGrid
 from ..parts.shard import FileRecord, ShardWriter
+from ..paths import StorePath
+from .site import PartPlace
 
 
 class ArrayWriter:
     """Streams one stored array of a part into shards, buffering at most one row of chunks.
 
     Args:
-        folder: the array's own folder, in which the shards get names that end in ``.partial``.
         part: number of the part, which names the shards.
         allocated_tokens: tokens of the part, padding included.
-        attempt: goes into these names, so that two writers of one part do not touch each other's files.
+        place: says where a shard is written, and keeps it when it is full.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        array: StoredArray,
-        grid: ArrayGrid,
-        part: int,
-        allocated_tokens: int,
-        pool: EncodePool,
-        attempt: str,
+        self, array: StoredArray, part: int, allocated_tokens: int, pool: EncodePool, place: PartPlace
     ) -> None:
         self.array = array
         self.files: dict[str, FileRecord] = {}
         self.written: list[list[int]] = []
-        self._folder = folder
         self._part = part
-        self._attempt = attempt
+        self._place = place
         self._pool = pool
         self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(allocated_tokens)
-        self._grid = grid
+        self._grid = place.grids[array.name]
         self._row = np.zeros((self._grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
@@ -126,7 +110,8 @@ class ArrayWriter:
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
             self._shard_index += 1
-            self._shard = ShardWriter(self.partial_path(self._shard_key), self._grid, self._pool)
+            name = self._shard_name(self._shard_index)
+            self._shard = ShardWriter(self._place.path_of(name), self._grid, self._pool, self._place.keep(name))
         self._shard.append_row(values)
         self._n_rows_done += 1
         if self._shard.is_full:
@@ -135,17 +120,12 @@ class ArrayWriter:
     def _finish_shard(self) -> None:
         if self._shard is not None:
             record, synced = self._shard.finish()
-            self.files[self._shard_key] = record
+            self.files[self._shard_name(self._shard_index)] = record
             self._syncs.append(synced)
             self._shard = None
 
-    @property
-    def _shard_key(self) -> str:
-        return self._grid.shard_key(self._part, self._shard_index)
-
-    def partial_path(self, key: str) -> Path:
-        """Return where a shard lies before it gets its name."""
-        return self._folder / f"{key}.{self._attempt}{PARTIAL_SUFFIX}"
+    def _shard_name(self, index: int) -> str:
+        return f"{self.array.name}/{self._grid.shard_key(self._part, index)}"
 
     def settle(self) -> None:
         """Wait until all values given to :meth:`write` are encoded."""
@@ -158,38 +138,17 @@ class ArrayWriter:
         self._finish_shard()
 
     def wait_synced(self) -> None:
-        """Wait until every shard is on the disk."""
+        """Wait until every shard is durable."""
         for synced in self._syncs:
             synced.result()
 
     def abort(self) -> None:
-        """Close the open shard and delete the shards that have no final name."""
+        """Close the open shard and delete the local files of shards that have no final name."""
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
         for index in range(self._shard_index + 1):
-            self.partial_path(self._grid.shard_key(self._part, index)).unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class PartPlace:
-    """Where a part's files go.
-
-    Attributes:
-        folder: folder that the names in the part's commit are relative to.
-        grids: array name -> its grid.
-        existing: files that the part's commit lists already, where fields are added.
-        documents: in schema version 1 the metadata of the part's own group, name -> content; else empty.
-        attempt: tells the files of this writer from those of others that write the same part, until they are named.
-        publishing: keeps others from publishing the part meanwhile.
-    """
-
-    folder: Path
-    grids: Mapping[str, ArrayGrid]
-    existing: Mapping[str, FileRecord]
-    documents: Mapping[str, bytes]
-    attempt: str
-    publishing: Callable[[], AbstractContextManager[None]]
+            self._place.path_of(self._shard_name(index)).unlink(missing_ok=True)
 
 
 class PartWriter:
@@ -209,7 +168,7 @@ class PartWriter:
 
     def __init__(
         self,
-        store: Path,
+        store: StorePath,
         part: int,
         sequences: pa.Table,
         allocated_tokens: int,
@@ -228,19 +187,15 @@ class PartWriter:
         self._on_commit, self._on_close = on_commit, on_close
         self.was_first = True
         self._is_open = True
-        self._has_named = False
         starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         self._arrays: dict[str, ArrayWriter] = {}
         pool = pool or EncodePool()
-        with disk_full_guard(place.folder):
+        with disk_full_guard(store):
             try:
-                self._files = self._write_documents()
+                self._files = place.write_documents()
                 for array in codec.arrays:
-                    folder, grid = place.folder / array.name, place.grids[array.name]
-                    self._arrays[array.name] = ArrayWriter(
-                        folder, array, grid, part, allocated_tokens, pool, place.attempt
-                    )
+                    self._arrays[array.name] = ArrayWriter(array, part, allocated_tokens, pool, place)
             except BaseException:
                 self.discard()
                 raise
@@ -254,19 +209,6 @@ class PartWriter:
     def fields(self) -> tuple[str, ...]:
         """Names of the fields to write."""
         return tuple(self._codec.fields)
-
-    def _write_documents(self) -> dict[str, FileRecord]:
-        """Write the metadata that the part lacks; return the records of all files that it has so far."""
-        files = dict(self._place.existing)
-        for name, content in self._place.documents.items():
-            record = FileRecord(len(content), zlib.crc32(content))
-            if files.setdefault(name, record) != record:
-                raise WriteInvalid(f"Part {self.part}: {name} would change; extract to another folder.")
-            if name not in self._place.existing:
-                path = self._place.folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, content)
-        return files
 
     def write(
         self,
@@ -340,15 +282,20 @@ class PartWriter:
         if not self._is_open:
             raise WriteInvalid(f"Part {self.part} is closed; open it again with StoreWriter.part.")
         self._check_complete()
-        with disk_full_guard(self._place.folder):
+        with disk_full_guard(self._store):
             for array in self._arrays.values():
                 array.finish()
             for array in self._arrays.values():
                 array.wait_synced()
-            with self._place.publishing():
-                commit = self._other_commit()
-                self.was_first = commit is None
-                commit = commit or self._publish()
+            shards = self._shards()
+            commit = PartCommit(
+                part=self.part,
+                n_sequences=self.sequences.num_rows,
+                n_tokens=int(self.sequences["n_tokens"].to_numpy().sum(dtype=np.int64)),
+                allocated_tokens=self.allocated_tokens,
+                files=dict(sorted({**self._files, **shards}.items())),
+            )
+            commit, self.was_first = self._place.publish(commit, shards)
         if not self.was_first:
             for array in self._arrays.values():
                 array.abort()
@@ -357,40 +304,8 @@ class PartWriter:
         self._on_close(self.part)
         return commit
 
-    def _other_commit(self) -> PartCommit | None:
-        """Return the part's commit if it is no longer the one that this writer began with."""
-        path = commit_path(self._store, self.part)
-        if not exists(path):
-            return None
-        commit = read_part_commit(path)
-        return None if commit.files == self._place.existing else commit
-
-    def _publish(self) -> PartCommit:
-        """Give the shards their names and write the commit that lists them."""
-        folder, self._has_named = self._place.folder, True
-        for name, array in self._arrays.items():
-            for key, record in array.files.items():
-                os.rename(array.partial_path(key), folder / name / key)
-                self._files[f"{name}/{key}"] = record
-        self._sync_names()
-        commit = PartCommit(
-            part=self.part,
-            n_sequences=self.sequences.num_rows,
-            n_tokens=int(self.sequences["n_tokens"].to_numpy().sum(dtype=np.int64)),
-            allocated_tokens=self.allocated_tokens,
-            files=dict(sorted(self._files.items())),
-        )
-        write_atomic(commit_path(self._store, self.part), commit.to_json())
-        return commit
-
-    def _sync_names(self) -> None:
-        """Make the new names durable: one folder for each array, in schema version 1 all folders of the part."""
-        folder = self._place.folder
-        folders = [folder / name for name in self._arrays]
-        if self._place.documents:
-            folders = [root for root, _, _ in walk(folder)] + [folder.parent]
-        for path in folders:
-            fsync_directory(path)
+    def _shards(self) -> dict[str, FileRecord]:
+        return {name: record for array in self._arrays.values() for name, record in array.files.items()}
 
     def _check_complete(self) -> None:
         first_token = self.sequences["first_token"].to_numpy()
@@ -418,29 +333,8 @@ class PartWriter:
         for array in self._arrays.values():
             array.abort()
         self._on_close(self.part)
-        if not self._has_named and not self._place.documents:
-            return  # names that others may have given are not this writer's
-        with self._place.publishing():
-            self._unname()
-
-    def _unname(self) -> None:
-        """Delete the files that have got their names, unless a commit lists them."""
-        try:
-            path = commit_path(self._store, self.part)
-            committed = read_part_commit(path).files if exists(path) else {}
-        except (OSError, ManifestInvalid):
-            return  # unknown; the next run that opens the store deletes what no commit lists
-        if committed and committed != self._place.existing:
-            # An interrupt can arrive right after the commit was written: the part is finished and stays.
+        if self._place.withdraw(self._shards()):
             self._on_commit(self.part)
-            return
-        for name, array in self._arrays.items():
-            for key in array.files:
-                (self._place.folder / name / key).unlink(missing_ok=True)
-        if self._place.documents:
-            remove_uncommitted(self._place.folder, committed)
-            if not committed:
-                self._place.folder.rmdir()
 
     def __enter__(self) -> PartWriter:
         return self
@@ -465,18 +359,3 @@ def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -
             f"got {'none' if tokens is None else list(tokens.shape)}."
         )
     return codec.encode(to_float32(values, spec.dtype), tokens)
-
-
-def remove_uncommitted(folder: Path, files: Collection[str]) -> None:
-    """Delete everything below ``folder`` but these files, given by their relative paths."""
-    holding = {PurePosixPath(way) for way in {name.rpartition("/")[0] for name in files}}
-    kept_folders = {parent.as_posix() for way in holding for parent in (way, *way.parents)}
-    for root, folders, names in walk(folder):
-        below = root.relative_to(folder).as_posix()
-        prefix = "" if below == "." else f"{below}/"
-        for name in [name for name in folders if prefix + name not in kept_folders]:
-            shutil.rmtree(root / name)
-            folders.remove(name)
-        for name in names:
-            if prefix + name not in files:
-                (root / name).unlink()

@@ -20,6 +20,9 @@ whole. Files that a kill leaves without one are deleted by the next run, which r
 
 1 to 6 are done alone, 7 and 8 beside others: the renames and the commit of a part are one step to them, before which
 a writer looks for a commit once more. Who comes second leaves the part as it is and deletes its own files.
+
+In a bucket the order is the same, without 1 and without renames, and nothing is done alone: each document of 2 to 6 is
+created once, by whoever comes first, and all others compare it with their own (``bucket``).
 """
 
 from __future__ import annotations
@@ -28,13 +31,10 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,17 +43,24 @@ import numpy as np
 import pyarrow as pa
 
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
-from ..disk.checking import check_guard, exists
-from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, fsync_directory, walk, write_atomic
-from ..documents import open_regular
-from ..errors import ManifestInvalid, StoreError, WriteInvalid
+from ..disk.checking import MISSING, check_guard, exists
+from ..disk.durable import (
+    disk_full_guard,
+    fsync_directory,
+    make_folder,
+    remove_file,
+    replace_file,
+    write_atomic,
+    write_new,
+)
+from ..disk.files import blocks_of, names_in, open_path, reads_of, sizes_of
+from ..errors import ManifestInvalid, StoreMismatch, WriteInvalid
 from ..names import (
     CODEC_NAME,
     COMMITS_NAME,
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
-    PUBLISH_NAME,
     RUNS_NAME,
     TARGET_NAME,
     commit_path,
@@ -67,20 +74,23 @@ from ..parts.commit import (
     read_commits,
     read_part_commit,
     read_target_commit,
-    target_commit_json,
 )
 from ..parts.encoding import EncodePool
 from ..parts.grid import ArrayGrid, array_grid_1, zarr_metadata
 from ..parts.manifest_commit import find_manifest_damage, metadata_names, write_manifest_commit
 from ..parts.plan import check_plan, part_lengths, plan_bytes, read_plan
-from ..parts.shard import FileRecord
+from ..parts.shard import FileRecord, new_attempt
+from ..paths import RemotePath, StorePath, name_below
 from ..read.store import read_manifest
 from ..schema import StoreManifest
 from .arrays import lay_out
+from .bucket import BucketSite, changed_meanwhile
+from .folder import FolderSite, remove_folder
 from .links import refuse_linked_folders, refuse_links
-from .lock import StoreLock, part_slot
-from .opening import check_counts, check_same, check_unoccupied, restore, stored_version
-from .part import PartPlace, PartWriter, remove_uncommitted
+from .lock import StoreLock
+from .opening import check_counts, check_same, check_same_plan, check_unoccupied, restore, stored_version
+from .part import PartWriter
+from .site import Site
 
 _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
@@ -95,15 +105,13 @@ class StoreWriter:
         repaired_parts: parts that had a damaged commit, or lacked files or bytes of it; they are pending again.
     """
 
-    def __init__(
-        self, path: Path, manifest: StoreManifest, plan: pa.Table, lock: StoreLock, attempt: str | None = None
-    ) -> None:
-        self.attempt = attempt or new_attempt()
+    def __init__(self, path: StorePath, manifest: StoreManifest, plan: pa.Table, site: Site) -> None:
+        self.attempt = site.attempt
         self.path = path
         self.manifest = manifest
         self.plan = plan
         self.repaired_parts: tuple[int, ...] = ()
-        self._lock = lock
+        self._site = site
         self._lengths = part_lengths(plan, manifest.alignment_tokens)
         self.codec = StoreCodec.open(manifest, path)
         self._grids: dict[str, ArrayGrid] = {}
@@ -113,7 +121,7 @@ class StoreWriter:
     @classmethod
     def create_or_resume(
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | StorePath,
         manifest: StoreManifest,
         plan: pa.Table,
         codec_files: Mapping[str, bytes] | None = None,
@@ -122,9 +130,10 @@ class StoreWriter:
         """Start a store, or go on with one that was made from the same inputs, in the schema version that it has.
 
         Args:
+            path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
             codec_files: what the codec has learned (``StoreCodec.files``), for ``codec/``.
             shares: whether others that share may write parts beside this process, and it beside them. A store of schema
-                version 1 is not shared.
+                version 1 is not shared, one in a bucket always.
 
         Raises:
             OutputOccupied: the folder holds something else.
@@ -137,17 +146,17 @@ class StoreWriter:
             ManifestInvalid: manifest and plan disagree, or the store's own files are damaged.
             DiskFull: no room for the plan.
         """
-        store = Path(path)
+        store = open_path(path)
         check_plan(plan, manifest.alignment_tokens)
         check_counts(manifest, plan)
         with check_guard(store):
             check_unoccupied(store)
         with disk_full_guard(store):
-            store.mkdir(parents=True, exist_ok=True)
-        lock = StoreLock.take(store, shares)
+            make_folder(store)
+        site = _site(store, new_attempt(), shares)
         try:
-            if not lock.is_alone:
-                return cls._beside_others(store, manifest, plan, lock)
+            if isinstance(store, Path) and not site.hold.is_alone:
+                return cls._beside_others(store, manifest, plan, site)
             with check_guard(store):
                 refuse_links(store)
                 is_begun = exists(manifest_commit_path(store)) or exists(store / MANIFEST_NAME)
@@ -159,12 +168,10 @@ class StoreWriter:
                     check_same(store, manifest, plan)
                 _write_codec(store, codec_files or {})
             else:
-                _write_codec(store, codec_files or {})
-                write_atomic(store / PLAN_NAME, plan_bytes(plan))
-                # The manifest comes last: without it the folder is an unfinished start, which is begun afresh.
-                write_atomic(store / MANIFEST_NAME, manifest.to_json().encode())
+                site.hold.joined = False
+                _begin(store, manifest, plan, codec_files or {})
             with check_guard(store):
-                writer = cls(store, manifest, plan, lock)
+                writer = cls(store, manifest, plan, site)
             writer._clean()
             writer.lay_out(writer.codec)
             with check_guard(store):
@@ -172,24 +179,24 @@ class StoreWriter:
             if not is_recorded:
                 writer._record_manifest()  # all files were found equal to what the inputs give
             if shares and not writer._has_part_groups:
-                lock.share()
+                site.hold.share()
             return writer
         except BaseException:
-            lock.close()
+            site.close()
             raise
 
     @classmethod
-    def _beside_others(cls, store: Path, manifest: StoreManifest, plan: pa.Table, lock: StoreLock) -> StoreWriter:
+    def _beside_others(cls, store: StorePath, manifest: StoreManifest, plan: pa.Table, site: Site) -> StoreWriter:
         """Join those who write to a store that was made from the same inputs; they keep it in order."""
         with check_guard(store):
             manifest = replace(manifest, schema_version=stored_version(store, manifest))
             check_same(store, manifest, plan)
-            writer = cls(store, manifest, plan, lock)
+            writer = cls(store, manifest, plan, site)
         writer.lay_out(writer.codec)
         return writer
 
     @classmethod
-    def join(cls, path: str | os.PathLike[str], attempt: str | None = None) -> StoreWriter:
+    def join(cls, path: str | os.PathLike[str] | StorePath, attempt: str | None = None) -> StoreWriter:
         """Write parts of a store beside the process that opened it, from what the store itself says.
 
         Args:
@@ -199,65 +206,56 @@ class StoreWriter:
             StoreLocked: another process is writing to it alone.
             StoreNotFound, ManifestInvalid: it was not begun, or is damaged.
         """
-        store = Path(path)
+        store = open_path(path)
         with check_guard(store):
             manifest = read_manifest(store)
-        lock = StoreLock.join(store)
+        site = _joined_site(store, attempt or new_attempt())
         try:
             with check_guard(store):
-                writer = cls(store, manifest, read_plan(store / PLAN_NAME), lock, attempt)
+                writer = cls(store, manifest, read_plan(store / PLAN_NAME), site)
             writer.lay_out(writer.codec)
             return writer
         except BaseException:
-            lock.close()
+            site.close()
             raise
 
     @property
     def is_shared(self) -> bool:
         """Whether other processes may write to the store too."""
-        return not self._lock.is_alone
+        return not self._site.hold.is_alone
 
     @property
     def joined(self) -> bool:
         """Whether other processes wrote to the store when this one came."""
-        return self._lock.joined
+        return self._site.hold.joined
 
     def publishing(self, slot: int) -> AbstractContextManager[None]:
         """Keep others from publishing the same document meanwhile; see ``lock`` for the slots."""
-        return self._lock.publishing(slot)
+        return self._site.hold.publishing(slot)
 
     @property
     def target_path(self) -> Path:
-        """The folder of the target bundle."""
-        return self.path / TARGET_NAME
+        """A local folder with the target bundle: the store's own, or a copy of what is in a bucket."""
+        return self._site.target_path
+
+    @property
+    def scratch_path(self) -> Path:
+        """A local folder for files that only this process and its workers need: the store's, or a temporary one."""
+        return self._site.scratch_path
 
     @property
     def has_target(self) -> bool:
         """Whether the target bundle has been committed."""
         return exists(target_commit_path(self.path))
 
-    @contextmanager
-    def target(self) -> Iterator[Path]:
+    def target(self) -> AbstractContextManager[Path]:
         """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well.
 
         Raises:
             DiskFull: no room; nothing of the bundle is left behind.
             LinkRefused: there is a symbolic link inside the store.
         """
-        partial = self.path / (TARGET_NAME + PARTIAL_SUFFIX)
-        refuse_links(self.path, folders=())
-        with disk_full_guard(self.target_path):
-            try:
-                _remove(partial)
-                partial.mkdir()
-                yield partial
-                files = _sync_tree(partial)
-                refuse_links(self.path, [partial, self.target_path])
-                self._retract(target_commit_path(self.path))
-                _replace_tree(partial, self.target_path, files)
-            finally:
-                _remove(partial)
-            write_atomic(target_commit_path(self.path), target_commit_json(files))
+        return self._site.bundle()
 
     @property
     def n_parts(self) -> int:
@@ -268,9 +266,11 @@ class StoreWriter:
         """Return the parts that have a commit, in order, those that others wrote meanwhile included."""
         if self.is_shared:
             with check_guard(self.path):
-                names = map(_COMMIT_NAME.fullmatch, os.listdir(self.path / COMMITS_NAME))
+                names = map(_COMMIT_NAME.fullmatch, names_in(self.path / COMMITS_NAME))
                 found = {int(name[1]) for name in names if name is not None}
-            self._committed = found & set(range(self.n_parts))
+            # The list of a bucket may lack what was committed just now.
+            known = self._committed if isinstance(self.path, RemotePath) else set[int]()
+            self._committed = (found | known) & set(range(self.n_parts))
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
@@ -284,7 +284,7 @@ class StoreWriter:
 
     def is_claimed(self, part: int) -> bool:
         """Whether a process, which may be this one, writes a part at this moment; only a hint."""
-        return self._lock.is_claimed(part)
+        return self._site.hold.is_claimed(part)
 
     def part_sequences(self, part: int) -> pa.Table:
         """Return the plan's rows of one part."""
@@ -334,21 +334,14 @@ class StoreWriter:
         if self._has_part_groups:
             grids = {array.name: array_grid_1(array, length) for array in codec.arrays}
             documents = zarr_metadata((array, grids[array.name]) for array in codec.arrays)
-        self._open_parts[part] = self._lock.claim(part)
+        self._open_parts[part] = self._site.hold.claim(part)
         return PartWriter(
             store=self.path,
             part=part,
             sequences=self.part_sequences(part),
             allocated_tokens=length,
             codec=codec,
-            place=PartPlace(
-                folder=self._folder(part),
-                grids=grids,
-                existing=existing,
-                documents=documents,
-                attempt=self.attempt,
-                publishing=partial(self._lock.publishing, part_slot(part)),
-            ),
+            place=self._site.part(part, grids, existing, documents),
             on_commit=on_commit,
             on_close=self._on_close,
             pool=pool,
@@ -375,25 +368,24 @@ class StoreWriter:
         """Delete a part; it is pending again, and readers do not see it. Links inside the store are refused."""
         self._refuse_links(part, self.codec)
         try:
-            files = set(read_part_commit(commit_path(self.path, part)).files)
+            listed = read_part_commit(commit_path(self.path, part)).files
+            files = {record.stored_as(name) for name, record in listed.items()}
         except (FileNotFoundError, ManifestInvalid):
             files = set()
         self._retract(commit_path(self.path, part))
         folder = self._folder(part)
-        if self._has_part_groups:
-            _remove(folder)
+        if self._has_part_groups and isinstance(folder, Path):
+            remove_folder(folder)
         for array in () if self._has_part_groups else self.codec.arrays:
             grid = self._grids[array.name]
             files |= {f"{array.name}/{grid.shard_key(part, number)}" for number in range(grid.shards_per_part)}
         for name in files:
-            (folder / name).unlink(missing_ok=True)
+            remove_file(folder / name)
         self._committed.discard(part)
 
     def drop_target(self) -> None:
         """Delete the target bundle: no training until it is written again. Links inside the store are refused."""
-        refuse_links(self.path, [self.target_path])
-        self._retract(target_commit_path(self.path))
-        _remove(self.target_path)
+        self._site.drop_bundle()
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
         """Replace store.json by one whose files all exist already.
@@ -406,14 +398,21 @@ class StoreWriter:
         """
         if manifest != self.manifest:
             refuse_links(self.path, folders=())
+            if isinstance(self.path, RemotePath) and read_manifest(self.path) != self.manifest:
+                raise changed_meanwhile(self.path / MANIFEST_NAME)
             self._retract(manifest_commit_path(self.path))
-            write_atomic(self.path / MANIFEST_NAME, manifest.to_json().encode())
+            self._swap_manifest(manifest)
             self.manifest, self.codec = manifest, StoreCodec.open(manifest, self.path)
             self.lay_out(self.codec)
             self._record_manifest()
             name_next_basis(self.path, manifest)
 
-    def record_run(self, record: Mapping[str, Any]) -> Path:
+    def _swap_manifest(self, manifest: StoreManifest) -> None:
+        path = self.path / MANIFEST_NAME
+        if not replace_file(path, self.manifest.to_json().encode(), manifest.to_json().encode()):
+            raise changed_meanwhile(path)  # whose commit is written by the one who has changed it, or by the next one
+
+    def record_run(self, record: Mapping[str, Any]) -> StorePath:
         """Write a record of this run (command, versions, timings) to ``runs/``.
 
         Args:
@@ -424,14 +423,15 @@ class StoreWriter:
         """
         refuse_links(self.path, folders=())
         folder = self.path / RUNS_NAME
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json"
-        write_atomic(path, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode())
+        make_folder(folder)
+        content = (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
+        while not write_new(path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content):
+            pass  # another machine's run ended in the same microsecond
         return path
 
     def close(self) -> None:
         """Let other processes write to the store."""
-        self._lock.close()
+        self._site.close()
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -449,7 +449,7 @@ class StoreWriter:
     def _has_part_groups(self) -> bool:
         return self.manifest.schema_version == 1
 
-    def _folder(self, part: int) -> Path:
+    def _folder(self, part: int) -> StorePath:
         return part_folder(self.path, part, self.manifest.schema_version)
 
     def _refuse_links(self, part: int, codec: StoreCodec) -> None:
@@ -459,9 +459,9 @@ class StoreWriter:
         else:
             refuse_linked_folders(self.path, self._folder(part), (array.name for array in codec.arrays))
 
-    def _retract(self, commit: Path) -> None:
+    def _retract(self, commit: StorePath) -> None:
         """Delete a commit durably, before the files that it lists change."""
-        commit.unlink(missing_ok=True)
+        remove_file(commit)
         fsync_directory(self.path / COMMITS_NAME)
 
     def _clean(self) -> None:
@@ -471,26 +471,19 @@ class StoreWriter:
         """
         with disk_full_guard(self.path):
             for name in (PARTS_NAME, COMMITS_NAME):
-                (self.path / name).mkdir(exist_ok=True)
+                make_folder(self.path / name)
         with check_guard(self.path):
             has_damaged_target = not self._target_is_whole()
             commits = self._commits()
-        self._remove_partials()
+        self._site.remove_unfinished()
         if has_damaged_target:
-            target_commit_path(self.path).unlink()
+            remove_file(target_commit_path(self.path))
         name_next_basis(self.path, self.manifest)
         for part in (part for part, commit in commits.items() if commit is None):
-            commit_path(self.path, part).unlink()
+            remove_file(commit_path(self.path, part))
         self._committed |= {part for part, commit in commits.items() if commit is not None}
         self._remove_unlisted(commit for commit in commits.values() if commit is not None)
         self.repaired_parts = tuple(part for part, commit in commits.items() if commit is None)
-
-    def _remove_partials(self) -> None:
-        """Delete unfinished documents, and the file under whose locks parts were published."""
-        for folder in (self.path, self.path / COMMITS_NAME, self.path / RUNS_NAME):
-            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-                _remove(leftover)
-        (self.path / PUBLISH_NAME).unlink(missing_ok=True)
 
     def sweep(self) -> bool:
         """Stop sharing the store, and delete what writers that were killed or came second have left behind.
@@ -498,20 +491,18 @@ class StoreWriter:
         Returns:
             Whether it was done; not while others write, of whom the last one does it. Nothing may be written after it.
         """
-        if not self._lock.try_alone():
+        if not self._site.hold.try_alone() and isinstance(self.path, Path):
             return False
         with check_guard(self.path):
             commits = read_commits(self.path, range(self.n_parts))
         self._committed = set(commits)
-        self._remove_partials()
+        self._site.remove_unfinished()
         self._remove_unlisted(commits.values())
         return True
 
     def remove_attempt(self, attempt: str) -> None:
         """Delete the unfinished shards of a writer that is dead."""
-        for array in self.codec.arrays:
-            for leftover in (self.path / PARTS_NAME / array.name).glob(f"*.{attempt}{PARTIAL_SUFFIX}"):
-                leftover.unlink(missing_ok=True)
+        self._site.remove_attempt(attempt)
 
     def remove_uncommitted(self) -> None:
         """Delete files of parts that no commit lists; call it while no part is being written."""
@@ -520,12 +511,13 @@ class StoreWriter:
     def _remove_unlisted(self, commits: Iterable[PartCommit]) -> None:
         parts, kept = self.path / PARTS_NAME, set[str]()
         for commit in commits:
-            below = self._folder(commit.part).relative_to(parts)
-            kept |= {f"{below}/{name}" for name in commit.files} if below.parts else commit.files.keys()
+            folder = self._folder(commit.part)
+            names = {record.stored_as(name) for name, record in commit.files.items()}
+            kept |= names if folder == parts else {name_below(parts, folder / name) for name in names}
         arrays = {name.rpartition("/")[0] for name in kept} | {array.name for array in self.codec.arrays}
         if not self._has_part_groups:
             kept |= {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
-        remove_uncommitted(parts, kept)
+        self._site.remove_unlisted(kept)
 
     def _commits(self) -> dict[int, PartCommit | None]:
         """Return the commits of planned parts; None for one that is damaged, or does not match plan or files."""
@@ -533,17 +525,18 @@ class StoreWriter:
         n_sequences = np.bincount(part_of, minlength=self.n_parts)
         n_tokens = np.bincount(part_of, self.plan["n_tokens"].to_numpy(), self.n_parts).astype(np.int64)
         commits: dict[int, PartCommit | None] = {}
-        for part in range(self.n_parts):
-            if not exists(commit_path(self.path, part)):
-                continue
+        look = sizes_of(self.path / PARTS_NAME)
+        for part, (path, read) in enumerate(reads_of(commit_path(self.path, part) for part in range(self.n_parts))):
             try:
-                commit = read_part_commit(commit_path(self.path, part))
+                commit = read_part_commit(path, read)
+            except MISSING:
+                continue
             except ManifestInvalid:
                 commits[part] = None
                 continue
             planned = (part, n_sequences[part], n_tokens[part], self._lengths[part])
             found = (commit.part, commit.n_sequences, commit.n_tokens, commit.allocated_tokens)
-            is_whole = found == planned and not find_size_damage(self._folder(part), commit.files)
+            is_whole = found == planned and not find_size_damage(self._folder(part), commit.files, look)
             commits[part] = commit if is_whole else None
         return commits
 
@@ -551,74 +544,64 @@ class StoreWriter:
         """Whether the target bundle has no commit, or all files that its commit lists."""
         try:
             return not self.has_target or not find_size_damage(
-                self.target_path, read_target_commit(target_commit_path(self.path))
+                self.path / TARGET_NAME, read_target_commit(target_commit_path(self.path))
             )
         except ManifestInvalid:
             return False
 
 
-def new_attempt() -> str:
-    """Return a name for a writer that no other has."""
-    return secrets.token_hex(4)
+def _site(store: StorePath, attempt: str, shares: bool) -> Site:
+    """Take hold of a place to write a store to, alone if it can be."""
+    if isinstance(store, RemotePath):
+        return BucketSite(store, attempt)
+    return FolderSite(store, StoreLock.take(store, shares), attempt)
 
 
-def name_next_basis(store: Path, manifest: StoreManifest) -> None:
+def _joined_site(store: StorePath, attempt: str) -> Site:
+    """Take hold of a place that others write a store to."""
+    if isinstance(store, RemotePath):
+        return BucketSite(store, attempt)
+    return FolderSite(store, StoreLock.join(store), attempt)
+
+
+def _begin(store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]) -> None:
+    """Write what makes a place a store.
+
+    The manifest comes last: without it a folder is an unfinished start, which is begun afresh. In a bucket others may
+    begin at the same moment, and what is there stays: it is compared before the next document is written.
+    """
+    for name, content in codec_files.items():
+        make_folder(store / CODEC_NAME)
+        if not write_new(store / CODEC_NAME / name, content):
+            raise StoreMismatch(str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")})
+    if not write_new(store / PLAN_NAME, plan_bytes(plan)):
+        check_same_plan(store, plan)
+    if not write_new(store / MANIFEST_NAME, manifest.to_json().encode()):
+        check_same(store, manifest, plan)
+
+
+def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
     """Rename the basis that was learned for added fields, once store.json names these fields."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     if not exists(path):
         return
-    with open(open_regular(path), "rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
-    if got == manifest.codec.get("basis_sha256"):
+    digest = hashlib.sha256()
+    for block in blocks_of(path):
+        digest.update(block)
+    if digest.hexdigest() != manifest.codec.get("basis_sha256"):
+        return
+    if isinstance(path, Path):
         os.replace(path, path.with_name(BASIS_NAME))
         fsync_directory(path.parent)
+    else:  # readers that find another basis look at the next one too
+        write_atomic(path.parent / BASIS_NAME, path.read_bytes())
+        remove_file(path)
 
 
-def _write_codec(store: Path, files: Mapping[str, bytes]) -> None:
+def _write_codec(store: StorePath, files: Mapping[str, bytes]) -> None:
     """Write what the codec has learned, unless it is there; the manifest, written later, holds its hash."""
     for name, content in files.items():
         path = store / CODEC_NAME / name
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         if not exists(path) or path.read_bytes() != content:
             write_atomic(path, content)
-
-
-def _sync_tree(folder: Path) -> dict[str, FileRecord]:
-    """Sync every file and folder below ``folder``; return the files' sizes and checksums by relative path."""
-    files: dict[str, FileRecord] = {}
-    for root, folders, names in walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = root / name
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            files[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, file_crc32(path))
-        fsync_directory(root)
-    return files
-
-
-def _replace_tree(source: Path, target: Path, files: Collection[str]) -> None:
-    """Replace the files of a folder by those of a synced one, one at a time, so that none is ever missing."""
-    if not target.is_dir():
-        _remove(target)
-        os.rename(source, target)
-        fsync_directory(target.parent)
-        return
-    for name in files:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(source / name, target / name)
-    remove_uncommitted(target, files)
-    for root, _, _ in walk(target):
-        fsync_directory(root)
-
-
-def _remove(path: Path) -> None:
-    """Delete a file or folder if it is there."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return
-    except (IsADirectoryError, PermissionError) as error:
-        if not path.is_dir():
-            raise StoreError(f"Cannot delete {path}: {error}. Delete it by hand and run again.") from error
-        shutil.rmtree(path)

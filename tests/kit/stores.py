@@ -15,6 +15,7 @@ from moa_data.storage.chunks.field import TOKENS
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.parts.plan import plan_parts
+from moa_data.storage.paths import AnyPath
 from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.addition import StoreAddition
 from moa_data.storage.write.part import PartWriter
@@ -62,7 +63,7 @@ class Recipe:
             self.fill(out, change)
             out.commit()
 
-    def write(self, path: Path, change: Change = _as_they_are, files: Mapping[str, bytes] | None = None) -> Path:
+    def write(self, path: AnyPath, change: Change = _as_they_are, files: Mapping[str, bytes] | None = None) -> AnyPath:
         """Write whatever of the store is missing."""
         with StoreWriter.create_or_resume(path, self.manifest, self.plan, files) as writer:
             for part in writer.pending_parts():

@@ -291,7 +291,7 @@ KILL_SCRIPT = """
     from moa_data.pipeline.jobs import extract as extract_module
     from moa_data.pipeline.forwards import parts as forwards_module
     from moa_data.pipeline.config import ExtractConfig
-    from moa_data.storage.write import part as part_writer, store as writer
+    from moa_data.storage.write import folder, part as part_writer, store as writer
     from moa_data.tests.kit.kills import die_at, kill_at_points
 
     torch.set_num_threads(1)

@@ -1,0 +1,296 @@
+"""The contract of places that stores are written to: a folder, and a prefix of a bucket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.disk.durable import remove_file, write_atomic
+from moa_data.storage.disk.files import names_in, open_path
+from moa_data.storage.errors import OutputOccupied, StorageUnavailable, StoreLocked, StoreMismatch
+from moa_data.storage.names import commit_path
+from moa_data.storage.parts.commit import read_part_commit
+from moa_data.storage.paths import RemotePath, StorePath
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import hidden_field
+from moa_data.storage.write import bucket as bucket_module
+from moa_data.storage.write.addition import StoreAddition, extended_codec
+from moa_data.storage.write.bucket import BucketPart
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
+from moa_data.tests.kit.stores import FIELDS, Recipe, make_recipe, read_tree
+
+
+def tree_of(store: StorePath) -> dict[str, bytes]:
+    if isinstance(store, RemotePath):
+        return read_remote_tree(store)
+    return {name: content for name, content in read_tree(store).items() if name != "publish.lock"}
+
+
+def shared(store: StorePath, recipe: Recipe) -> StoreWriter:
+    return StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan, shares=True)
+
+
+LENGTHS = (70, 3, 200, 64)
+
+
+class PlaceContract:
+    """What writing must do wherever a store lies; a subclass gives a fixture ``place`` where nothing is."""
+
+    @pytest.fixture
+    def recipe(self) -> Recipe:
+        return make_recipe(LENGTHS)
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, recipe: Recipe) -> Path:
+        return recipe.write(tmp_path / "store")
+
+    @pytest.fixture
+    def wanted(self, store: Path) -> dict[str, bytes]:
+        """The bytes of the store on a disk."""
+        return read_tree(store)
+
+    def test_the_store_holds_the_bytes_of_one_on_a_disk(
+        self, place: StorePath, recipe: Recipe, store: Path, wanted: dict[str, bytes]
+    ) -> None:
+        recipe.write(place)
+        assert tree_of(place) == wanted
+        assert verify_store(place).ok
+        with ActivationStore(place, require_complete=True) as one, ActivationStore(store) as other:
+            found, expected = (reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (one, other))
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values)
+
+    def test_running_again_writes_nothing(self, place: StorePath, recipe: Recipe) -> None:
+        recipe.write(place)
+        before = {name: (place / name).read_bytes() for name in self.names(place)}
+        recipe.write(place)
+        assert {name: (place / name).read_bytes() for name in self.names(place)} == before
+
+    def test_who_goes_on_does_what_is_missing(self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]) -> None:
+        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+            recipe.write_part(writer, 1)
+        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+            assert 1 not in writer.pending_parts()
+        recipe.write(place)
+        assert tree_of(place) == wanted
+
+    def test_leaving_without_commit_leaves_nothing(self, place: StorePath, recipe: Recipe) -> None:
+        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+            before = set(self.names(place))
+            with suppress(KeyboardInterrupt), writer.part(0) as out:
+                recipe.fill(out)
+                raise KeyboardInterrupt
+            assert set(self.names(place)) == before
+            recipe.write_part(writer, 0)
+
+    def test_of_two_writers_of_a_part_the_first_to_commit_wins(
+        self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]
+    ) -> None:
+        with shared(place, recipe) as first, shared(place, recipe) as second:
+            assert second.joined
+            one, other = first.part(0), second.part(0)
+            recipe.fill(one)
+            recipe.fill(other)
+            assert other.commit() == one.commit()
+            assert (other.was_first, one.was_first) == (True, False)
+            for part in first.pending_parts():
+                recipe.write_part(first, part)
+            assert not second.pending_parts()
+        assert tree_of(place) == wanted
+
+    def test_a_race_of_many_writers(self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]) -> None:
+        def work(_: int) -> None:
+            with shared(place, recipe) as writer:
+                for part in writer.pending_parts():
+                    if writer.is_pending(part):
+                        recipe.write_part(writer, part)
+                writer.sweep()
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        assert tree_of(place) == wanted
+
+    def test_other_inputs_are_refused(self, place: StorePath, recipe: Recipe) -> None:
+        recipe.write(place)
+        other = recipe.with_manifest(extraction={"max_length": 1, "dtype": "bfloat16"})
+        with pytest.raises(StoreMismatch, match=r"extraction\.max_length: store has 256, given 1"):
+            other.write(place)
+        with pytest.raises(StoreMismatch, match="plan: store has"):
+            replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:])).plan).write(place)
+
+    def test_a_place_with_something_else_is_left_alone(self, place: StorePath, recipe: Recipe) -> None:
+        if isinstance(place, Path):
+            place.mkdir()
+        write_atomic(place / "notes.txt", b"mine")
+        with pytest.raises(OutputOccupied, match=r"it holds notes\.txt"):
+            recipe.write(place)
+        assert self.names(place) == ["notes.txt"]
+
+    def test_a_part_that_lost_a_file_is_made_again(
+        self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]
+    ) -> None:
+        recipe.write(place)
+        name, record = next(iter(read_part_commit(commit_path(place, 1)).files.items()))
+        remove_file(place / "parts" / record.stored_as(name))
+        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+            assert writer.repaired_parts == (1,)
+            recipe.write_part(writer, 1)
+        assert verify_store(place).ok
+        assert {key: value for key, value in self.committed_tree(place).items() if not key.startswith("commits/")} == {
+            key: value for key, value in wanted.items() if not key.startswith("commits/")
+        }
+
+    def test_damage_is_dropped(self, place: StorePath, recipe: Recipe) -> None:
+        recipe.write(place)
+        name, record = next(iter(read_part_commit(commit_path(place, 1)).files.items()))
+        path = place / "parts" / record.stored_as(name)
+        content = path.read_bytes()
+        write_atomic(path, content[:20] + bytes([content[20] ^ 1]) + content[21:])
+        plan = plan_repair(place)
+        assert plan.parts == (1,)
+        assert drop_damage(plan) == (1,)
+        assert verify_store(place).n_pending_parts == 1
+        recipe.write(place)
+        assert verify_store(place).ok
+
+    def test_the_bundle_is_committed_whole_and_replaced(self, place: StorePath, recipe: Recipe) -> None:
+        recipe.write(place)
+        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+            with suppress(KeyboardInterrupt), writer.target() as folder:
+                (folder / "config.json").write_text("{}")
+                raise KeyboardInterrupt
+            assert not writer.has_target
+            for content in ("one", "another"):
+                with writer.target() as folder:
+                    (folder / "config.json").write_text("{}")
+                    (folder / "sub").mkdir()
+                    (folder / "sub" / "weights").write_text(content)
+                assert writer.has_target
+                assert (writer.target_path / "sub" / "weights").read_text() == content
+        with ActivationStore(place) as store:
+            assert (store.target_path / "sub" / "weights").read_text() == "another"
+        assert verify_store(place).ok
+
+    def test_fields_are_added(self, place: StorePath, recipe: Recipe, tmp_path: Path) -> None:
+        wider = make_recipe(LENGTHS, fields=(*FIELDS, hidden_field("layer_1", 16)))
+        wider.write(tmp_path / "wider")
+        recipe.write(place)
+        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+            codec = extended_codec(writer.codec, wider.manifest.fields)
+            addition = StoreAddition(writer, wider.manifest, codec)
+            for part in addition.pending_parts():
+                wider.write_part(addition, part)
+            addition.finish()
+        assert tree_of(place) == read_tree(tmp_path / "wider")
+        assert verify_store(place).ok
+
+    def test_runs_are_recorded(self, place: StorePath, recipe: Recipe) -> None:
+        with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+            paths = [writer.record_run({"n": n}) for n in range(3)]
+        assert [json.loads(path.read_bytes())["n"] for path in paths] == [0, 1, 2]
+        assert len(names_in(place / "runs")) == 3
+
+    @staticmethod
+    def names(place: StorePath) -> list[str]:
+        if isinstance(place, RemotePath):
+            return place.names()
+        found = (path for path in place.rglob("*") if path.is_file() and path.name != "store.lock")
+        return sorted(path.relative_to(place).as_posix() for path in found)
+
+    def committed_tree(self, place: StorePath) -> dict[str, bytes]:
+        """What is there without files that no commit lists, which a bucket may keep for a while."""
+        return tree_of(place)
+
+
+class TestFolder(PlaceContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Path:
+        return tmp_path / "place"
+
+
+class TestBucket(PlaceContract):
+    @pytest.fixture
+    def place(self, moto_server: str) -> Iterator[StorePath]:
+        with use(moto_server):
+            yield open_path(f"{empty_place(moto_server)}/a store")
+
+    def committed_tree(self, place: StorePath) -> dict[str, bytes]:
+        assert isinstance(place, RemotePath)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bucket_module, "LEFTOVER_S", -60.0)
+            recipe = make_recipe(LENGTHS)
+            with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) as writer:
+                writer.sweep()
+        return tree_of(place)
+
+    def test_leftovers_go_when_they_are_old(
+        self, place: RemotePath, recipe: Recipe, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dead = shared(place, recipe)
+        recipe.fill(out := dead.part(0))
+        assert isinstance(out._place, BucketPart)
+        for array in out._arrays.values():
+            array.finish()  # as a kill before the commit leaves it
+        recipe.write(place)
+        assert set(tree_of_leftovers(place)) == {f"parts/{name}-{out._place.attempt}" for name in out._shards()}
+        monkeypatch.setattr(bucket_module, "LEFTOVER_S", -60.0)
+        dead.close()
+        with shared(place, recipe) as writer:
+            writer.sweep()
+        assert tree_of(place) == wanted
+        assert verify_store(place).ok
+
+    def test_a_part_that_took_too_long_is_not_committed(
+        self, place: RemotePath, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with shared(place, recipe) as writer:
+            out = writer.part(0)
+            recipe.fill(out)
+            monkeypatch.setattr(bucket_module, "COMMIT_WITHIN_S", -1.0)
+            with pytest.raises(StorageUnavailable, match="took longer than"):
+                out.commit()
+            out.discard()
+            assert writer.is_pending(0)
+
+    def test_two_additions_of_other_fields_do_not_lose_one(self, place: RemotePath, recipe: Recipe) -> None:
+        recipe.write(place)
+        writers = [StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) for _ in range(2)]
+        recipes = [make_recipe(LENGTHS, fields=(*FIELDS, hidden_field(f"layer_{k}", 16))) for k in range(2)]
+        additions = [
+            StoreAddition(writer, wider.manifest, extended_codec(writer.codec, wider.manifest.fields))
+            for writer, wider in zip(writers, recipes, strict=True)
+        ]
+        for wider, addition in zip(recipes, additions, strict=True):
+            for part in addition.pending_parts():
+                wider.write_part(addition, part)
+        additions[0].finish()
+        with pytest.raises(StoreLocked, match=r"store\.json was changed by another process meanwhile"):
+            additions[1].finish()
+        for writer in writers:
+            writer.close()
+        assert verify_store(place).ok
+
+
+def tree_of_leftovers(place: RemotePath) -> list[str]:
+    """Names of shards that no commit lists."""
+    with ActivationStore(place) as store:
+        listed = {
+            f"parts/{record.stored_as(name)}"
+            for commit in store.commits.values()
+            for name, record in commit.files.items()
+        }
+    return [
+        name
+        for name in place.names()
+        if name.startswith("parts/") and name not in listed and not name.endswith("zarr.json")
+    ]
