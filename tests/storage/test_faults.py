@@ -1,0 +1,199 @@
+"""Behind a network that resets, tears, delays and lies about lists nothing is lost, torn or read wrong.
+
+What is written through it equals the store on a disk, byte for byte; what is read through it equals what was written.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.disk.files import open_path
+from moa_data.storage.errors import StorageUnavailable
+from moa_data.storage.paths import RemotePath
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.faults import Faults, faulty
+from moa_data.tests.kit.object_stores import Seaweed, empty_place, environment, read_remote_tree, use
+from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
+
+LENGTHS = (70, 3, 200, 64)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return make_recipe(LENGTHS)
+
+
+def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
+    """Let several writers, each with connections of its own, write one store, and go on where the network wins."""
+
+    def work(_: int) -> None:
+        for _ in range(20):
+            try:
+                with StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan, shares=True) as writer:
+                    for part in writer.pending_parts():
+                        if writer.is_pending(part):
+                            recipe.write_part(writer, part)
+                return
+            except StorageUnavailable:
+                continue
+        raise AssertionError("twenty runs were not enough")
+
+    with ThreadPoolExecutor(n_writers) as pool:
+        list(pool.map(work, range(n_writers)))
+
+
+def check(place: str, local: Path) -> None:
+    """Compare a store with the one on the disk: what it holds, and every byte of what its commits list."""
+    store = open_path(place)
+    assert isinstance(store, RemotePath)
+    report = verify_store(store)
+    assert report.ok, report.damages
+    assert report.n_pending_parts == 0
+    with ActivationStore(store, require_complete=True) as one:
+        listed = {
+            f"parts/{record.stored_as(name)}"
+            for commit in one.commits.values()
+            for name, record in commit.files.items()
+        }
+        found = one.read_batch(range(len(one)), list(one.fields))
+    with ActivationStore(local) as other:
+        expected = other.read_batch(range(len(other)), list(other.fields))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values)
+    leftovers = [
+        name for name in store.names() if name.startswith("parts/") and "zarr.json" not in name and name not in listed
+    ]
+    store.bucket.delete(leftovers)  # of attempts whose outcome no answer told; in time `extract` deletes them
+    assert read_remote_tree(store) == read_tree(local)
+
+
+def run_faults(endpoint: str, recipe: Recipe, local: Path, seed: int) -> Counter[str]:
+    """Write and read one store behind a proxy; returns the faults that it met."""
+    faults = Faults(seed)
+    with use(endpoint):
+        place = empty_place(endpoint)
+    with faulty(endpoint, faults) as proxy, use(proxy), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOA_DATA_REMOTE_TIMEOUT_S", "20")
+        write_together(place, recipe, 2)
+        with ActivationStore(place) as store, ActivationStore(local) as other:
+            found, expected = (reader.read_batch(range(len(reader)), list(reader.fields)) for reader in (store, other))
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values)
+    with use(endpoint):
+        check(place, local)
+    return faults.counts
+
+
+def test_writers_and_readers_behind_faults(moto_server: str, recipe: Recipe, tmp_path: Path) -> None:
+    counts = run_faults(moto_server, recipe, recipe.write(tmp_path / "local"), seed=1)
+    assert sum(counts.values()) >= 10
+    assert len(counts) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_hundreds_of_random_faults(
+    moto_server: str, recipe: Recipe, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    local, counts = recipe.write(tmp_path / "local"), Counter[str]()
+    n_stores = 0
+    while sum(counts.values()) < 200 or n_stores < 6:
+        counts += run_faults(moto_server, recipe, local, seed=100 + n_stores)
+        n_stores += 1
+    record_property("faults", f"{sum(counts.values())} in {n_stores} stores: {dict(counts)}")
+    assert set(counts) >= {"reset before", "reset after", "slow down", "conflict", "torn answer", "torn upload", "late"}
+
+
+WRITER = textwrap.dedent("""
+    import sys
+    from moa_data.storage.write.store import StoreWriter
+    from moa_data.tests.kit.stores import make_recipe
+
+    recipe = make_recipe(tuple(map(int, sys.argv[2].split(","))))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with StoreWriter.create_or_resume(sys.argv[1], recipe.manifest, recipe.plan, shares=True) as writer:
+        for part in writer.pending_parts():
+            if writer.is_pending(part):
+                recipe.write_part(writer, part)
+""")
+
+
+def start_writer(place: str, endpoint: str) -> subprocess.Popen[bytes]:
+    """Start a process that will write a store once it is told to."""
+    command = [sys.executable, "-c", WRITER, place, ",".join(map(str, LENGTHS))]
+    variables = {**os.environ, **environment(endpoint), "MOA_DATA_REMOTE_TIMEOUT_S": "60"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def go(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.close()
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process, and close its pipes."""
+    code = process.wait(timeout=600)
+    assert process.stdout is not None
+    process.stdout.close()
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_writers_and_the_server_are_killed(
+    recipe: Recipe, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """50 kills: of one of two racing writers, and after every fifth of the server too, which starts again."""
+    local, chance = recipe.write(tmp_path / "local"), random.Random(7)
+    server = Seaweed(tmp_path / "seaweed")
+    server.start()
+    try:
+        with use(server.endpoint):
+            place, n_stores, n_killed = f"{empty_place(server.endpoint)}/store-0", 0, Counter[str]()
+            while sum(n_killed.values()) < 50:
+                writers = [start_writer(place, server.endpoint) for _ in range(2)]
+                for writer in writers:
+                    go(writer)
+                time.sleep(chance.uniform(0.0, 1.2))
+                if writers[0].poll() is None:
+                    writers[0].send_signal(signal.SIGKILL)
+                    n_killed["writer"] += 1
+                if n_killed["writer"] % 5 == 4 and writers[1].poll() is None:
+                    server.kill()
+                    n_killed["server"] += 1
+                    time.sleep(1.0)
+                    server.start()
+                if chance.random() < 0.5 and writers[1].poll() is None:
+                    writers[1].send_signal(signal.SIGKILL)
+                    n_killed["writer"] += 1
+                codes = [end(writer) for writer in writers]
+                assert set(codes) <= {0, -signal.SIGKILL}
+                if 0 in codes:  # somebody has finished: the store is whole, whoever died
+                    check(place, local)
+                    n_stores += 1
+                    place = f"{place.rpartition('/')[0]}/store-{n_stores}"
+            write_together(place, recipe, 1)
+            check(place, local)
+            record_property("kills", f"{dict(n_killed)}, {n_stores + 1} stores whole")
+    finally:
+        server.kill()
