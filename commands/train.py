@@ -16,7 +16,7 @@ _SHOWN = {
     "Run": "out resume init_from dry_run stop_after_steps seed",
     "Drafter": "drafter target_layer_inference",
     "Length and learning rate": "max_steps epochs learning_rate decay_steps optimizer",
-    "Batches": "batch_size micro_batch_size",
+    "Batches": "batch_size micro_batch_size cache_dir cache_gb",
     "Validation and records": "validation_fraction validate_every draft_length log_every checkpoint_every logger",
     "Machine": "accelerator devices num_nodes strategy precision compile",
 }

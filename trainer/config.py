@@ -305,6 +305,11 @@ class BatchSettings(Config):
     """Most micro-batches read ahead."""
     prefetch_mb: Count = 1024
     """Most MiB of activations read ahead; one micro-batch is read ahead however large it is."""
+    cache_dir: str | None = None
+    """Local folder that keeps what is read of a store in a bucket, for further epochs and runs; several processes and
+    stores may share it. Default: what MOA_DATA_CACHE_DIR names, or none."""
+    cache_gb: Positive | None = None
+    """Most gigabytes in that folder; what was used longest ago goes first. Default: MOA_DATA_CACHE_GB, or 100."""
 
 
 class ValidationSettings(Config):

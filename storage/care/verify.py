@@ -234,7 +234,7 @@ class _Check:
         self.unsized: dict[int, OSError | MemoryError] = {}
         look = sizes_of(store / PARTS_NAME)
         sized = [part for part in commits if part not in self.damaged and self._has_sizes(part, look)]
-        self.reader = ActivationStore(store, parts=sized) if sized and values else None
+        self.reader = ActivationStore(store, parts=sized, cache=None) if sized and values else None
         self.rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in sized}
         for i, row in enumerate(self.reader.sequences.to_pylist() if self.reader else ()):
             self.rows[row["part"]].append((i, row))

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -94,14 +95,43 @@ class LocalFile:
             self._handle.give_back()
 
 
+class Piece(NamedTuple):
+    """Bytes [start, stop) of a file that has ``n_bytes``, known by an identity that no other content has."""
+
+    identity: str
+    n_bytes: int
+    start: int
+    stop: int
+
+
+Fetch = Callable[[Sequence[tuple[int, int, int]]], Sequence[memoryview]]
+"""Fetches ranges: (position of a piece among those that are asked for, start, stop) each."""
+
+
+class RangeCache(Protocol):
+    """What keeps bytes of remote files (``read_cache``)."""
+
+    def read(self, pieces: Sequence[Piece], fetch: Fetch) -> list[memoryview]:
+        """Return the bytes of pieces, fetching what is not kept."""
+        ...
+
+
+class CachedAs(NamedTuple):
+    """A cache, and what identifies the content of a file in it."""
+
+    cache: RangeCache
+    identity: str
+
+
 class RemoteFile:
     """A remote file of which byte ranges are read, one request each."""
 
     max_read_bytes = REQUEST_BYTES
     is_remote = True
 
-    def __init__(self, path: RemotePath, n_bytes: int | None = None) -> None:
+    def __init__(self, path: RemotePath, n_bytes: int | None = None, cached: CachedAs | None = None) -> None:
         self.path = path
+        self.cached = cached
         self._n_bytes = n_bytes
 
     @property
@@ -119,13 +149,14 @@ class RemoteFile:
         """Do nothing: a remote file has no page cache to fill."""
 
 
-def open_file(path: StorePath, n_bytes: int | None = None) -> LocalFile | RemoteFile:
+def open_file(path: StorePath, n_bytes: int | None = None, cached: CachedAs | None = None) -> LocalFile | RemoteFile:
     """Return a file of a store for reading by position; it need not exist before bytes of it are read.
 
     Args:
         n_bytes: its size, which a remote file is then not asked for.
+        cached: keeps on a disk what is read of a remote file.
     """
-    return RemoteFile(path, n_bytes) if isinstance(path, RemotePath) else LocalFile(path)
+    return RemoteFile(path, n_bytes, cached) if isinstance(path, RemotePath) else LocalFile(path)
 
 
 def fetch_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[memoryview]:
@@ -136,7 +167,16 @@ def fetch_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[memoryvi
         StorageUnavailable: a range cannot be read.
     """
     bucket = ranges[0][0].path.bucket
-    return bucket.read_ranges([(file.path.key, start, stop) for file, start, stop in ranges])
+    cached = ranges[0][0].cached  # a store has one cache for all of its shards
+    if cached is None:
+        return bucket.read_ranges([(file.path.key, start, stop) for file, start, stop in ranges])
+    pieces = [
+        Piece(file.cached.identity if file.cached else str(file.path), file.n_bytes, start, stop)
+        for file, start, stop in ranges
+    ]
+    return cached.cache.read(
+        pieces, lambda wanted: bucket.read_ranges([(ranges[i][0].path.key, start, stop) for i, start, stop in wanted])
+    )
 
 
 def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:

@@ -146,6 +146,26 @@ def _slot_request(slot: int) -> bytes:
     return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
 
 
+@contextmanager
+def lock_waiting(path: Path) -> Iterator[int]:
+    """Hold a file, made if missing, waiting for whoever holds it; yields its descriptor.
+
+    Raises:
+        LocksUnsupported: the file system refuses to lock.
+        LinkRefused: the file is a symbolic link.
+        OSError: the file cannot be opened for writing.
+    """
+    fd = _open(path)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _unsupported(path, error) from error
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def _open(path: Path) -> int:
     try:
         # Read and write access: flock on NFS is a byte-range lock, which needs a writable descriptor. No link: the file

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 from ..chunks.field import StoredArray
 from ..disk.checking import MISSING
+from ..disk.files import CachedAs
+from ..disk.read_cache import ReadCache
 from ..documents import read_bounded
 from ..errors import ShardCorrupt, ShardMissing
 from ..names import ZARR_NAME, part_folder
@@ -30,8 +32,15 @@ V = TypeVar("V")
 class PartArrays:
     """Finds stored arrays' shards and counts stored bytes read of them; safe in threads and after a fork."""
 
-    def __init__(self, store: StorePath, manifest: StoreManifest, commits: Mapping[int, PartCommit]) -> None:
+    def __init__(
+        self,
+        store: StorePath,
+        manifest: StoreManifest,
+        commits: Mapping[int, PartCommit],
+        cache: ReadCache | None = None,
+    ) -> None:
         self._store, self._manifest, self._commits = store, manifest, commits
+        self._cache = cache
         self._has_part_groups = manifest.schema_version == 1
         self._longest_part = max((commit.allocated_tokens for commit in commits.values()), default=0)
         self.n_bytes_read = 0
@@ -82,7 +91,10 @@ class PartArrays:
         n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
         record = commit.files.get(name)
         path = self._folder(part) / (name if record is None else record.stored_as(name))
-        return ShardReader(path, grid, n_rows, None if record is None else record.bytes)
+        if record is None:
+            return ShardReader(path, grid, n_rows)
+        cached = None if self._cache is None else CachedAs(self._cache, f"{path} {record.bytes} {record.crc32:08x}")
+        return ShardReader(path, grid, n_rows, record.bytes, cached)
 
     def _folder(self, part: int) -> StorePath:
         return part_folder(self._store, part, self._manifest.schema_version)

@@ -9,7 +9,7 @@ import numpy as np
 from ..chunks.chunk import CRC_BYTES, decode_chunk
 from ..disk.checking import MISSING
 from ..disk.durable import crc32c
-from ..disk.files import LocalFile, RemoteFile, open_file, scratch_bytes
+from ..disk.files import CachedAs, LocalFile, RemoteFile, open_file, scratch_bytes
 from ..errors import ShardCorrupt, ShardMissing
 from ..parts.grid import ArrayGrid
 from ..paths import StorePath
@@ -23,6 +23,7 @@ class ShardReader:
     Args:
         n_rows: rows of inner chunks that must be present (fewer than ``rows_per_shard`` in the last shard).
         n_bytes: the file's bytes, where its commit tells them: to ask a server costs a request for each shard.
+        cached: keeps on a disk what is read of a remote file.
 
     Attributes:
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
@@ -32,12 +33,19 @@ class ShardReader:
         ShardCorrupt: the index is damaged.
     """
 
-    def __init__(self, path: StorePath, grid: ArrayGrid, n_rows: int, n_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: StorePath,
+        grid: ArrayGrid,
+        n_rows: int,
+        n_bytes: int | None = None,
+        cached: CachedAs | None = None,
+    ) -> None:
         self.path = path
         self.grid = grid
         self.chunk_size = math.prod(grid.chunk_shape)
         try:
-            self.file: LocalFile | RemoteFile = open_file(path, n_bytes)
+            self.file: LocalFile | RemoteFile = open_file(path, n_bytes, cached)
             self.index = self._read_index(n_rows)
         except MISSING as error:
             raise self._missing() from error

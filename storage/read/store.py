@@ -16,6 +16,7 @@ import pyarrow as pa
 from ..chunks.field import TOKENS, FieldCodec
 from ..codecs.registry import StoreCodec
 from ..disk.files import download, open_path, sizes_of
+from ..disk.read_cache import ReadCache, cache_at
 from ..documents import read_bounded
 from ..errors import (
     ManifestInvalid,
@@ -56,6 +57,8 @@ class ActivationStore:
         path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``; others by fsspec).
         require_complete: refuse a store of which planned parts have no commit.
         parts: see only these parts; the others may be damaged. None for all.
+        cache: keeps on a local disk what is read of a remote store; default: what ``MOA_DATA_CACHE_DIR`` names. None
+            for no cache.
 
     Attributes:
         manifest: what shapes its data.
@@ -84,9 +87,11 @@ class ActivationStore:
         *,
         require_complete: bool = False,
         parts: Collection[int] | None = None,
+        cache: ReadCache | Literal["environment"] | None = "environment",
     ) -> None:
         self.path = open_path(path)
         self._selected = parts
+        self.cache = cache_at() if cache == "environment" else cache
         self.manifest, self.codec = _open_manifest(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
@@ -117,7 +122,7 @@ class ActivationStore:
         self._parts = self.sequences["part"].to_numpy()
         self._first_tokens = self.sequences["first_token"].to_numpy()
         self._n_tokens = self.sequences["n_tokens"].to_numpy()
-        self._arrays = PartArrays(self.path, self.manifest, self.commits)
+        self._arrays = PartArrays(self.path, self.manifest, self.commits, self.cache)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 
     def _check_plan(self, plan: pa.Table) -> None:
@@ -131,7 +136,7 @@ class ActivationStore:
                 )
 
     def __reduce__(self) -> tuple[Callable[[StorePath], ActivationStore], tuple[StorePath]]:
-        return (partial(ActivationStore, parts=self._selected), (self.path,))
+        return (partial(ActivationStore, parts=self._selected, cache=self.cache), (self.path,))
 
     def __len__(self) -> int:
         return len(self._parts)

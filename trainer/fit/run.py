@@ -33,6 +33,7 @@ from ...moa.drafters.registry import drafter_class
 from ...moa.targets.bundle import FrozenTarget, target_sizes
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
 from ...storage.disk.locking import LockHeld, lock_file
+from ...storage.disk.read_cache import cache_at
 from ...storage.parts.manifest_commit import check_target_bundle
 from ...storage.read.store import ActivationStore
 from ...text import Progress
@@ -66,7 +67,7 @@ from .sharded import ShardedStrategy
 _FREE_TO_CHANGE = frozenset(
     {"store", "out", "resume", "stop_after_steps", "reader_threads", "prefetch_batches", "prefetch_mb", "log_every",
      "checkpoint_every", "devices", "num_nodes", "strategy", "accelerator", "logger", "project", "max_steps", "epochs",
-     "decay_steps", "dry_run"}
+     "decay_steps", "dry_run", "cache_dir", "cache_gb"}
 )  # fmt: skip
 """Settings that may differ between two invocations of one run; those of its length only as far as :func:`_check_length`
 allows."""
@@ -147,7 +148,7 @@ def _train(
     check_logger(config)
     if is_first:
         _check_folder(config, out)
-    store = ActivationStore(config.store)
+    store = ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb))
     data = StoreDataModule(store, config)
     module = build_module(store, config, data)
     with _lock_run(out) if is_first else contextlib.nullcontext():
@@ -338,7 +339,7 @@ def measure_run(module: DrafterModule, data: StoreDataModule) -> MeasuredStep:
 
 def plan_run(config: TrainConfig) -> MemoryPlan:
     """Measure the memory of a step without training; nothing is written."""
-    with ActivationStore(config.store) as store:
+    with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
         data = StoreDataModule(store, config)
         module = build_module(store, config, data)
         measured = measure_run(module, data)

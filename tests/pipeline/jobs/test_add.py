@@ -220,10 +220,10 @@ KILL_SCRIPT = """
 
     POINTS = {
         "bundle": lambda: die_at(folder, "_replace_tree", 1, after=True),
-        "basis": lambda: die_at(addition, "write_atomic", 1, after=True),
+        "basis": lambda: die_at(addition, "write_new", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 11),
-        "before_commit": lambda: die_at(part_writer, "write_atomic", 2),
-        "before_manifest": lambda: die_at(writer, "write_atomic", 2),
+        "before_commit": lambda: die_at(folder, "write_atomic", 3),
+        "before_manifest": lambda: die_at(writer, "replace_file", 1),
         "before_seal": lambda: die_at(writer, "write_manifest_commit", 1),
         "before_name": lambda: die_at(writer, "name_next_basis", 2),
     }

@@ -298,11 +298,11 @@ KILL_SCRIPT = """
     model, dataset, out = sys.argv[1:]
 
     POINTS = {
-        "manifest": lambda: die_at(writer, "write_atomic", 2),
+        "manifest": lambda: die_at(writer, "write_new", 2),
         "bundle": lambda: die_at(forwards_module, "save_target_bundle", 1, after=True),
         "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
-        "before_commit": lambda: die_at(part_writer, "write_atomic", 1),
-        "after_commit": lambda: die_at(part_writer, "write_atomic", 2, after=True),
+        "before_commit": lambda: die_at(folder, "write_atomic", 2),
+        "after_commit": lambda: die_at(folder, "write_atomic", 3, after=True),
     }
     kill_at_points(POINTS, lambda name: extract_module.extract(ExtractConfig.of(
         model=model, dataset=dataset, out=f"{out}-{name}", max_length=128, device="cpu", target_layers=1,

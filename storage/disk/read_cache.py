@@ -1,0 +1,201 @@
+"""Keeps what was read of remote shards on a local disk, so that a second epoch asks the server for nothing.
+
+Bytes are kept in blocks of 1 MiB, each in a file of its own, named after the shard's place, size and checksum as its
+commit has them: so a block is never taken for one of another shard, and a store that is written anew has new blocks.
+Each block ends in its own CRC-32C, and one that does not fit is fetched again::
+
+    DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then its CRC-32C
+    DIR/usage                           bytes of all blocks; locked while blocks are counted or deleted
+
+Any number of processes may share a folder. A block appears by a rename, whole; nothing is synced, as a block that a
+crash has torn is not used. When the folder is full the blocks that were used longest ago go, a twentieth at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ...errors import OptionInvalid
+from .durable import crc32c
+from .files import Fetch, Piece
+from .locking import lock_waiting
+from .requests import requests
+
+FOLDER_VARIABLE, SIZE_VARIABLE = "MOA_DATA_CACHE_DIR", "MOA_DATA_CACHE_GB"
+DEFAULT_GB = 100.0
+BLOCK_BYTES = 1 << 20
+"""A reader of a whole sequence asks for many times as much; smaller blocks only make more files."""
+_CRC = struct.Struct("<I")
+_USAGE = struct.Struct("<Q")
+_FREED_SHARE = 20
+
+
+class ReadCache:
+    """A folder of blocks, which several processes may share; pickled as its place and size.
+
+    Args:
+        folder: made when the first block is kept.
+        max_bytes: bytes of all blocks at most.
+
+    Attributes:
+        n_hit_bytes: bytes that readers of this process were given from the folder.
+        n_fetched_bytes: bytes that were fetched for them, the rest of blocks included.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
+        self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
+        self.n_hit_bytes = self.n_fetched_bytes = 0
+        self._counting = threading.Lock()
+        self._is_counted = False
+
+    def __reduce__(self) -> tuple[type[ReadCache], tuple[Path, int]]:
+        return (ReadCache, (self.folder, self.max_bytes))
+
+    def read(self, pieces: Sequence[Piece], fetch: Fetch) -> list[memoryview]:
+        """Return the bytes of pieces, from blocks that are kept and by fetching the others, which are kept then."""
+        wanted = {(i, block): b"" for i, piece in enumerate(pieces) for block in _blocks_of(piece)}
+        first: dict[tuple[str, int], tuple[int, int]] = {}  # several pieces may lie in one block
+        for i, block in wanted:
+            first.setdefault((pieces[i].identity, block), (i, block))
+        missing = []
+        loads = requests().map(lambda key: self._load(pieces[key[0]], key[1]), first.values())
+        for key, kept in zip(first.values(), loads, strict=True):
+            if kept is None:
+                missing.append(key)
+            else:
+                wanted[key] = kept
+                self.n_hit_bytes += len(kept)
+        ranges = [(i, *_span(pieces[i], block)) for i, block in missing]
+        for (i, block), data in zip(missing, fetch(ranges) if ranges else (), strict=True):
+            wanted[i, block] = bytes(data)
+            self.n_fetched_bytes += len(data)
+        for _ in requests().map(lambda key: self._keep(pieces[key[0]], key[1], wanted[key]), missing):
+            pass
+        return [_cut(piece, [wanted[first[piece.identity, block]] for block in _blocks_of(piece)]) for piece in pieces]
+
+    def _path(self, piece: Piece, block: int) -> Path:
+        name = hashlib.sha256(f"{piece.identity} {piece.n_bytes}".encode()).hexdigest()[:32]
+        return self.folder / "blocks" / name[:2] / f"{name}-{block:06d}"
+
+    def _load(self, piece: Piece, block: int) -> bytes | None:
+        """Return a block that is kept whole; None for none."""
+        path = self._path(piece, block)
+        start, stop = _span(piece, block)
+        try:
+            content = path.read_bytes()
+            data, crc = content[: -_CRC.size], content[-_CRC.size :]
+            if len(data) != stop - start or _CRC.pack(crc32c(data)) != crc:
+                return None
+            os.utime(path)  # what was used last goes last
+        except OSError:
+            return None
+        return data
+
+    def _keep(self, piece: Piece, block: int, data: bytes) -> None:
+        """Keep a block if there is room for it on the disk; that there is none is no reader's loss."""
+        start, stop = _span(piece, block)
+        if len(data) != stop - start:
+            return  # the file is shorter than its commit says, which its reader will notice
+        path = self._path(piece, block)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        with suppress(OSError):
+            try:
+                if not self._make_room(len(data) + _CRC.size):
+                    return
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_bytes(data + _CRC.pack(crc32c(data)))
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _make_room(self, n_bytes: int) -> bool:
+        """Count a block that is to come, and delete old ones where it does not fit; returns whether it does."""
+        if n_bytes > self.max_bytes:
+            return False
+        with self._counting, self._usage() as (n_used, set_used):
+            if not self._is_counted or n_used + n_bytes > self.max_bytes:
+                self._is_counted = True
+                found = list(self._found())
+                n_used = sum(size for _, size, _ in found)
+                if n_used + n_bytes > self.max_bytes:
+                    n_used -= _delete_oldest(found, n_used + n_bytes - self.max_bytes + self.max_bytes // _FREED_SHARE)
+            set_used(n_used + n_bytes)
+        return True
+
+    @contextmanager
+    def _usage(self) -> Iterator[tuple[int, Callable[[int], None]]]:
+        """Yield the bytes of all blocks as they were counted last, and what changes the count; others wait."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with lock_waiting(self.folder / "usage") as fd:
+            content = os.pread(fd, _USAGE.size, 0)
+            n_used = _USAGE.unpack(content)[0] if len(content) == _USAGE.size else self.max_bytes
+            yield n_used, lambda n: (os.pwrite(fd, _USAGE.pack(max(0, n)), 0), None)[1]
+
+    def _found(self) -> Iterator[tuple[float, int, str]]:
+        """Yield (time of the last use, bytes, path) of all blocks; what was being written an hour ago is rubbish."""
+        with suppress(FileNotFoundError):
+            for folder in os.scandir(self.folder / "blocks"):
+                for entry in os.scandir(folder):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat()
+                        yield status.st_mtime, status.st_size, entry.path
+
+
+def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache | None:
+    """Return a cache; what is not given ``MOA_DATA_CACHE_DIR`` and ``MOA_DATA_CACHE_GB`` (default 100) tell.
+
+    Returns:
+        None where nothing names a folder.
+
+    Raises:
+        OptionInvalid: the size in the environment is no positive number.
+    """
+    folder = folder or os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return None
+    text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_GB))
+    try:
+        n_gb = float(text) if n_gb is None else n_gb
+        if not 0 < n_gb < 1e9:
+            raise ValueError
+    except ValueError as error:
+        raise OptionInvalid(f"{SIZE_VARIABLE} is {text!r}, expected a number of gigabytes above 0.") from error
+    return ReadCache(folder, int(n_gb * 1e9))
+
+
+def _delete_oldest(found: list[tuple[float, int, str]], n_bytes: int) -> int:
+    n_freed = 0
+    for _, size, path in sorted(found):
+        if n_freed >= n_bytes:
+            break
+        try:
+            os.unlink(path)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                continue
+        n_freed += size
+    return n_freed
+
+
+def _blocks_of(piece: Piece) -> range:
+    stop = min(piece.stop, piece.n_bytes)
+    return range(piece.start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if stop > piece.start else range(0)
+
+
+def _span(piece: Piece, block: int) -> tuple[int, int]:
+    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, piece.n_bytes)
+
+
+def _cut(piece: Piece, blocks: Sequence[bytes]) -> memoryview:
+    """Cut a piece from its blocks, of which the last may be shorter than it should be."""
+    skipped, n_bytes = piece.start % BLOCK_BYTES, max(0, piece.stop - piece.start)
+    if len(blocks) == 1:
+        return memoryview(blocks[0])[skipped : skipped + n_bytes]
+    return memoryview(b"".join(blocks))[skipped : skipped + n_bytes]
