@@ -257,15 +257,10 @@ def _directed(plan: ExtractPlan, store: StoreWriter, tally: Tally) -> LocalWorke
 def _work_order(plan: ExtractPlan, store: StoreWriter) -> WorkOrder:
     """Return what each worker is told, with its share of this machine."""
     config, n_workers = plan.config, plan.config.scale.n_local_workers
-    texts = store.scratch_path / TEXTS_NAME
-    if texts.parent != store.path or plan.texts_origin is None:
-        # Of a bucket they map a copy; and without an origin no later start could tell whose texts they are.
-        texts = store.scratch_path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
-        write_texts(texts, plan.sequences, plan.texts_origin)
     is_local = Path(config.model).expanduser().is_dir()  # else each machine finds the commit in its own cache
     return WorkOrder(
-        store=str(store.path.absolute() if isinstance(store.path, Path) else store.path),
-        texts=str(texts.absolute()),
+        store=_shown_to_all(store.path),
+        texts=_shown_to_all(_texts_for_workers(plan, store)),
         model=str(plan.folder.absolute()) if is_local or config.scale.engine != "ray" else config.model,
         revision=None if is_local or config.scale.engine != "ray" else plan.folder.name,
         n_weight_bytes=plan.memory.weight_bytes,
@@ -273,6 +268,26 @@ def _work_order(plan: ExtractPlan, store: StoreWriter) -> WorkOrder:
         n_threads=core_share(n_workers),
         n_encode_threads=resolve_encode_threads(config.forward.encode_threads, n_workers),
     )
+
+
+def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> StorePath:
+    """Return the Arrow file of the sequences, where workers find it; raises OptionInvalid where it is kept nowhere."""
+    has_origin, is_folder = plan.texts_origin is not None, isinstance(store.path, Path)
+    if has_origin and (is_folder or plan.config.scale.engine == "ray"):
+        return store.path / TEXTS_NAME
+    if not is_folder and plan.config.scale.engine == "ray":
+        raise OptionInvalid(
+            f"{plan.config.dataset} has no commit that would name its rows, so {store.path} keeps no texts for workers "
+            "of other machines. Give a file, a folder, or a dataset of the Hub with a revision."
+        )
+    # Of a bucket they map a copy; and without an origin no later start could tell whose texts they are.
+    texts = store.scratch_path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
+    write_texts(texts, plan.sequences, plan.texts_origin)
+    return texts
+
+
+def _shown_to_all(path: StorePath) -> str:
+    return str(path.absolute() if isinstance(path, Path) else path)
 
 
 def _report(

@@ -17,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 
 from ...storage.disk.durable import replacing
-from ...storage.disk.files import download
 from ...storage.names import TEXTS_NAME
 from ...storage.paths import StorePath
 from ..chats.columns import Columns
@@ -63,9 +62,10 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
     if origin is None:
         return None
     try:
-        table = _kept_table(store / TEXTS_NAME)
-        if table is None:
+        path = store / TEXTS_NAME
+        if isinstance(path, Path) and (path.is_symlink() or not path.is_file()):
             return None
+        table = map_texts(path)
         metadata = table.schema.metadata or {}
         if json.loads(metadata.get(_ORIGIN, b"null")) != origin:
             return None
@@ -74,18 +74,6 @@ def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences 
         return sequences if sequences.sha256().encode() == metadata.get(_SHA256) else None
     except (pa.ArrowException, ValueError, OSError):
         return None
-
-
-def _kept_table(path: StorePath) -> pa.Table | None:
-    """Map the file of a store's sequences, if it has one; of a remote one a copy, which the mapping alone holds."""
-    if isinstance(path, Path):
-        return map_texts(path) if path.is_file() and not path.is_symlink() else None
-    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
-        try:
-            download(path.parent, Path(folder), {TEXTS_NAME: TEXTS_NAME})
-        except FileNotFoundError:
-            return None
-        return map_texts(Path(folder) / TEXTS_NAME)
 
 
 def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any] | None) -> Sequences:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,9 @@ from ...machine import fix_sums
 from ...moa.targets.bundle import hash_target
 from ...moa.targets.live import Target, pick_device, resolve_model_folder
 from ...storage.codecs.registry import StoreCodec
+from ...storage.disk.files import download, open_path
 from ...storage.errors import StoreMismatch
+from ...storage.paths import StorePath
 from ...storage.schema import StoreManifest
 from ...storage.write.store import StoreWriter
 from ...text import Progress
@@ -38,7 +41,7 @@ class WorkOrder:
 
     Attributes:
         store: the store, begun by whoever directs the workers.
-        texts: the Arrow file of its sequences.
+        texts: the Arrow file of its sequences, local or in a bucket.
         model: the target: a folder or a hub id, as this worker's machine sees it.
         revision: commit of a hub id.
         n_weight_bytes: bytes of the target's weights, for progress.
@@ -84,10 +87,18 @@ def unclaimed_first(store: StoreWriter, pieces: Iterable[int]) -> Iterator[int]:
     yield from claimed
 
 
-def map_texts(path: str | os.PathLike[str]) -> pa.Table:
-    """Map the Arrow file of a store's sequences into memory."""
-    with pa.memory_map(os.fspath(path)) as file:
-        return pa.ipc.open_file(file).read_all()
+def map_texts(path: StorePath) -> pa.Table:
+    """Map the Arrow file of a store's sequences into memory; of a remote one a copy, which the mapping alone holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if isinstance(path, Path):
+        with pa.memory_map(os.fspath(path)) as file:
+            return pa.ipc.open_file(file).read_all()
+    with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
+        download(path.parent, Path(folder), {path.name: path.name})
+        return map_texts(Path(folder) / path.name)
 
 
 def forwards_of(
@@ -142,7 +153,7 @@ class Worker:
             extraction = store.manifest.extraction
             device = pick_device(order.device)
             target = load_target(folder, str(extraction["compute_dtype"]), device, order.n_weight_bytes, progress)
-            sequences = Sequences.from_arrow(map_texts(order.texts))
+            sequences = Sequences.from_arrow(map_texts(open_path(order.texts)))
             forwards = forwards_of(store.manifest, target, store.codec, sequences, order.n_encode_threads)
         except BaseException:
             store.close()
