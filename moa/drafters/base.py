@@ -35,7 +35,7 @@ from ..targets.cache import KVSource
 from ..targets.context_cache import ContextCache
 from .rounds import Draws
 from .sizes import DrafterSizes
-from .training import LossTerms, TrainingInputs, TrainingStep
+from .training import LossTerms, Reads, TrainingInputs, TrainingStep
 
 
 @dataclass
@@ -90,9 +90,6 @@ class Drafter(nn.Module, ABC):
     kind: ClassVar[str]
     """The drafter's name in ``drafter.json`` and on the command line."""
     config_class: ClassVar[type[DrafterSizes]]
-    kv_layers: ClassVar[tuple[int, ...] | None] = None
-    """Layers of the target's KV that training reads, negative ones counted from the last; None for all. Where it
-    depends on the run, see :meth:`layers_read`."""
 
     config: Any
     """The sizes, an instance of ``config_class``."""
@@ -117,27 +114,14 @@ class Drafter(nn.Module, ABC):
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
     @classmethod
-    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        """Say what training reads besides tokens and response masks; by default the last hidden state.
-
-        Returns:
-            Attribute of :class:`~.training.TrainingInputs` -> field of the store.
-        """
-        return {"hidden": "hidden/last"}
-
-    @classmethod
-    def layers_read(cls, target_layer_inference: int, layer_attention: bool) -> tuple[int, ...] | None:
-        """Say which layers of the target's KV a run reads; by default ``kv_layers``."""
-        return cls.kv_layers
-
-    @classmethod
-    def needed_layers(cls, n_layers: int, fused_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Say which decoder layers' outputs training reads, see ``TrainingInputs.layer_outputs``; by default none.
+    def reads(cls, n_layers: int, settings: Any) -> Reads:
+        """Say what training reads besides tokens and response masks; by default the last hidden state alone.
 
         Args:
-            fused_layers: the user's choice; None where there is none.
+            n_layers: L.
+            settings: the run's settings of the drafter, or its sizes, which have the same names.
         """
-        return ()
+        return Reads()
 
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Set starting weights that follow from target and data, after :meth:`initialize`; by default none.
@@ -234,7 +218,8 @@ class Drafter(nn.Module, ABC):
             DrafterError: the drafter has no contexts.
         """
         self._check_context_width()
-        return ContextCache(self.config.n_layers, self.config.target_layer_inference)
+        n_layers = self.config.n_layers
+        return ContextCache(range(n_layers - self.config.target_layer_inference, n_layers))
 
     @torch.inference_mode()
     def encode_context(self, frozen: FrozenTarget, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
@@ -242,7 +227,7 @@ class Drafter(nn.Module, ABC):
 
         Args:
             frozen: target pieces, as for :meth:`draft_root`.
-            hidden: [n, E], the target's hidden states after its final norm.
+            hidden: [n, E], the target's hidden states after its final norm, or [n, K * E] as :meth:`observe` gets them.
             kv: [n, L, D], packed KV of all layers; may be None unless :attr:`context_needs_kv`.
             positions: [n] int64, where they stand in their texts.
 
@@ -297,8 +282,8 @@ class Drafter(nn.Module, ABC):
     def _check_context_width(self) -> int:
         if self.context_width is None:
             raise DrafterError(
-                f"a {self.kind} drafter drafts beside its target alone; over a network draft with one of eagle, "
-                "independent, moa."
+                f"a {self.kind} drafter drafts beside its target alone; over a network draft with one of dflash, "
+                "dspark, eagle, independent, moa."
             )
         return self.context_width
 

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, markov_head
-from .block import BlockDrafter, BlockDrafterSizes
+from .block import BlockDrafter
+from .block_sizes import BlockDrafterSizes
 from .sizes import DrafterSizes
 
 

@@ -21,40 +21,34 @@ whose response begins at 3, with a step bound of 4, tokens 5, 6, 7 are one round
       and the drafter's own KV of           3      5   5..6   5..7
     predicts token                          4      6      7      8
 
-Three settings are not the paper's. With ``cross_attention_drafts`` the cross-attention sees the drafts of the round
-behind the memory; in the paper a draft knows those before it only as embeddings, and the further from the last verified
-position, the less it agrees with the target. With several ``layer_groups`` the mean of each goes into the linear layer
-on its own: one mean has D numbers for all that L layers know, fewer than E in targets with few KV heads. With
-``unrotated_keys`` the memory is made from the target's keys as they were before RoPE: layer self-attention looks at one
-position at a time and isn't told which, so that after RoPE the same content looks different everywhere.
+With ``cross_attention_drafts``, which is not the paper's, the cross-attention sees the drafts of the round behind the
+memory; in the paper a draft knows those before it only as embeddings, and the further from the last verified position,
+the less it agrees with the target. What the memory is made of stands in :mod:`.layer_memory`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn import losses, masks
-from ..nn.kv import KVBuffer, positions_behind, rotate_packed_keys
+from ..nn.kv import KVBuffer, positions_behind
 from ..nn.layers import DecoderBlock, Rotary, Rotation
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.context_cache import ContextCache
 from .base import DraftedFeatures, Drafter, DraftLevel
+from .layer_memory import LayerMemory
 from .mixture_sizes import MoASizes
 from .rounds import Draws, Rounds, at_queries
 from .sizes import DrafterSizes
 from .target_layers import drafted_target_layers, mixed_target_layers
-from .training import LossTerms, TrainingInputs, TrainingStep, distillation, loss_scale
-
-_MOST_POSITIONS = 1 << 13
-"""Most positions in one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and
-a long prompt would need L times its length in rows of the MLP's width."""
+from .training import LossTerms, Reads, TrainingInputs, TrainingStep, distillation, loss_scale
 
 
 class MoADraftState:
@@ -136,7 +130,7 @@ class DrafterOutputs:
     """[B, Q, E], what the LM head sees."""
 
 
-class MoADrafter(Drafter):
+class MoADrafter(LayerMemory, Drafter):
     """The trained part: layer self-attention, projection, self-attention, cross-attention."""
 
     kind: ClassVar[str] = MoASizes.kind
@@ -148,27 +142,16 @@ class MoADrafter(Drafter):
         self.config = config
         self.self_attention = DecoderBlock(config.self_attention)
         self.cross_attention = DecoderBlock(config.cross_attention)
-        if config.layer_attention:
-            self.layer_self_attention = DecoderBlock(config.layer_self_attention)
-        n_means = config.layer_groups if config.layer_attention else 1
-        self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
-        rope = config.rope_parameters, config.max_position_embeddings
-        self.rotary = Rotary(config.head_dim, *rope)
-        self.layer_rotary = Rotary(config.layer_attention_head_dim, *rope)
+        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
+        self.build_memory()
 
     @classmethod
     @override
-    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        entering = {}
-        if target_layer_inference:
-            entering["entering_hidden"] = f"hidden/layer_{n_layers - target_layer_inference - 1}"
-        return {"kv": "kv", "hidden": "hidden/last"} | entering
-
-    @classmethod
-    @override
-    def layers_read(cls, target_layer_inference: int, layer_attention: bool) -> tuple[int, ...] | None:
+    def reads(cls, n_layers: int, settings: Any) -> Reads:
+        n_last = settings.target_layer_inference
         # Without layer self-attention the last layer, and those that target layer inference attends to.
-        return None if layer_attention else tuple(range(-max(1, target_layer_inference), 0))
+        layers = None if settings.layer_attention else tuple(range(-max(1, n_last), 0))
+        return Reads(True, layers, n_layers - n_last - 1 if n_last else None)
 
     @classmethod
     @override
@@ -235,7 +218,7 @@ class MoADrafter(Drafter):
         scale = weights_of * loss_scale(float(weights_of.sum()), step.denominator)
         features = outputs.features[valid]  # [P, E]
         hidden = at_queries(inputs.hidden, rounds.queries)[valid]  # [P, E]
-        kl, feature = distillation(frozen, features, hidden, scale)
+        kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence)
         entering, feature_term = None, feature
         if n_layers and inputs.entering_hidden is not None:
             goal = at_queries(inputs.entering_hidden, rounds.queries)[valid]
@@ -254,60 +237,6 @@ class MoADrafter(Drafter):
             raise DrafterError("Mixture of Attentions needs the target's keys and values; read them with the batch.")
         outputs: DrafterOutputs = self(frozen, inputs.tokens, inputs.kv, rounds)
         return outputs
-
-    def encode_layers(self, kv: Tensor) -> Tensor:
-        """Attend between layers, bidirectionally, RoPE position = layer index: [B, T, L, D] -> [B, T, L, D]."""
-        out = self.layer_self_attention.attend_self(kv.flatten(0, 1), self._layer_rotation(kv), mask=None)
-        encoded: Tensor = out.unflatten(0, kv.shape[:2])
-        return encoded
-
-    def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Make what cross-attention attends to: kv_to_hidden of the mean of :meth:`encode_layers`.
-
-        With several ``layer_groups`` the means of all groups are concatenated; without layer self-attention the last
-        layer takes the place of the mean. With ``unrotated_keys`` the keys are those before RoPE.
-
-        Args:
-            kv: [B, T, L, D]; without layer self-attention the last layer is enough.
-            positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
-
-        Returns:
-            Memory [B, T, E].
-        """
-        hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions))
-        return hidden
-
-    def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Make what :meth:`encode_memory` projects: the means of G groups of layers, or the last layer (G = 1).
-
-        Args and raised errors are those of :meth:`encode_memory`.
-
-        Returns:
-            [B, T, G * D].
-        """
-        if not self.config.layer_attention:
-            kv = kv[:, :, -1:]
-        if positions is None:
-            positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
-        rotation = self._layer_rotation(kv)
-        summaries = []  # [n, G * D] each
-        at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
-        for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
-            part = part.to(self.dtype)
-            if self.config.unrotated_keys:
-                part = rotate_packed_keys(part, self.rotary.inverse(where))
-            if self.config.layer_attention:
-                means = self.layer_self_attention.attend_self_means(part, rotation, self.config.layer_groups)
-                summaries.append(means.flatten(1))
-            else:
-                summaries.append(part[:, 0])
-        summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)
-        all_means: Tensor = summary.unflatten(0, kv.shape[:2])
-        return all_means
-
-    def _layer_rotation(self, kv: Tensor) -> Rotation:
-        rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
-        return rotation
 
     @override
     def new_state(self, n_rows: int) -> MoADraftState:
@@ -372,15 +301,9 @@ class MoADrafter(Drafter):
         state.memory.append(*self.cross_attention.keys_values(memory, self.rotary(positions)), counts)
 
     @property
-    def _sends_means(self) -> bool:
-        """Whether contexts hold the means, narrower than the memory that the receiver makes of them."""
-        return self.kv_to_hidden.in_features < self.kv_to_hidden.out_features
-
-    @property
     @override
     def context_width(self) -> int | None:
-        n_own: int = min(self.kv_to_hidden.in_features, self.kv_to_hidden.out_features)
-        return n_own + self.config.target_layer_inference * self.config.kv_width
+        return self.sent_width + self.config.target_layer_inference * self.config.kv_width
 
     @property
     @override
@@ -390,8 +313,7 @@ class MoADrafter(Drafter):
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         assert kv is not None
-        encode = self.encode_means if self._sends_means else self.encode_memory
-        own = encode(kv[None], positions[None])[0]  # [n, G * D or E]
+        own = self.sent_memory(kv, positions)
         n_layers = self.config.target_layer_inference
         layers = kv[:, kv.shape[1] - n_layers :].flatten(1)  # [n, N * D]
         return torch.cat((own, layers.to(own.dtype)), dim=1)
@@ -417,9 +339,7 @@ class MoADrafter(Drafter):
 
     def _extend_memory_by(self, state: MoADraftState, contexts: Tensor, counts: Sequence[int] | None = None) -> None:
         """Append the memory of the next n positions of each row, from their contexts [B, n, W]."""
-        n_own = contexts.shape[2] - self.config.target_layer_inference * self.config.kv_width
-        own = contexts[:, :, :n_own]
-        memory = self.kv_to_hidden(own) if self._sends_means else own
+        memory = self.received_memory(contexts[..., : self.sent_width])
         positions = positions_behind(state.memory.lengths, contexts.shape[1], contexts.device)
         self._append_memory(state, memory, positions, counts)
 

@@ -128,7 +128,10 @@ class DrafterSizes:
 _MOST_MODULES = 128
 _LARGEST_SIZE = 1 << 26
 _MODULE_COUNTS = ("block_layers", "eagle_layers", "independent_layers", "medusa_heads", "medusa_layers")
-_MAY_BE_ZERO = ("mask_token", "n_layers", "target_layer_inference")
+_MAY_BE_ZERO = (
+    "kv_width", "layer_attention_head_dim", "layer_attention_heads", "layer_attention_kv_heads",
+    "layer_attention_mlp_width", "mask_token", "n_layers", "target_layer_inference",
+)  # fmt: skip
 
 
 def _is_of_type(value: Any, item: Field[Any]) -> bool:

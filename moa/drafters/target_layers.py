@@ -68,11 +68,11 @@ def drafted_target_layers(
     """
     rotation = frozen.rotary(positions)
     for layer, view, window in zip(frozen.blocks, views, frozen.windows, strict=True):
-        x = layer.attend_behind(x, rotation, partial(_write_behind, view, before, n_fed), by_window[window])
+        x = layer.attend_behind(x, rotation, partial(write_behind, view, before, n_fed), by_window[window])
     return x
 
 
-def _write_behind(
+def write_behind(
     view: tuple[Tensor, Tensor], before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Put the drafter's own keys and values of the newest tokens behind the target's verified ones, in place.

@@ -1,6 +1,6 @@
-"""The KV of a target's last N layers on a machine without the target, as the contexts of one text bring it.
+"""The KV of some of a target's layers on a machine without the target, as the contexts of one text bring it.
 
-Shapes: n positions, L target layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d, S slots.
+Shapes: n positions, N layers that are kept, H_kv key/value heads, d head dim, D = 2 * H_kv * d, S slots.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,16 @@ class ContextCache(KVSource):
     """What has arrived of one text; a :class:`~.cache.KVSource` of one row.
 
     Args:
-        n_layers: L, layers of the target.
-        n_kept: N, how many of the last ones are kept here, 0..L; with 0 the positions are counted, no more.
+        layers: which layers of the target are kept here, ascending; without any the positions are counted, no more.
 
     Attributes:
         lengths: one number: positions whose context has arrived.
     """
 
-    def __init__(self, n_layers: int, n_kept: int = 0) -> None:
+    def __init__(self, layers: Sequence[int] = ()) -> None:
         self.lengths = [0]
-        self._first = n_layers - n_kept
-        self._layers = KVBuffer(n_kept)  # a layer a row
+        self._kept = list(layers)
+        self._layers = KVBuffer(len(self._kept))  # a layer a row
 
     def append(self, n_tokens: int, packed: Tensor | None, n_kv_heads: int) -> None:
         """Add the next n positions.
@@ -39,22 +38,21 @@ class ContextCache(KVSource):
         self.lengths = [self.lengths[0] + n_tokens]
 
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions: [1, n, L - first_layer, D].
+        """Pack the KV of n positions, of all layers from the first on: [1, n, L - first_layer, D].
 
         Raises:
             DrafterError: of layers or positions that have not arrived.
         """
         start, stop = starts[0], starts[0] + n_tokens
-        if stop > self.lengths[0] or first_layer < self._first:
+        if stop > self.lengths[0] or first_layer not in self._kept:
             raise DrafterError(
                 f"the contexts of positions {self.lengths[0]} to {stop - 1} have not arrived; begin the round at token "
                 f"{self.lengths[0]}, and feed the known tokens behind it as levels."
             )
-        views = [
-            self._layers.row_slots(row, stop) for row in range(first_layer - self._first, len(self._layers.lengths))
-        ]
+        rows = range(self._kept.index(first_layer), len(self._kept))
+        views = [self._layers.row_slots(row, stop) for row in rows]
         return pack_kv([keys[:, :, start:] for keys, _ in views], [values[:, :, start:] for _, values in views])
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
         """View keys and values [1, H_kv, n_slots, d] of a kept layer, which may be written to behind the length."""
-        return self._layers.row_slots(layer - self._first, n_slots)
+        return self._layers.row_slots(self._kept.index(layer), n_slots)

@@ -158,7 +158,8 @@ class TextDrafter:
             drafts: drafted tokens behind them.
 
         Returns:
-            None where contexts are missing, or known tokens have to be fed first (``is_catching_up``).
+            None where contexts are missing, the drafter drafts no deeper, or known tokens have to be fed first
+            (``is_catching_up``).
         """
         newest = self._newest_root(tokens)
         if newest is None:
@@ -172,8 +173,11 @@ class TextDrafter:
             if self._chain is None or is_stale:
                 self._begin_round(tokens, newest)
                 behind, n_agreed = [*tokens[self._root + 1 :], *drafts], 0
-            chain = self._chain
+            chain, most = self._chain, self._model.drafter.config.max_depth
             assert chain is not None
+            if most is not None and len(behind) >= most:  # no further before newer contexts are here
+                self.is_catching_up = False
+                return None
             chain.back_to(n_agreed)
             del self._fed[n_agreed:]
             todo = behind[n_agreed:]

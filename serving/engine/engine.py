@@ -25,6 +25,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ...moa.decoding.coupling import Text, accept_chosen
 from ...moa.decoding.policy import AUTO_SHAPE
@@ -342,7 +343,9 @@ class Engine:
             if sequence.request.wants_context:
                 first = max(start, sequence.n_context + sequence.n_unencoded)
                 if new_positions := kept[first - start :]:
-                    sequence.unencoded.append(output.hidden[new_positions])
+                    assert sequence.request.drafter is not None
+                    states = _states(output, self.drafters[sequence.request.drafter])
+                    sequence.unencoded.append(states[new_positions])
                 if commit.finish:  # nothing comes behind it
                     if self._has_context(sequence):
                         self._encode_contexts([sequence])
@@ -411,7 +414,8 @@ class Engine:
             own = [one for one in own if one.share.sequence.is_draftable]
             group = {sequence.id for sequence in groups.get(name, ())}
             try:
-                speculation.observe([self._seen(one, served, speculation) for one in own])
+                drafter = speculation.drafter
+                speculation.observe([Seen(one.share.sequence, _states(one.output, drafter), one.kept) for one in own])
             except Exception:  # noqa: BLE001 - as in _draft
                 _LOG.exception("the drafter %s failed; %d texts go on without drafts", name, len(own))
                 self._abandon_drafts(name, [one.share.sequence for one in own])
@@ -425,15 +429,6 @@ class Engine:
     def _watched_layers(self, shares: list[Share]) -> list[int]:
         names = {share.sequence.request.drafter for share in shares}
         return sorted({layer for name in names if name for layer in self.drafters[name].observed_layers})
-
-    def _seen(self, one: _Served, served: list[_Served], speculation: Speculation) -> Seen:
-        """Pick what a drafter sees of a call that may have watched more layers than its own."""
-        layers, hidden = speculation.drafter.observed_layers, one.output.hidden
-        if layers and one.output.layers is not None:
-            watched = self._watched_layers([each.share for each in served])
-            by_layer = one.output.layers.unflatten(-1, (len(watched), -1))  # [n, K, E]
-            hidden = by_layer[:, [watched.index(layer) for layer in layers]].flatten(1)
-        return Seen(one.share.sequence, hidden, one.kept)
 
     def _tell(self, sequence: Sequence, commit: Commit) -> None:
         if commit.finish:
@@ -472,6 +467,13 @@ class Engine:
         self._speculations[name].abandon(sequences)
         for sequence in sequences:
             sequence.is_draftable, sequence.drafts, sequence.parents = False, (), ()
+
+
+def _states(output: Output, drafter: Drafter) -> Tensor:
+    """Pick what a drafter sees of a call that may have watched more layers than its own: [n, E] or [n, K * E]."""
+    if not drafter.observed_layers:
+        return output.hidden
+    return torch.cat([output.layers[layer] for layer in drafter.observed_layers], dim=-1)
 
 
 def _accepted(sequence: Sequence, output: Output) -> tuple[list[int], int]:

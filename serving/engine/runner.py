@@ -65,13 +65,13 @@ class Output:
         hidden: [n, E], after the final norm.
         logits: [1 + drafts, V]; None where the part is not read.
         best: the argmax of each row of the logits.
-        layers: [n, K * E], outputs of the watched layers; None where none are watched.
+        layers: watched layer -> its outputs [n, E].
     """
 
     hidden: Tensor
     logits: Tensor | None
     best: list[int]
-    layers: Tensor | None
+    layers: dict[int, Tensor]
 
 
 class Runner:
@@ -107,13 +107,13 @@ class Runner:
         together = self._model.lm_head(torch.cat(wanted))
         logits = together.split([len(rows) for rows in wanted])
         best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
-        watched: Sequence[Tensor | None] = [None] * len(parts)
-        if watched_layers:
-            watched = torch.cat([outputs[layer][0] for layer in watched_layers], dim=-1).split(sizes)
+        watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
         results = [
-            Output(own, rows if part.is_read else None, [next(best) for _ in rows], layers)
-            for own, part, rows, layers in zip(by_part, parts, logits, watched, strict=True)
+            Output(own, rows if part.is_read else None, [next(best) for _ in rows], {})
+            for own, part, rows in zip(by_part, parts, logits, strict=True)
         ]
+        for index, result in enumerate(results):
+            result.layers.update((layer, by_part[index]) for layer, by_part in watched.items())
         if self._least_s:
             time.sleep(max(0.0, self._least_s - (time.perf_counter() - began)))
         return results

@@ -101,7 +101,8 @@ class Sequence:
         parents: of each draft, an index into the drafts, -1 for the root.
         n_context: positions whose context was encoded.
         encoded: contexts [n, W] of the last of them, which were not given yet.
-        unencoded: hidden states [n, E] of the positions behind them whose context has still to be encoded.
+        unencoded: what the drafter sees of the positions behind them, [n, E] or [n, K * E] of K layers that it watches,
+            whose context has still to be encoded.
         last_served: counts over all sequences how often one was served, when this one was last; 0 for never.
         since_s: ``time.perf_counter()`` since which it waits for a call.
         is_draftable: False once its drafter has failed; it is then decoded plainly.

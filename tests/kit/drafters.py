@@ -70,15 +70,13 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
     with layer_outputs(model, every) as outputs:
         hidden = model.model(tokens, past_key_values=cache, use_cache=True).last_hidden_state
     states = {f"hidden/layer_{layer}": outputs[layer] for layer in every} | {"hidden/last": hidden}
-    needs = type(drafter).needs(n_layers, config.target_layer_inference)
-    found: dict[str, Any] = {name: states[field] for name, field in needs.items() if field != "kv"}
-    if "kv" in needs:
+    reads = type(drafter).reads(n_layers, config)
+    found: dict[str, Any] = {name: states[field] for name, field in reads.fields.items() if field != "kv"}
+    if reads.kv:
         assert len(cache_layers(cache)[0]) == n_layers
         kv = cache_kv(cache, 0, tokens.shape[1])
-        read = type(drafter).layers_read(config.target_layer_inference, getattr(config, "layer_attention", True))
-        found["kv"] = kv if read is None else kv[:, :, list(read)]
-    fused = type(drafter).needed_layers(n_layers, getattr(config, "fused_layers", None))
-    found["layer_outputs"] = tuple(outputs[layer] for layer in fused)
+        found["kv"] = kv if reads.kv_layers is None else kv[:, :, list(reads.kv_layers)]
+    found["layer_outputs"] = tuple(outputs[layer] for layer in reads.outputs)
     found = {"kv": None, "hidden": torch.full_like(hidden, torch.nan)} | found
     return TrainingInputs(tokens, response, **found)
 

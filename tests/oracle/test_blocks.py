@@ -84,7 +84,7 @@ def check_forward(vectors: Vectors, drafter: BlockDrafter, frozen: FrozenTarget,
     for block in drafter.blocks:
         del vars(block)["finish"]
     is_text = inputs.hidden.any(dim=-1)
-    context = drafter.context(frozen, inputs.tokens, torch.cat(inputs.layer_outputs, dim=-1))
+    context = drafter.context(frozen, inputs.tokens, drafter.project(torch.cat(inputs.layer_outputs, dim=-1)))
     vectors.close("H_ctx", context, is_text)
     for index, output in enumerate(outputs):
         vectors.close(f"layer_out.{index}", output, of_queries)

@@ -7,15 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...moa.drafters.base import Drafter
-from ...moa.drafters.registry import DRAFTERS, drafter_class
-from ...moa.drafters.training import TrainingInputs
+from ...moa.drafters.registry import drafter_class
+from ...moa.drafters.training import Reads, TrainingInputs
 from ...moa.errors import DrafterError
 from ...storage.chunks.field import StoredArray
 from ...storage.read.selection import layer_indices, own_arrays, row_shape, token_shape
 from ...storage.read.store import ActivationStore
 from ...text import add_command
-from ..config import TrainConfig
+from ..config import AnyDrafter, TrainConfig, default_drafters
 from ..errors import MissingField, TrainingError
 from .batch import LAYER_OUTPUTS, Batch, EncodedField
 from .buffers import BufferPool
@@ -45,39 +44,42 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         raise TrainingError(
             f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
         )
-    drafter = drafter_class(config.drafter.kind)
-    needed = drafter.needs(n_layers, n_last)
-    layers = drafter.needed_layers(n_layers, getattr(config.drafter, "fused_layers", None))
-    needed |= {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(layers)}
+    needed = _fields(drafter_class(config.drafter.kind).reads(n_layers, config.drafter))
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
         how = f"add with {add_command(str(store.path), missing, n_last)}"
         if origin := store.manifest.extraction.get("imported_from"):
             how = f"nothing can be added to a store that was imported from {origin}, so extract one with all fields"
-        trainable = [kind for kind, other in DRAFTERS.items() if _has_all(store, other, n_layers)]
+        trainable = [other.kind for other in default_drafters() if _has_all(store, other, n_layers)]
         others = f", or train another drafter on what there is: --drafter {' or '.join(trainable)}" if trainable else ""
         raise MissingField(f"{store.path} lacks {', '.join(missing)}; {how}{others}.")
     return needed
 
 
-def _has_all(store: ActivationStore, drafter: type[Drafter], n_layers: int) -> bool:
-    """Whether a drafter with default settings can be trained from a store."""
+def _fields(reads: Reads) -> dict[str, str]:
+    """The fields to read, by the attribute of ``TrainingInputs`` that they become, layer outputs numbered."""
+    outputs = {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(reads.outputs)}
+    return reads.fields | outputs
+
+
+def _has_all(store: ActivationStore, settings: AnyDrafter, n_layers: int) -> bool:
+    """Whether a drafter with some settings can be trained from a store."""
     try:
-        layers = drafter.needed_layers(n_layers, None)
+        reads = drafter_class(settings.kind).reads(n_layers, settings)
     except DrafterError:  # the target is too small for the default
         return False
-    return {*drafter.needs(n_layers, 0).values(), *(f"hidden/layer_{layer}" for layer in layers)} <= set(store.fields)
+    return set(_fields(reads).values()) <= set(store.fields)
 
 
 def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
     """List the layers of a field that the drafter is trained on; None for all, or where the field has none."""
     spec = store.fields[name]
-    return layer_indices(spec, _layers_read(config) if spec.layer_axis == 1 else None)
+    return layer_indices(spec, _layers_read(store, config) if spec.layer_axis == 1 else None)
 
 
-def _layers_read(config: TrainConfig) -> tuple[int, ...] | None:
-    drafter = drafter_class(config.drafter.kind)
-    return drafter.layers_read(config.target_layer_inference, getattr(config.drafter, "layer_attention", True))
+def _layers_read(store: ActivationStore, config: TrainConfig) -> tuple[int, ...] | None:
+    n_layers = int(store.manifest.target["n_layers"])
+    return drafter_class(config.drafter.kind).reads(n_layers, config.drafter).kv_layers
 
 
 class BatchReader:
@@ -125,7 +127,7 @@ class BatchReader:
             sequences,
             [*names, *self._fields.values()],
             out=out | text,
-            layers=_layers_read(self.config),
+            layers=_layers_read(self.store, self.config),
             n_threads=self.n_threads,
             decoded=False,
         )

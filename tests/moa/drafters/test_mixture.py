@@ -193,7 +193,7 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatc
         sizes.append(len(x))
         return attend(x, *args)
 
-    monkeypatch.setattr("moa_data.moa.drafters.mixture._MOST_POSITIONS", most)
+    monkeypatch.setattr("moa_data.moa.drafters.layer_memory._MOST_POSITIONS", most)
     monkeypatch.setattr(drafter.layer_self_attention, "attend_self_means", attend_to_few)
     pieces = drafter.encode_memory(kv)
     assert sum(sizes) == 10

@@ -29,6 +29,9 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "moa with 3 layers": ("moa", {"target_layer_inference": 3}),
     "eagle": ("eagle", {}),
     "independent": ("independent", {}),
+    "dspark": ("dspark", {"fused_layers": (-1, 1), "block_layers": 1, "block_size": 16}),
+    "dflash of a memory": ("dflash", {"context": "memory", "fused_layers": None, "block_layers": 1}),
+    "dspark of keys and values": ("dspark", {"context": "kv", "block_layers": 2, "block_size": 16}),
 }
 TEXT = [5, 17, 42, 8, 30, 11, 25, 60, 9, 14, 33, 21, 7, 52]
 
@@ -51,7 +54,10 @@ class Beside:
     def contexts(self, text: list[int]) -> Tensor:
         """Contexts [n, W] of all positions of a text."""
         cache = self.target.new_cache()
+        cache.watched_layers = self.drafter.observed_layers
         hidden = self.target.forward(torch.tensor([text]), cache)[0]
+        if self.drafter.observed_layers:
+            hidden = cache.take_layer_outputs()[0]
         cache.commit([range(len(text))])
         found: Tensor = self.drafter.encode_context(
             self.frozen, hidden, cache.packed([0], len(text))[0], torch.arange(len(text))
@@ -208,7 +214,21 @@ def test_sampled_drafts_share_the_noise_of_the_target(target: Target) -> None:
     assert drafted(drafter, TEXT, 12) == plain_generate(target, TEXT, max_new_tokens=12).tokens
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash", "glide", "medusa"])
+def test_a_block_ends(target: Target) -> None:
+    """Alone a drafter of blocks drafts to the end of one, known tokens included; newer contexts begin another."""
+    beside = Beside(target, "dspark")
+    contexts, drafter = beside.contexts(TEXT), TextDrafter(beside.model)
+    drafter.begin(TEXT[:9])
+    drafter.receive(contexts[:5])
+    drafts = drafted(drafter, TEXT[:9], 13)
+    assert drafter.next(TEXT[:9], drafts) is None
+    assert not drafter.is_catching_up
+    drafter.receive(contexts[5:8])
+    assert drafted(drafter, TEXT[:9], 16) == beside.chain(TEXT[:9], 16)
+    assert drafter.next([*TEXT[:9], *range(30, 47)], []) is None, "its context is too far behind"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "glide", "medusa"])
 def test_drafters_that_need_their_target_are_refused(kind: str, target: Target, tmp_path: Path) -> None:
     save_drafter(build(kind, target.model), tmp_path)
     with pytest.raises(DrafterError, match=f"a {kind} drafter drafts beside its target alone"):

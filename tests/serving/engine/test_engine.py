@@ -531,7 +531,9 @@ def test_a_drafter_that_fails_costs_speed_alone(
     assert engine.snapshot().n_drafted > n_before, "a later text is drafted for again"
 
 
-@pytest.mark.parametrize(("kind", "n_layers"), [("moa", 0), ("moa", 1), ("eagle", 0), ("independent", 0)])
+@pytest.mark.parametrize(
+    ("kind", "n_layers"), [("moa", 0), ("moa", 1), ("eagle", 0), ("dspark", 0), ("independent", 0)]
+)
 def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None:
     """In order and without gaps, through chunks, drafts, eviction and rebuilding; known ones are not sent again."""
     target = never_ending()
@@ -559,8 +561,11 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
     assert n_known >= len(text) - 1 - CHAIN.depth
     frozen = engine._speculations["it"].frozen
     cache = target.new_cache()
+    cache.watched_layers = drafter.observed_layers
     with torch.inference_mode():
         hidden = target.forward(torch.tensor([text[:n_known]]), cache)
+        if drafter.observed_layers:
+            hidden = cache.take_layer_outputs()
         cache.commit([range(n_known)])
         expected = drafter.encode_context(frozen, hidden[0], cache.packed([0], n_known)[0], torch.arange(n_known))
     torch.testing.assert_close(torch.cat(found), expected[5:n_known], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,201 @@
+"""The memory of Mixture of Attentions: what the target knows of a position, from its keys and values of all layers.
+
+Shapes: B batch, T tokens, n positions, L target layers, H_kv target KV heads, d target head dim, D = 2 * H_kv * d,
+E target width, G groups of layers.
+
+    KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear -> memory [B, T, E]
+
+Layer self-attention looks at one position at a time. With several ``layer_groups`` the mean of each goes into the
+linear layer on its own: one mean has D numbers for all that L layers know, fewer than E in targets with few KV heads.
+With ``unrotated_keys`` the memory is made from the target's keys as they were before RoPE: layer self-attention isn't
+told the position, so that after RoPE the same content looks different everywhere. Neither is the paper's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DrafterError
+from ..nn.kv import rotate_packed_keys
+from ..nn.layers import BlockSizes, DecoderBlock, Rotary, Rotation
+from ..targets.bundle import target_sizes
+from .sizes import DrafterSizes, multiple_of_32
+
+_MOST_POSITIONS = 1 << 13
+"""Most positions in one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and
+a long prompt would need L times its length in rows of the MLP's width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySizes(DrafterSizes):
+    """The sizes of a memory; 0 in a drafter without one."""
+
+    kv_width: int = 0
+    """D = 2 * target KV heads * target head dim; width of layer self-attention, which runs over all L layers."""
+    layer_attention_heads: int = 0
+    """Query heads of layer self-attention; must divide kv_width."""
+    layer_attention_head_dim: int = 0
+    """Head dim of layer self-attention."""
+    layer_attention_kv_heads: int = 0
+    """KV heads of layer self-attention."""
+    layer_attention_mlp_width: int = 0
+    """MLP width of layer self-attention."""
+    layer_attention: bool = True
+    """Whether there is layer self-attention; without it only the KV of the target's last layer is encoded."""
+    layer_groups: int = 2
+    """Groups of consecutive layers; the memory is made from the mean of layer self-attention over each group,
+    concatenated. The paper has one group. Not used without layer self-attention."""
+    unrotated_keys: bool = True
+    """Whether the memory is made from the target's keys before RoPE; in the paper it is made from those after it."""
+
+    def memory_problems(self) -> list[str]:
+        """List what does not fit of a drafter with a memory; empty if all does."""
+        names = ("kv_width", *(f"layer_attention_{name}" for name in ("heads", "head_dim", "kv_heads", "mlp_width")))
+        if missing := [name for name in names if getattr(self, name) < 1]:
+            return [f"{' and '.join(missing)} must be at least 1"]
+        problems = []
+        if self.layer_attention_heads % self.layer_attention_kv_heads:
+            problems.append(
+                f"layer_attention_kv_heads ({self.layer_attention_kv_heads}) must divide "
+                f"layer_attention_heads ({self.layer_attention_heads})"
+            )
+        if self.layer_attention_head_dim % 2:
+            problems.append(f"layer_attention_head_dim ({self.layer_attention_head_dim}) must be even")
+        if not 1 <= self.layer_groups <= max(1, self.n_layers):
+            problems.append(f"layer_groups ({self.layer_groups}) must be between 1 and the {self.n_layers} layers")
+        return problems
+
+    @staticmethod
+    def memory_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose the sizes of a memory in the proportions of the official Llama-3-8B drafter."""
+        facts = target_sizes(config)
+        kv_width = 2 * facts["n_kv_heads"] * facts["head_dim"]
+        heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, facts["n_heads"])
+        # The official code gives layer self-attention the target's heads and rounds their dim down.
+        if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
+            raise DrafterError(
+                f"layer_attention_heads ({heads}) must divide the KV width {kv_width}; try "
+                f"{_layer_attention_heads(kv_width, facts['n_heads'])}."
+            )
+        return {
+            "kv_width": kv_width,
+            "layer_attention_heads": heads,
+            "layer_attention_head_dim": kv_width // heads,
+            "layer_attention_kv_heads": next(
+                h for h in range(min(heads, facts["n_kv_heads"]), 0, -1) if heads % h == 0
+            ),
+            "layer_attention_mlp_width": multiple_of_32(kv_width * 1.5),
+        }
+
+    @property
+    def layer_self_attention(self) -> BlockSizes:
+        """Sizes of the layer self-attention block."""
+        return BlockSizes(
+            width=self.kv_width,
+            n_heads=self.layer_attention_heads,
+            n_kv_heads=self.layer_attention_kv_heads,
+            head_dim=self.layer_attention_head_dim,
+            mlp_width=self.layer_attention_mlp_width,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+        )
+
+
+def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
+    """The largest head count up to the target's that divides kv_width with an even head dim."""
+    return next(h for h in range(min(n_heads, kv_width), 0, -1) if kv_width % h == 0 and (kv_width // h) % 2 == 0)
+
+
+class LayerMemory(nn.Module):
+    """The part of a drafter that makes the memory; a drafter inherits it, so that weights have the published names."""
+
+    config: MemorySizes
+    rotary: Rotary
+
+    def build_memory(self) -> None:
+        """Make the weights."""
+        config = self.config
+        if config.layer_attention:
+            self.layer_self_attention = DecoderBlock(config.layer_self_attention)
+        n_means = config.layer_groups if config.layer_attention else 1
+        self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
+        rope = config.rope_parameters, config.max_position_embeddings
+        self.layer_rotary = Rotary(config.layer_attention_head_dim, *rope)
+
+    def encode_layers(self, kv: Tensor) -> Tensor:
+        """Attend between layers, bidirectionally, RoPE position = layer index: [B, T, L, D] -> [B, T, L, D]."""
+        out = self.layer_self_attention.attend_self(kv.flatten(0, 1), self._layer_rotation(kv), mask=None)
+        encoded: Tensor = out.unflatten(0, kv.shape[:2])
+        return encoded
+
+    def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Make the memory: kv_to_hidden of the mean of :meth:`encode_layers`.
+
+        With several ``layer_groups`` the means of all groups are concatenated; without layer self-attention the last
+        layer takes the place of the mean. With ``unrotated_keys`` the keys are those before RoPE.
+
+        Args:
+            kv: [B, T, L, D]; without layer self-attention the last layer is enough.
+            positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
+
+        Returns:
+            Memory [B, T, E].
+        """
+        hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions))
+        return hidden
+
+    def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Make what :meth:`encode_memory` projects: the means of G groups of layers, or the last layer (G = 1).
+
+        Args and raised errors are those of :meth:`encode_memory`.
+
+        Returns:
+            [B, T, G * D].
+        """
+        if not self.config.layer_attention:
+            kv = kv[:, :, -1:]
+        if positions is None:
+            positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
+        rotation = self._layer_rotation(kv)
+        summaries = []  # [n, G * D] each
+        at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
+        for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
+            part = part.to(self.kv_to_hidden.weight.dtype)
+            if self.config.unrotated_keys:
+                part = rotate_packed_keys(part, self.rotary.inverse(where))
+            if self.config.layer_attention:
+                means = self.layer_self_attention.attend_self_means(part, rotation, self.config.layer_groups)
+                summaries.append(means.flatten(1))
+            else:
+                summaries.append(part[:, 0])
+        summary = summaries[0] if len(summaries) == 1 else torch.cat(summaries)
+        all_means: Tensor = summary.unflatten(0, kv.shape[:2])
+        return all_means
+
+    def _layer_rotation(self, kv: Tensor) -> Rotation:
+        rotation: Rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
+        return rotation
+
+    # On another machine than the target
+
+    @property
+    def sent_width(self) -> int:
+        """Numbers of a position's memory that are sent: the means where they are narrower than what is made of them."""
+        return min(self.kv_to_hidden.in_features, self.kv_to_hidden.out_features)
+
+    @property
+    def _sends_means(self) -> bool:
+        return self.kv_to_hidden.in_features < self.kv_to_hidden.out_features
+
+    def sent_memory(self, kv: Tensor, positions: Tensor) -> Tensor:
+        """Make what is sent of n positions, from their KV [n, L, D]: [n, ``sent_width``]."""
+        encode = self.encode_means if self._sends_means else self.encode_memory
+        return encode(kv[None], positions[None])[0]
+
+    def received_memory(self, sent: Tensor) -> Tensor:
+        """Turn what was sent, [n, ``sent_width``], into the memory [n, E]."""
+        memory: Tensor = self.kv_to_hidden(sent) if self._sends_means else sent
+        return memory
