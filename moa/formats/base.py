@@ -36,6 +36,8 @@ class DrafterLayout(ABC):
     """Whether its config.json is the target's."""
     needs_embeddings: ClassVar[bool] = False
     """Whether it holds a copy of the target's embeddings."""
+    needs_head: ClassVar[bool] = False
+    """Whether it holds a copy of the target's LM head."""
 
     optional: ClassVar[frozenset[str]] = frozenset()
     """Tensors of the list that a folder that is not ours may lack: copies of the target's."""
@@ -50,7 +52,7 @@ class DrafterLayout(ABC):
 
     @abstractmethod
     def pack(self, weights: Weights, sizes: Any) -> Weights:
-        """Turn the drafter's state dict into the file's tensors, without the target's embeddings."""
+        """Turn the drafter's state dict into the file's tensors, without copies of the target's."""
 
     @abstractmethod
     def unpack(self, weights: Weights, sizes: Any) -> Weights:

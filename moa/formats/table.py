@@ -16,6 +16,7 @@ from ..errors import CheckpointError, DrafterError
 from ..files.foreign import check_regular, load_pickled_tensors, parsing, read_header, read_json
 from ..files.tensor_list import check_tensors
 from .base import OWN_KEY, DrafterLayout, Weights
+from .block import DFlashLayout, DSparkLayout, VllmDSparkLayout
 from .eagle import EagleAuthorsLayout, MoaEagleLayout, SglangEagleLayout, VllmEagleLayout
 from .eagle3 import Eagle3Layout
 from .moa import MoaLayout, MoaVllmLayout
@@ -31,6 +32,9 @@ LAYOUTS: dict[str, DrafterLayout] = {
     for layout in (
         MoaLayout(),
         MoaVllmLayout(),
+        DFlashLayout(),
+        DSparkLayout(),
+        VllmDSparkLayout(),
         EagleAuthorsLayout(),
         VllmEagleLayout(),
         SglangEagleLayout(),
@@ -71,12 +75,14 @@ def write_layout(
     dtype: torch.dtype = torch.float32,
     target_config: Any = None,
     embeddings: Tensor | None = None,
+    lm_head: Tensor | None = None,
 ) -> None:
     """Write a drafter into an empty folder, and check the file against the layout's list of tensors.
 
     Args:
         target_config: the target's transformers config, for layouts that hold it.
         embeddings: [V, E] of the target, for layouts that hold them.
+        lm_head: [V, E] of the target, likewise.
 
     Raises:
         CheckpointError: the drafter is of another kind, or its sizes have no place in the layout.
@@ -91,10 +97,15 @@ def write_layout(
     if refusals := layout.refusals(sizes):
         raise CheckpointError(f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}.")
     weights = layout.pack({name: value.detach().cpu() for name, value in drafter.state_dict().items()}, sizes)
-    if layout.needs_embeddings:
-        if embeddings is None:
-            raise CheckpointError(f"the format {layout.name} holds the target's embeddings; give the target.")
-        weights["embed_tokens.weight"] = embeddings
+    for is_needed, copied, name, what in (
+        (layout.needs_embeddings, embeddings, "embed_tokens.weight", "embeddings"),
+        (layout.needs_head, lm_head, "lm_head.weight", "LM head"),
+    ):
+        if is_needed:
+            if copied is None:
+                raise CheckpointError(f"the format {layout.name} holds the target's {what}; give the target.")
+            # Tied weights are one tensor, which a file of tensors holds once.
+            weights[name] = copied.clone() if copied is embeddings else copied
     weights = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous() for name, value in weights.items()
     }

@@ -28,8 +28,7 @@ from ..config import DrafterExportConfig
 from ..errors import TargetUnknown
 from ..files import RUN_FILE
 
-_EMBEDDINGS = "model.embed_tokens.weight"
-_BUNDLE_EMBEDDINGS = "embed_tokens.weight"
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,8 @@ class TargetPieces:
     """weights_sha256 and config_sha256."""
     embeddings: Tensor | None
     """[V, E], where they were asked for."""
+    lm_head: Tensor | None
+    """[V, E], likewise; the embeddings where the target has no LM head of its own."""
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
@@ -86,8 +87,9 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FolderOccupied(f"{folder} is not an empty folder. Choose another --out.")
     pieces = None
-    if config.model or (layout.kind == drafter.kind and (layout.needs_target_config or layout.needs_embeddings)):
-        pieces = find_target(config.model, source, layout.needs_embeddings)
+    needs_target = layout.needs_target_config or layout.needs_embeddings or layout.needs_head
+    if config.model or (layout.kind == drafter.kind and needs_target):
+        pieces = find_target(config.model, source, layout.needs_embeddings, layout.needs_head)
         check_sizes_fit(drafter.config, target_sizes(pieces.config))
         check_identity_fits(drafter.config, pieces.identity)
     dtype = getattr(torch, config.dtype)
@@ -98,6 +100,7 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
             write_layout(
                 drafter, layout, partial, dtype,
                 target_config=pieces.config if pieces else None, embeddings=pieces.embeddings if pieces else None,
+                lm_head=pieces.lm_head if pieces else None,
             )  # fmt: skip
         _compare(drafter, partial, dtype)
         if folder.exists():
@@ -111,8 +114,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, file.stat().st_size, notes)
 
 
-def find_target(model: str | None, drafter: Path, with_embeddings: bool) -> TargetPieces:
-    """Read the target's config, identity and embeddings from a store, a model folder or the Hub.
+def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_head: bool = False) -> TargetPieces:
+    """Read the target's config, identity and weights from a store, a model folder or the Hub.
 
     Args:
         model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
@@ -127,13 +130,14 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool) -> Targ
         prefix = "target."
         identities = read_manifest(bundle.parent).identities
         identity = {name.removeprefix(prefix): str(v) for name, v in identities.items() if name.startswith(prefix)}
-        folder, files, name = bundle, [bundle / FROZEN_FILE], _BUNDLE_EMBEDDINGS
+        folder, files, prefix = bundle, [bundle / FROZEN_FILE], ""
     else:
         folder = resolve_model_folder(place)
         load_target_config(folder)
-        identity, files, name = hash_target(folder), weight_files(folder), _EMBEDDINGS
-    embeddings = _read_tensor(files, name, folder) if with_embeddings else None
-    return TargetPieces(load_target_config(folder), identity, embeddings)
+        identity, files, prefix = hash_target(folder), weight_files(folder), "model."
+    embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
+    head = _read_tensor(files, (_HEAD, prefix + _EMBEDDINGS), folder) if with_head else None
+    return TargetPieces(load_target_config(folder), identity, embeddings, head)
 
 
 def _store_of(drafter: Path) -> str:
@@ -153,13 +157,15 @@ def _store_of(drafter: Path) -> str:
     )
 
 
-def _read_tensor(files: list[Path], name: str, folder: Path) -> Tensor:
-    for file in files:
-        if name in read_header(file, TargetUnknown):
-            with safe_open(file, framework="pt") as tensors:
-                tensor: Tensor = tensors.get_tensor(name)
-                return tensor
-    raise TargetUnknown(f"{folder} has no tensor {name}. Give another target with --model.")
+def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Tensor:
+    """Read the first of some tensors that there is."""
+    for name in names:
+        for file in files:
+            if name in read_header(file, TargetUnknown):
+                with safe_open(file, framework="pt") as tensors:
+                    tensor: Tensor = tensors.get_tensor(name)
+                    return tensor
+    raise TargetUnknown(f"{folder} has no tensor {names[0]}. Give another target with --model.")
 
 
 def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:

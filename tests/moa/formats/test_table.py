@@ -35,16 +35,25 @@ def build_eagle(model: Any, **sizes: Any) -> Any:
     return drafter
 
 
+def build_block(kind: str, model: Any, **sizes: Any) -> Any:
+    small: dict[str, Any] = {"fused_layers": (0, 2), "block_layers": 2, "block_size": 7}
+    small |= {"markov_rank": 8} if kind == "dspark" else {}
+    return kit.build(kind, model, **(small | sizes))
+
+
 def build(name: Any, model: Any = None, **sizes: Any) -> Any:
     """A drafter that fits the layout."""
     model = model or build_model(num_attention_heads=6)
     if LAYOUTS[name].kind == "eagle3":
         return build_eagle3(model, fused_layers=(0, 1, 2), draft_vocabulary=40, **sizes)
+    if LAYOUTS[name].kind in ("dflash", "dspark"):
+        return build_block(LAYOUTS[name].kind, model, **sizes)
     return build_drafter(model, **sizes) if LAYOUTS[name].kind == "moa" else build_eagle(model, **sizes)
 
 
 def write(drafter: Any, name: Any, folder: Path, model: Any, dtype: Any = torch.float32) -> None:
-    write_layout(drafter, LAYOUTS[name], folder, dtype, model.config, model.model.embed_tokens.weight)
+    embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
+    write_layout(drafter, LAYOUTS[name], folder, dtype, model.config, embeddings, head)
 
 
 @torch.no_grad()
@@ -163,6 +172,11 @@ def test_official_eagle_checkpoint(tmp_path: Path, file: str) -> None:
         ("moa-eagle", {"eagle_input_norm": False}, {}, "the first layer has no input norm"),
         ("eagle", {}, {"head_dim": 16}, "the head dim is 16"),
         ("moa", {}, {"head_dim": 16}, "the head dim is 16"),
+        ("dflash", {"sample_from_anchor": True}, {}, "the slot of its anchor drafts, and theirs does not"),
+        ("dflash", {"fused_layers": (-1, 1)}, {}, "it reads the embedding"),
+        ("dspark", {"sample_from_anchor": False}, {}, "the slot of its anchor drafts nothing"),
+        ("dspark", {"context": "kv"}, {}, "its context is kv, and DeepSpec and SGLang knows hidden states alone"),
+        ("vllm-dspark", {"markov_head": "rnn"}, {}, "its Markov head is rnn, and that of vLLM vanilla"),
     ],
 )
 def test_what_the_other_program_would_run_differently_is_refused(
@@ -311,3 +325,63 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(tmp_path: Path, 
             layer.self_attn.o_proj.bias.zero_()
         x = layer(x, attention_mask=mask, position_embeddings=rotation)
     torch.testing.assert_close(x, drafter(drafter.join(embeddings, hidden)), rtol=0, atol=2e-5)
+
+
+PUBLISHED = (
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+"""Weights of a layer in the header of a published checkpoint of z-lab."""
+
+
+@pytest.mark.parametrize("head", ["none", "vanilla", "gated", "rnn"])
+def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
+    """As published: names, and the numbers of layers, which vLLM and speculators count from the embedding on."""
+    model = build_model()
+    backbone = {"fc", "hidden_norm", "norm"} | {f"layers.{i}.{name}" for i in (0, 1) for name in PUBLISHED}
+    write(build_block("dflash", model), "dflash", tmp_path / "dflash", model)
+    assert set(load_file(tmp_path / "dflash" / "model.safetensors")) == {f"{name}.weight" for name in backbone}
+    config = json.loads((tmp_path / "dflash" / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["num_target_layers"] == 4
+    assert config["dflash_config"] == {"block_size": 7, "mask_token_id": 66, "target_layer_ids": [0, 2]}
+    drafter = build_block("dspark", model, markov_head=head, confidence_with_markov=head == "gated")
+    write(drafter, "dspark", tmp_path / "dspark", model)
+    weights = load_file(tmp_path / "dspark" / "model.safetensors")
+    own = {"embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"}
+    own |= {f"markov_head.markov_w{i}.weight" for i in (1, 2) if head != "none"}
+    inner = {"gated": "gate_proj", "rnn": "joint_proj"}.get(head)
+    own |= {f"markov_head.{inner}.{part}" for part in ("weight", "bias") if inner}
+    assert set(weights) == own | {f"{name}.weight" for name in backbone}
+    config = json.loads((tmp_path / "dspark" / "config.json").read_text())
+    assert config["target_layer_ids"] == [0, 2]
+    assert config["markov_rank"] == (0 if head == "none" else 8)
+    assert config["enable_confidence_head"]
+    # Under vLLM's names and numbers it is the same drafter.
+    del config["target_layer_ids"], config["dflash_config"]["target_layer_ids"], config["moa_data"]
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 3]
+    (tmp_path / "dspark" / "config.json").write_text(json.dumps(config))
+    save_file({f"model.{name}": value for name, value in weights.items()}, tmp_path / "dspark" / "model.safetensors")
+    again: Any = load_drafter(tmp_path / "dspark")
+    check_drafter_matches(again, Target(model))
+    found, expected = features(again, model), features(drafter, model)
+    frozen = FrozenTarget.from_model(model)
+    assert torch.equal(again.draft_logits(frozen, found), drafter.draft_logits(frozen, expected))
+    assert torch.equal(again.confidence(found), drafter.confidence(expected))
+
+
+def test_configs_of_block_drafters_that_cannot_be_used(tmp_path: Path) -> None:
+    model = build_model()
+    write(build_block("dflash", model), "dflash", tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["moa_data"]
+    without = {name: value for name, value in config["dflash_config"].items() if name != "target_layer_ids"}
+    for changes, message in (
+        ({"layer_types": ["sliding_attention"] * 2}, "its layers have a sliding window"),
+        ({"dflash_config": without}, "does not say which layers of the target are read"),
+        ({"dflash_config": without | {"target_layer_ids": "0"}}, "target_layer_ids is '0', expected a list"),
+        ({"dflash_config": {}, "block_size": None}, "lacks block_size or mask_token_id"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(tmp_path)
