@@ -6,7 +6,7 @@ that its sizes have too (``drafter.json``) carry the same name there.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 from typing_extensions import override
@@ -23,6 +23,11 @@ class DrafterSettings(Config):
 
     forward_kl_weight: NonNegative = 0.1
     """Weight of the forward KL to the target's next-token distribution."""
+    divergence: Literal["kl", "lk", "lk-hybrid"] = "kl"
+    """What that term is: the forward KL, or in its place an LK loss, which trains the acceptance of samples: lk, its
+    negative logarithm, or lk-hybrid, which goes from the KL to the share that is rejected as drafts get better."""
+    lk_decay: NonNegative = 3.0
+    """How fast lk-hybrid does so: the KL's share is exp(-this * acceptance)."""
 
     def loss_weights(self) -> dict[str, float]:
         """Return the weights of the terms by the names of ``LossWeights``."""
@@ -66,7 +71,26 @@ class RoundSettings(Config):
         return [f"step bounds must satisfy 2 <= min <= max, got {self.step_bound_min}..{self.step_bound_max}"]
 
 
-class MoASettings(RoundSettings, FeatureLossSettings):
+class MemorySettings(Config):
+    """What the target's memory is made of, in drafters that have one."""
+
+    layer_groups: Count = 2
+    """Groups of consecutive layers; the memory is made from the mean over each group, concatenated; 1 in the paper and
+    in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
+    unrotated_keys: bool = True
+    """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
+    paper, and in what the MoA authors' code and vLLM run, from those after (docs/decisions/0006)."""
+    layer_attention: bool = True
+    """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
+    layer_attention_heads: Count | None = None
+    """Query heads of layer self-attention; default: the most up to the target's that divide the KV width."""
+    layer_attention_kv_heads: Count | None = None
+    """KV heads of layer self-attention; default: the target's."""
+    layer_attention_mlp_width: Count | None = None
+    """MLP width of layer self-attention; default: 1.5 times the KV width."""
+
+
+class MoASettings(RoundSettings, MemorySettings, FeatureLossSettings):
     """Mixture of Attentions; preset paper has the paper's settings where the defaults differ."""
 
     kind: Literal["moa"] = "moa"
@@ -84,20 +108,6 @@ class MoASettings(RoundSettings, FeatureLossSettings):
     cross_attention_drafts: bool = True
     """Cross-attention sees the drafts of its round too, so that the last of a long chain is as good as the first; not
     so in the paper and in what the MoA authors' code and vLLM run (docs/decisions/0005)."""
-    layer_groups: Count = 2
-    """Groups of consecutive layers; the memory is made from the mean over each group, concatenated; 1 in the paper and
-    in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
-    unrotated_keys: bool = True
-    """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
-    paper, and in what the MoA authors' code and vLLM run, from those after (docs/decisions/0006)."""
-    layer_attention: bool = True
-    """Layer self-attention over the KV of all layers; without, the KV of the last layer alone is read and encoded."""
-    layer_attention_heads: Count | None = None
-    """Query heads of layer self-attention; default: the most up to the target's that divide the KV width."""
-    layer_attention_kv_heads: Count | None = None
-    """KV heads of layer self-attention; default: the target's."""
-    layer_attention_mlp_width: Count | None = None
-    """MLP width of layer self-attention; default: 1.5 times the KV width."""
 
 
 class EagleSettings(FeatureLossSettings):
@@ -134,8 +144,13 @@ class Eagle3Settings(DrafterSettings):
     """MLP width of self-attention; default: the target's."""
 
 
-class BlockSettings(DrafterSettings):
-    """Settings of block-parallel drafters: the blocks that are trained, and their losses."""
+class BlockSettings(MemorySettings, DrafterSettings):
+    """Settings of block-parallel drafters: their context, the blocks that are trained, and their losses."""
+
+    context: Literal["hidden", "kv", "memory"] = "hidden"
+    """What the drafter sees of verified positions: hidden, outputs of the target's layers, as published; kv, keys and
+    values of as many layers as it has itself, as they are; memory, what Mixture of Attentions makes of all layers' keys
+    and values."""
 
     forward_kl_weight: NonNegative = 0.0
     """Weight of the forward KL to the target's next-token distribution."""
@@ -148,16 +163,34 @@ class BlockSettings(DrafterSettings):
     position_decay: NonNegative | None = None
     """Draft k of a block, from 0, weighs exp(-k / this) in the loss; 0 for 1 each; default: 4 for blocks up to 8 slots,
     5 up to 12, 7 for longer ones."""
+    position_weights: Literal["decay", "d-pace"] = "decay"
+    """How drafts of a block weigh: by position_decay, or by D-PACE: what each adds to the expected acceptance length as
+    the drafter is now."""
+    d_pace_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """How D-PACE softens a draft's probability q: (1 - this) * q + this; the less, the less later drafts weigh while
+    earlier ones are unsure."""
     fused_layers: tuple[int, ...] | None = None
-    """Decoder layers, from 0, that are read; -1, the embedding, may come first; default: five from 1 to L - 3."""
+    """Decoder layers of the target, from 0, that are read; with the context hidden -1, the embedding, may come first;
+    default: five, or with the context kv as many as block_layers, from 1 to L - 3; none with the context memory."""
     block_layers: Count = 5
     """Decoder layers of the drafter."""
     mask_token: Natural | None = None
     """Token that stands for an unknown one, best one that texts do not have; default: the last of the vocabulary."""
     self_attention_kv_heads: Count | None = None
-    """KV heads of self-attention; default: the target's."""
+    """KV heads of self-attention; default: the target's, which the context kv needs."""
     self_attention_mlp_width: Count | None = None
     """MLP width of self-attention; default: the target's."""
+
+    @override
+    def problems(self) -> list[str]:
+        given = sorted(set(MemorySettings.model_fields) & self.model_fields_set)
+        changed = [name for name in given if getattr(self, name) != MemorySettings.model_fields[name].default]
+        found = []
+        if changed and self.context != "memory":
+            found.append(f"{' and '.join(changed)} shape the memory, and the context is {self.context}")
+        if self.divergence != "kl" and not self.forward_kl_weight:
+            found.append(f"divergence {self.divergence} weighs nothing here; give forward_kl_weight, and l1_weight 0")
+        return found
 
     @override
     def loss_weights(self) -> dict[str, float]:
@@ -384,6 +417,11 @@ AnyDrafter = (
 )
 
 
+def default_drafters() -> list[AnyDrafter]:
+    """Make the default settings of each kind of drafter."""
+    return [settings() for settings in get_args(AnyDrafter)]
+
+
 class TrainConfig(Config):
     """One training run; the schedule's defaults are the paper's (Table 6 and the released code)."""
 
@@ -464,12 +502,23 @@ class DrafterExportConfig(Config):
 
     drafter: str
     """A run of `moa-data train`, or a folder with a drafter in any format that can be loaded."""
-    format: Literal["moa", "moa-vllm", "eagle", "vllm-eagle", "sglang-eagle", "moa-eagle", "eagle3"]
+    format: Literal[
+        "moa",
+        "moa-vllm",
+        "eagle",
+        "vllm-eagle",
+        "sglang-eagle",
+        "moa-eagle",
+        "eagle3",
+        "dflash",
+        "dspark",
+        "vllm-dspark",
+    ]
     """Layout of the files; docs/interop.md says who loads which."""
     out: str
     """Folder to write; it must not exist, or be empty."""
     model: str | None = None
-    """The target (a folder, a hub id, or a store), of which moa and moa-eagle hold the config.json and eagle the
-    embeddings; default: the store that the run was trained from."""
+    """The target (a folder, a hub id, or a store), of which moa and moa-eagle hold the config.json, eagle the
+    embeddings, and dspark embeddings and LM head; default: the store that the run was trained from."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights; engines cast them to their own."""

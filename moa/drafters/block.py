@@ -1,25 +1,32 @@
 """Block-parallel drafters: one forward drafts a whole block, whatever its length; DFlash and DSpark are such.
 
 Shapes: B rows, T tokens, N blocks of a row, G slots of a block, K drafts of a block, Q queries, P loss positions,
-E target width, m layers of the target that are read, H_kv key/value heads, d head dim, M memory and F feature width,
-b nodes of one level.
+E target width, m layers of the target that are read, H_kv key/value heads, d head dim, D = 2 * H_kv * d, M memory of
+the Markov head and F feature width, b nodes of one level, n positions.
 
-    outputs of m target layers -> fc -> norm -> context, of verified positions
     [anchor, mask, mask, ...] -> decoder layers, whose slots see the context and each other -> norm -> hidden state
     hidden state -> the target's LM head, + what follows from the token before (:mod:`..nn.markov`) -> draft k
 
-Each layer makes keys and values of the context with its own projections, without its input norm. What a block is and
+What the layers see of verified positions is the *context*, of one of three kinds:
+
+    hidden    outputs of m target layers -> fc -> norm                     as published
+    memory    KV of all target layers -> memory (:mod:`.layer_memory`) -> norm
+    kv        draft layer i sees keys and values of the target's layer l_i as they are, and nothing of it is projected
+
+Of the first two each layer makes keys and values with its own projections, without its input norm. What a block is and
 sees stands in :mod:`.blocks`; training runs many blocks at once through :meth:`BlockDrafter.run_layers`, a round of
 decoding one. The features of a node are the hidden state of its slot and, behind it, what the Markov head remembers of
 the tokens before: they depend on the path, so that chains and trees are made of one forward alike. Layer -1 of the
 target is its embedding.
 
-The reference is deepseek-ai/DeepSpec, and z-lab/dflash for drafts at their own positions; weights have its names.
+The reference is deepseek-ai/DeepSpec, and z-lab/dflash for drafts at their own positions; weights have its names. The
+contexts memory and kv have none; that drafters gain from the target's own KV is found in arXiv 2604.26412.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,115 +36,35 @@ from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn import losses, masks
-from ..nn.kv import KVBuffer, positions_behind
+from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.markov import ConfidenceHead, MarkovHead
-from ..targets.bundle import FrozenTarget, target_sizes
+from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
+from ..targets.context_cache import ContextCache
 from . import blocks
 from .base import DraftedFeatures, Drafter, DraftLevel
+from .block_sizes import BlockDrafterSizes, read_layers
+from .layer_memory import LayerMemory
 from .rounds import Draws, at_queries, loss_queries
-from .sizes import DrafterSizes
-from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
+from .target_layers import write_behind
+from .training import LossTerms, Reads, TrainingInputs, TrainingStep, loss_scale
 
-N_READ_LAYERS = 5
-"""Target layers that are read by default, as in DSpark and DFlash."""
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values, each [B, H_kv, S, d]."""
 
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the number of a layer, and its keys and values of slots; gives those of context and slots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockDrafterSizes(DrafterSizes):
-    """The sizes that block-parallel drafters share."""
-
-    self_attention_kv_heads: int
-    """KV heads of each layer."""
-    self_attention_mlp_width: int
-    """MLP width of each layer."""
-    fused_layers: tuple[int, ...]
-    """Target layers that are read, in the order in which ``fc`` takes them; -1 is the embedding."""
-    mask_token: int
-    """The token whose embedding stands for an unknown one."""
-    block_size: int
-    """G, slots of a block."""
-    sample_from_anchor: bool
-    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
-    block_layers: int = 5
-    """Decoder layers."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
-        self.check_kv_heads("self_attention_kv_heads")
-        self.check_at_least_one("block_layers", "block_size")
-        check_read_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
-        if self.n_drafts < 1:
-            raise DrafterError("a block of 1 slot drafts nothing but from its anchor; give a block_size from 2 up.")
-        if not 0 <= self.mask_token < self.vocab_size:
-            raise DrafterError(f"mask_token must be one of the {self.vocab_size} tokens, got {self.mask_token}.")
-
-    @property
-    def n_drafts(self) -> int:
-        """K, drafts of a block."""
-        return self.block_size - self.first_slot
-
-    @property
-    def first_slot(self) -> int:
-        """The first slot that drafts."""
-        return 0 if self.sample_from_anchor else 1
-
-    @property
-    @override
-    def max_depth(self) -> int:
-        return self.n_drafts
-
-    @classmethod
-    @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        facts = target_sizes(config)
-        found = {
-            "self_attention_kv_heads": facts["n_kv_heads"],
-            "self_attention_mlp_width": config.intermediate_size,
-            "mask_token": facts["vocab_size"] - 1,
-        }
-        if "fused_layers" not in given:  # small targets have no default
-            found["fused_layers"] = default_read_layers(facts["n_layers"])
-        return found
-
-
-def default_read_layers(n_layers: int) -> tuple[int, ...]:
-    """The layers that are read by default: five from 1 to L - 3, evenly spread.
-
-    Raises:
-        DrafterError: the target is so small that these are no five layers.
-    """
-    layers = tuple(round(1 + index * (n_layers - 4) / (N_READ_LAYERS - 1)) for index in range(N_READ_LAYERS))
-    if list(layers) != sorted(set(layers)):
-        raise DrafterError(
-            f"the default layers, five from 1 to L - 3, are no five layers of a target with {n_layers}; choose them "
-            "with --set drafter.fused_layers=0,1 or other layers."
-        )
-    return layers
-
-
-def check_read_layers(layers: Sequence[int], n_layers: int) -> None:
-    """Refuse layers that a target of ``n_layers`` does not have or that do not ascend; -1, the embedding, may lead."""
-    real = [layer for layer in layers if layer != -1]
-    if not real or list(layers) != sorted(set(layers)) or layers[0] < -1 or layers[-1] >= n_layers:
-        given = ",".join(map(str, layers))
-        raise DrafterError(
-            f"fused_layers must be ascending decoder layers between 0 and {n_layers - 1}, where -1, the embedding, may "
-            f"come first, got {given or 'none'}."
-        )
 
 
 class BlockState:
     """What B rows know of the target while decoding, and the block of this round.
 
     Attributes:
-        slots: keys and values of the context for each layer; those of a round's block stand behind it.
+        slots: keys and values of the context for each layer; those of a round's block stand behind it. None with the
+            context kv.
         lengths: context positions of each row.
-        fresh: per row the outputs of the layers that are read, [n, m * E], of the committed positions from there on.
+        fresh: per row what :meth:`BlockDrafter.project` made of the committed positions from there on, [n, E].
         hidden: [B, K, E] of the slots that draft; None before the first round.
     """
 
@@ -146,6 +73,19 @@ class BlockState:
         self.lengths = [0] * n_rows
         self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
         self.hidden: Tensor | None = None
+
+    def take_fresh(self, counts: Sequence[int]) -> Tensor:
+        """Hand over what is fresh, so many positions of each row: [B, n, E], right padded.
+
+        Raises:
+            DrafterError: there are not so many.
+        """
+        if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
+            raise DrafterError("the target's states do not reach the token to draft behind: give them before drafting.")
+        like = next(part for parts in self.fresh for part in parts)
+        rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
+        self.fresh = [[] for _ in rows]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def forget_block(self) -> None:
         """Forget the keys and values of the round's block."""
@@ -181,8 +121,8 @@ class BlockState:
         self.hidden = None
 
 
-class BlockDrafter(Drafter):
-    """The trained part: the projection of the context, the decoder layers, and the heads that a drafter has."""
+class BlockDrafter(LayerMemory, Drafter):
+    """The trained part: what makes the context, the decoder layers, and the heads that a drafter has."""
 
     config: BlockDrafterSizes
     markov_head: MarkovHead | None
@@ -193,8 +133,12 @@ class BlockDrafter(Drafter):
         self.config = config
         self.markov_head = self.confidence_head = None
         width = config.hidden_size
-        self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
-        self.hidden_norm = RMSNorm(width, eps=config.norm_eps)
+        if config.context == "hidden":
+            self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
+        if config.context == "memory":
+            self.build_memory()
+        if config.context != "kv":
+            self.hidden_norm = RMSNorm(width, eps=config.norm_eps)
         sizes = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, qkv_bias=False)
         sizes = replace(sizes, query_key_norm=True)
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(config.block_layers))
@@ -209,14 +153,18 @@ class BlockDrafter(Drafter):
     @property
     @override
     def observed_layers(self) -> tuple[int, ...]:
-        return tuple(layer for layer in self.config.fused_layers if layer >= 0)
+        is_read = self.config.context == "hidden"
+        return tuple(layer for layer in self.config.fused_layers if layer >= 0) if is_read else ()
 
     @classmethod
     @override
-    def needed_layers(cls, n_layers: int, fused_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-        layers = default_read_layers(n_layers) if fused_layers is None else fused_layers
-        check_read_layers(layers, n_layers)
-        return tuple(layer for layer in layers if layer >= 0)
+    def reads(cls, n_layers: int, settings: Any) -> Reads:
+        layers = read_layers(settings, n_layers)
+        if settings.context == "hidden":
+            return Reads(outputs=tuple(layer for layer in layers if layer >= 0))
+        if settings.context == "kv":
+            return Reads(kv=True, kv_layers=layers)
+        return Reads(kv=True, kv_layers=None if settings.layer_attention else (-1,))
 
     @classmethod
     @override
@@ -231,18 +179,22 @@ class BlockDrafter(Drafter):
 
     # The block, in training and in decoding
 
-    def context(self, frozen: FrozenTarget, tokens: Tensor, states: Tensor) -> Tensor:
+    def context(self, frozen: FrozenTarget, tokens: Tensor, projected: Tensor) -> Tensor:
         """Make the context of verified positions: [..., E].
 
         Args:
             tokens: [...] int64.
-            states: [..., m * E] without the embedding, outputs of the layers that are read.
+            projected: [..., E], of :meth:`project`; or the memory.
         """
-        if self.config.fused_layers[0] == -1:
-            embeddings = frozen.embed(tokens)
-            states = torch.cat((embeddings, states.to(embeddings.dtype)), dim=-1)
-        context: Tensor = self.hidden_norm(self.fc(states))
+        if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
+            own = self.fc.weight[:, : self.config.hidden_size]
+            projected = projected + F.linear(frozen.embed(tokens), own)
+        context: Tensor = self.hidden_norm(projected)
         return context
+
+    def project(self, states: Tensor) -> Tensor:
+        """Apply ``fc`` to the outputs of the layers that are read, [..., m * E] without the embedding: [..., E]."""
+        return F.linear(states, self.fc.weight[:, -states.shape[-1] :])
 
     def slots(self, frozen: FrozenTarget, anchors: Tensor) -> Tensor:
         """Make what the layers read of blocks, anchors [B, N] int64: [B, N * G, E]."""
@@ -320,26 +272,41 @@ class BlockDrafter(Drafter):
             anchors: [B, N].
             valid: [B, N] bool.
         """
-        if len(inputs.layer_outputs) != len(self.observed_layers):
-            layers = ", ".join(map(str, self.observed_layers))
-            raise DrafterError(
-                f"a {self.kind} drafter needs the outputs of the target's layers {layers}, which this batch lacks."
-            )
         size, n_tokens = self.config.block_size, inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
-        states = torch.cat(inputs.layer_outputs, dim=-1).to(x.dtype)
-        context = self.context(frozen, inputs.tokens, states)
-        rotation = self.rotary(torch.arange(n_tokens, device=x.device)[None])
-        of_context = [block.self_attn.keys_values(context, rotation) for block in self.blocks]
+        of_context = self._text_context(frozen, inputs, x.dtype)
 
         def append(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             seen = of_context[layer]
-            return torch.cat((seen[0], keys), dim=2), torch.cat((seen[1], values), dim=2)
+            return torch.cat((seen[0].to(keys.dtype), keys), dim=2), torch.cat((seen[1].to(keys.dtype), values), dim=2)
 
         positions = blocks.draft_positions(anchors, size).flatten(1)
         mask = blocks.block_mask(anchors, valid, size, n_tokens)
         hidden = self.run_layers(x, positions, append, mask)
         return self.drafting(hidden)
+
+    def _text_context(self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype) -> list[KeysValues]:
+        """Make keys and values of the context for each layer, of all positions of texts: each [B, H_kv, T, d]."""
+        if self.config.context == "hidden":
+            if len(inputs.layer_outputs) != len(self.observed_layers):
+                layers = ", ".join(map(str, self.observed_layers))
+                raise DrafterError(
+                    f"a {self.kind} drafter needs the outputs of the target's layers {layers}, which this batch lacks."
+                )
+            made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
+        elif inputs.kv is None:
+            raise DrafterError(
+                f"a {self.kind} drafter with the context {self.config.context} needs the target's keys and values, "
+                "which this batch lacks."
+            )
+        elif self.config.context == "kv":
+            n_heads = self.config.self_attention_kv_heads
+            return [unpack_kv(inputs.kv[:, :, index].to(dtype), n_heads) for index in range(len(self.layers))]
+        else:
+            made = self.encode_memory(inputs.kv)
+        context = self.context(frozen, inputs.tokens, made)
+        rotation = self.rotary(torch.arange(inputs.tokens.shape[1], device=context.device)[None])
+        return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Make features of drafts that are known.
@@ -378,19 +345,27 @@ class BlockDrafter(Drafter):
         features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]  # [P, F]
         rows = torch.arange(len(at), device=at.device)[:, None, None].expand_as(at)[at]
         positions, share = places[at], shares[at]
-        n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
-        scale = loss_scale(float(share.sum()), step.denominator)
-        of_terms = torch.tensor([weights.cross_entropy, weights.l1, weights.forward_kl], device=share.device)
         own_hidden, memory = self.split_features(features)
         head = self.markov_head
+        code = None if head is None else head.code(memory, own_hidden)
+        matrix = None if head is None else head.markov_w2.weight
+        labels = inputs.tokens[rows, positions + 1]
+        n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
+        scale = loss_scale(float(share.sum()), step.denominator)
+        if chosen.d_pace is not None:
+            wrong = torch.zeros_like(shares)
+            wrong[at] = losses.chunked_cross_entropy(own_hidden, labels, frozen.lm_head_weight, code, matrix)
+            share = share * losses.d_pace_weights(wrong, at, chosen.d_pace)[at]
+        of_terms = torch.tensor([weights.cross_entropy, weights.l1, weights.forward_kl], device=share.device)
         total, terms = losses.chunked_token_losses(
             own_hidden,
             inputs.hidden[rows, positions],
-            inputs.tokens[rows, positions + 1],
+            labels,
             frozen.lm_head_weight,
             share[:, None] * scale * of_terms,
-            None if head is None else head.code(memory, own_hidden),
-            None if head is None else head.markov_w2.weight,
+            code,
+            matrix,
+            divergence=weights.divergence,
         )
         sums = (terms * share[:, None]).sum(dim=0) * scale
         found = {"cross_entropy": sums[0], "l1": sums[1]}
@@ -423,54 +398,124 @@ class BlockDrafter(Drafter):
 
     @override
     def new_state(self, n_rows: int) -> BlockState:
-        return BlockState(n_rows, len(self.layers))
+        # With the context kv the target's cache holds all that the layers see.
+        return BlockState(n_rows, 0 if self.config.context == "kv" else len(self.layers))
 
     @override
     def observe(self, state: BlockState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        if self.config.context != "hidden":
+            return
         for row, indices in enumerate(kept):
-            state.fresh[row].append(hidden[row, torch.tensor(list(indices), device=hidden.device)])
+            seen = hidden[row, torch.tensor(list(indices), device=hidden.device)]
+            state.fresh[row].append(self.project(seen.to(self.dtype)))
 
     @override
     def draft_root(
         self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        device = frozen.lm_head_weight.device
+        device, size = frozen.lm_head_weight.device, self.config.block_size
+        before = [len(tokens) - 1 for tokens in committed]
         state.forget_block()
-        self._extend_context(state, frozen, committed)
-        anchors = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
-        size = self.config.block_size
+        append: Append
+        if self.config.context == "kv":
+            check_has_kv(cache, before)
+            append = partial(self._behind_target, cache, before)
+        else:
+            self._extend_context(state, frozen, committed, cache)
+            append = partial(_behind_context, state)
         mask = None
-        if len(set(state.lengths)) > 1:
+        if len(set(before)) > 1:
             every = torch.ones(len(committed), size, size, dtype=torch.bool, device=device)
-            mask = masks.tree_mask(state.lengths, every)
-
-        def append(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return state.slots[layer].append(keys, values)
-
-        hidden = self.run_layers(
-            self.slots(frozen, anchors), positions_behind(state.lengths, size, device), append, mask
-        )
+            mask = masks.tree_mask(before, every)
+        anchors = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
+        hidden = self.run_layers(self.slots(frozen, anchors), positions_behind(before, size, device), append, mask)
         state.hidden = self.drafting(hidden)[:, 0]
         return self.begin_features(state.hidden[:, :1], anchors)
 
-    def _extend_context(self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]]) -> None:
+    def _behind_target(
+        self, cache: KVSource, before: Sequence[int], layer: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Put the block's keys and values behind the target's own of the layer that a layer sees."""
+        n_slots = keys.shape[2]
+        view = cache.layer_view(self.config.fused_layers[layer], max(before) + n_slots)
+        return write_behind(view, before, n_slots, keys, values)
+
+    def _extend_context(
+        self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+    ) -> None:
         """Add the positions that were committed since the last round to the context."""
-        device, counts = frozen.lm_head_weight.device, [sum(map(len, parts)) for parts in state.fresh]
-        if any(before + n != len(row) - 1 for before, n, row in zip(state.lengths, counts, committed, strict=True)):
-            raise DrafterError("the target's states do not reach the token to draft behind: give them before drafting.")
+        counts = [len(row) - 1 - before for row, before in zip(committed, state.lengths, strict=True)]
         if not any(counts):
             return
-        width = len(self.observed_layers) * self.config.hidden_size
-        fresh = [torch.cat(parts) if parts else torch.empty(0, width, device=device) for parts in state.fresh]
-        texts = [torch.tensor(row[start:-1]) for row, start in zip(committed, state.lengths, strict=True)]
+        device, starts = frozen.lm_head_weight.device, state.lengths
+        positions = positions_behind(starts, max(counts), device)
+        if self.config.context == "memory":
+            first_layer = 0 if self.config.layer_attention else self.config.n_layers - 1
+            made = self.encode_memory(cache.packed(starts, max(counts), first_layer).to(self.dtype), positions)
+        else:
+            made = state.take_fresh(counts)
+        texts = [torch.tensor(row[start:-1]) for row, start in zip(committed, starts, strict=True)]
         tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)  # [B, n]
-        states = nn.utils.rnn.pad_sequence([part.to(self.dtype) for part in fresh], batch_first=True)
-        context = self.context(frozen, tokens, states)
-        rotation = self.rotary(positions_behind(state.lengths, max(counts), device))
+        self._append_context(state, self.context(frozen, tokens, made), counts)
+
+    def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
+        """Put keys and values of context [B, n, E], of which some are real, behind those of each layer."""
+        rotation = self.rotary(positions_behind(state.lengths, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
         state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
-        state.fresh = [[] for _ in counts]
+
+    # Where the target is on another machine
+
+    @property
+    @override
+    def context_width(self) -> int:
+        if self.config.context == "kv":
+            return len(self.layers) * self.config.kv_width
+        return self.sent_width if self.config.context == "memory" else self.config.hidden_size
+
+    @property
+    @override
+    def context_needs_kv(self) -> bool:
+        return self.config.context != "hidden"
+
+    @override
+    def new_context_cache(self) -> ContextCache:
+        return ContextCache(self.config.fused_layers if self.config.context == "kv" else ())
+
+    @override
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
+        if self.config.context == "hidden":
+            return self.project(hidden.to(self.dtype))
+        assert kv is not None
+        if self.config.context == "memory":
+            return self.sent_memory(kv, positions)
+        return kv[:, list(self.config.fused_layers)].flatten(1)
+
+    @override
+    def _take_context(self, state: BlockState, cache: ContextCache, context: Tensor) -> None:
+        state.forget_block()
+        layers, n_heads = None, self.config.self_attention_kv_heads
+        if self.config.context == "kv":
+            layers = context.unflatten(1, (len(self.layers), self.config.kv_width))
+        elif self.config.context == "memory":
+            self._extend_by_memory(state, context[None], [len(context)])
+        else:
+            state.fresh[0].append(context)
+        cache.append(len(context), layers, n_heads)
+
+    @override
+    def reuse_context(self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+        state.forget_block()
+        rows = zip(state.lengths, starts, counts, strict=True)
+        fitting = [count if length == start else 0 for length, start, count in rows]
+        if self.config.context == "memory" and any(fitting):
+            self._extend_by_memory(state, contexts, fitting)
+
+    def _extend_by_memory(self, state: BlockState, sent: Tensor, counts: Sequence[int]) -> None:
+        """Add the next n positions of each row to the context, from their memories [B, n, W] as they are sent."""
+        context: Tensor = self.hidden_norm(self.received_memory(sent))
+        self._append_context(state, context, counts)
 
     @override
     def draft_level(self, state: BlockState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
@@ -481,3 +526,18 @@ class BlockDrafter(Drafter):
         before, memory = self.split_features(level.parent_features)
         memory = self.markov_head.follow(memory, before, level.tokens)
         return torch.cat((hidden, memory.to(hidden.dtype)), dim=-1)
+
+
+def _behind_context(state: BlockState, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Put the block's keys and values behind those of the context."""
+    return state.slots[layer].append(keys, values)
+
+
+def check_has_kv(cache: KVSource, before: Sequence[int]) -> None:
+    """Refuse to draft behind so many positions of each row where the target's KV of some has not arrived."""
+    for have, n_positions in zip(cache.lengths, before, strict=True):
+        if have < n_positions:
+            raise DrafterError(
+                f"the contexts of positions {have} to {n_positions - 1} have not arrived; begin the round at token "
+                f"{have}, and feed the known tokens behind it as levels."
+            )

@@ -125,7 +125,8 @@ class EagleDrafter(FeatureDrafter):
         features = self(self.join(embeddings, seen[:, :-1]), queries)[valid]  # [P, E]
         goal = at_queries(hidden[:, 1:], queries)[valid]
         n_positions = int(valid.sum())
-        kl, feature = distillation(frozen, features, goal, loss_scale(n_positions, step.denominator))
+        scale = loss_scale(n_positions, step.denominator)
+        kl, feature = distillation(frozen, features, goal, scale, step.weights.divergence)
         return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, n_positions)
 
 

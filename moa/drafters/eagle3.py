@@ -42,7 +42,7 @@ from ..targets.bundle import FrozenTarget, target_sizes
 from .feature import FeatureDrafter
 from .rounds import at_queries, loss_queries
 from .sizes import DrafterSizes
-from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
+from .training import LossTerms, Reads, TrainingInputs, TrainingStep, loss_scale
 
 STEP_DECAY = 0.8
 """Weight of a step's loss relative to the step before (official ``traineagle3/main.py``)."""
@@ -181,10 +181,10 @@ class Eagle3Drafter(FeatureDrafter):
 
     @classmethod
     @override
-    def needed_layers(cls, n_layers: int, fused_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-        layers = default_fused_layers(n_layers) if fused_layers is None else fused_layers
+    def reads(cls, n_layers: int, settings: Any) -> Reads:
+        layers = default_fused_layers(n_layers) if settings.fused_layers is None else settings.fused_layers
         check_fused_layers(layers, n_layers)
-        return layers
+        return Reads(outputs=layers)
 
     @override
     @torch.no_grad()
@@ -242,6 +242,7 @@ class Eagle3Drafter(FeatureDrafter):
             frozen.lm_head_weight,
             (reached * decay[:, None, None]).permute(1, 2, 0)[valid],  # [P, J]
             self.draft_tokens,
+            divergence=step.weights.divergence,
         )
         scale = loss_scale(n_positions, step.denominator)
         return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[0], None, n_positions)

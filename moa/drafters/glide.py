@@ -37,7 +37,7 @@ from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .rounds import Draws, at_queries, loss_queries
 from .sizes import DrafterSizes
-from .training import LossTerms, TrainingInputs, TrainingStep, distillation, loss_scale
+from .training import LossTerms, Reads, TrainingInputs, TrainingStep, distillation, loss_scale
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values, each [B, heads, S, d]."""
@@ -127,7 +127,6 @@ class GlideDrafter(Drafter):
 
     kind: ClassVar[str] = GlideSizes.kind
     config_class: ClassVar[type[DrafterSizes]] = GlideSizes
-    kv_layers: ClassVar[tuple[int, ...] | None] = (-1,)
     config: GlideSizes
 
     def __init__(self, config: GlideSizes) -> None:
@@ -140,8 +139,8 @@ class GlideDrafter(Drafter):
 
     @classmethod
     @override
-    def needs(cls, n_layers: int, target_layer_inference: int) -> dict[str, str]:
-        return {"kv": "kv", "hidden": "hidden/last"}
+    def reads(cls, n_layers: int, settings: Any) -> Reads:
+        return Reads(kv=True, kv_layers=(-1,))
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -155,7 +154,8 @@ class GlideDrafter(Drafter):
         features = self._features(frozen, inputs, last_seen, queries)[valid]  # [P, E]
         goal = at_queries(inputs.hidden, queries)[valid]
         n_positions = int(valid.sum())
-        kl, feature = distillation(frozen, features, goal, loss_scale(n_positions, step.denominator))
+        scale = loss_scale(n_positions, step.denominator)
+        kl, feature = distillation(frozen, features, goal, scale, step.weights.divergence)
         return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), n_positions)
 
     @override

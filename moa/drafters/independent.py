@@ -118,8 +118,9 @@ class IndependentDrafter(Drafter):
         n_positions = int(valid.sum())
         weight = features.new_ones(len(features), 1)
         total, _ = losses.chunked_head_kl(
-            features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight
-        )
+            features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight,
+            divergence=step.weights.divergence,
+        )  # fmt: skip
         mean = total * loss_scale(n_positions, step.denominator)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 

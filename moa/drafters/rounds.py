@@ -38,6 +38,9 @@ class BlockDraws:
     """Draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each."""
     anchors: Tensor | None = None
     """[B, N] int64, given anchors in place of drawn ones; -1 for none."""
+    d_pace: float | None = None
+    """Smoothing of D-PACE, by which drafts weigh what they add to the expected acceptance length (:mod:`..nn.losses`);
+    None for none."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ which reads the head once. A frozen head stays in its own dtype; where features 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,48 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     log_draft = log_draft.masked_fill(torch.isinf(log_draft), 0.0)
     return -(probability * log_draft).sum(dim=-1)
 
+
+DIVERGENCES = ("kl", "lk", "lk-hybrid")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a draft's distribution q is from the target's p: the forward KL, or an LK loss (arXiv 2602.23881).
+
+    With a = sum_v min(p_v, q_v), the probability that sampling accepts a draft::
+
+        kl           the forward KL
+        lk           -log a
+        lk-hybrid    s * KL + (1 - s) * (1 - a), where s = exp(-decay * a) has no gradient
+
+    The further a draft is from being accepted, the more the hybrid is the KL. Its share s is each position's own, where
+    the paper takes one of the batch's mean a: so a batch may be cut into micro-batches and shared among devices.
+    """
+
+    kind: str = "kl"
+    decay: float = 3.0
+
+    def of(self, kl: Tensor, l1: Tensor, mass: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the divergence from the forward KL and the L1 distance, each [...].
+
+        Args:
+            mass: probability of the target's tokens that are compared, [...]; 1 for all tokens.
+
+        Returns:
+            The divergence, and the factors of the gradients of KL and L1 in its own, each [...].
+        """
+        if self.kind == "kl":
+            return kl, torch.ones_like(kl), torch.zeros_like(kl)
+        accepted = (0.5 * (1 + mass - l1)).clamp(min=_LEAST_ACCEPTED)
+        if self.kind == "lk":
+            return -accepted.log(), torch.zeros_like(kl), 0.5 / accepted
+        share = torch.exp(-self.decay * accepted)
+        return share * kl + (1 - share) * (1 - accepted), share, 0.5 * (1 - share)
+
+
+KL = Divergence()
+_LEAST_ACCEPTED = 1e-6
+"""Below it a probability of acceptance is taken for this, so that its logarithm and gradient stay finite."""
 
 MOST_CHUNKS = 8
 """Most times that the loss of one forward reads an LM head."""
@@ -77,7 +120,9 @@ class _ChunkedForwardKL(torch.autograd.Function):
     """Forward KL through a frozen LM head, chunk by chunk; forward computes the gradient too and keeps no logits."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None) -> Tensor:
+    def forward(
+        ctx: Any, features: Tensor, hidden: Tensor, head: Tensor, divergence: Divergence, chunk_bytes: int | None
+    ) -> Tensor:
         value = features.new_empty(features.shape[0], dtype=torch.float32)
         grad = torch.empty_like(features)
         n_rows = chunk_rows(features.shape[0], head.shape[0], chunk_bytes)
@@ -86,27 +131,44 @@ class _ChunkedForwardKL(torch.autograd.Function):
             probability = logits_of(hidden[part], head).float().softmax(dim=-1)
             log_draft = logits_of(features[part], head).float().log_softmax(dim=-1)
             draft = log_draft.exp()
+            l1, of_l1 = _l1_and_gradient(draft, probability, divergence)
             if features.dtype == torch.float16:
                 # The one dtype whose products overflow to -inf. Looking for -inf first would make the host wait.
                 excluded = torch.isinf(log_draft)
                 log_draft.masked_fill_(excluded, 0.0)
                 draft = draft * probability.masked_fill_(excluded, 0.0).sum(dim=-1, keepdim=True)
-            value[part] = -(probability * log_draft).sum(dim=-1)
-            grad[part] = _through_head(draft - probability, head, features.dtype)
+            kl = -(probability * log_draft).sum(dim=-1)
+            value[part], of_kl, of_distance = divergence.of(kl, l1)
+            error = draft - probability
+            if of_l1 is not None:
+                error = error.mul_(of_kl[:, None]).addcmul_(of_l1, of_distance[:, None])
+            grad[part] = _through_head(error, head, features.dtype)
         ctx.save_for_backward(grad)
         return value
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return grad * grad_outputs[0][:, None].to(grad.dtype), None, None, None
+        return grad * grad_outputs[0][:, None].to(grad.dtype), None, None, None, None
 
 
-def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None = None) -> Tensor:
+def _l1_and_gradient(draft: Tensor, probability: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor | None]:
+    """Compute the L1 distance [...] of distributions [..., V], and its gradient in the draft's logits; none for KL."""
+    if divergence.kind == "kl":
+        return draft.new_zeros(draft.shape[:-1]), None
+    difference = draft - probability
+    l1, sign = difference.abs().sum(dim=-1), difference.sign_()
+    # d|p - q| through the softmax: p (sign - its mean under p).
+    return l1, draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
+
+
+def chunked_forward_kl(
+    features: Tensor, hidden: Tensor, head: Tensor, chunk_bytes: int | None = None, divergence: Divergence = KL
+) -> Tensor:
     """Compute :func:`forward_kl` of two feature streams through one frozen LM head, without [N, V] logits.
 
     Equal to ``forward_kl(features @ head.T, hidden @ head.T)`` in value and in the gradient of ``features``; peak
-    memory does not grow with N * V. The head gets no gradient.
+    memory does not grow with N * V. The head gets no gradient. Another divergence takes the place of the KL.
 
     Args:
         features: [N, E], the drafter's.
@@ -121,7 +183,7 @@ def chunked_forward_kl(features: Tensor, hidden: Tensor, head: Tensor, chunk_byt
         dtype = torch.get_autocast_dtype(features.device.type)
         features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
     losses: Tensor = _ChunkedForwardKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features, hidden.to(features.dtype), head, chunk_bytes
+        features, hidden.to(features.dtype), head, divergence, chunk_bytes
     )
     return losses
 
@@ -138,6 +200,7 @@ class _ChunkedHeadKL(torch.autograd.Function):
         target_head: Tensor,
         weights: Tensor,
         tokens: Tensor | None,
+        divergence: Divergence,
         chunk_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
         total = features.new_zeros((), dtype=torch.float32)
@@ -153,9 +216,15 @@ class _ChunkedHeadKL(torch.autograd.Function):
                 probability = probability[..., tokens]
             log_draft = F.linear(features[part], head).float().log_softmax(dim=-1)  # [n, J, V_d]
             kl = -(log_draft @ probability.mT).squeeze(-1)  # [n, J], without a third buffer of their size
-            total += (kl * weights[part]).sum()
-            by_step += (kl * (weights[part] > 0)).sum(dim=0)
-            error = log_draft.exp_().mul_(probability.sum(dim=-1, keepdim=True)).sub_(probability)
+            mass = probability.sum(dim=-1, keepdim=True)
+            draft = log_draft.exp_()
+            l1, of_l1 = _l1_and_gradient(draft, probability, divergence)
+            value, of_kl, of_distance = divergence.of(kl, l1, mass[..., 0])
+            total += (value * weights[part]).sum()
+            by_step += (value * (weights[part] > 0)).sum(dim=0)
+            error = draft.mul_(mass).sub_(probability)
+            if of_l1 is not None:
+                error.mul_(of_kl[..., None]).addcmul_(of_l1, of_distance[..., None])
             error = error.mul_(weights[part, :, None]).to(head.dtype)
             grad_features[part] = error @ head
             for block in _blocks(head):
@@ -171,7 +240,7 @@ class _ChunkedHeadKL(torch.autograd.Function):
         scale = grad_outputs[0].to(grad_features.dtype)
         # As large as the head, so it is scaled in place and not kept.
         grad_head, ctx.grad_head = ctx.grad_head.to(grad_features.dtype), None
-        return grad_features * scale, None, grad_head.mul_(scale), None, None, None, None
+        return grad_features * scale, None, grad_head.mul_(scale), None, None, None, None, None
 
 
 def chunked_head_kl(
@@ -182,6 +251,7 @@ def chunked_head_kl(
     weights: Tensor,
     tokens: Tensor | None = None,
     chunk_bytes: int | None = None,
+    divergence: Divergence = KL,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`forward_kl` of several draft steps at each position, through an LM head that is trained too.
 
@@ -196,6 +266,7 @@ def chunked_head_kl(
         weights: [N, J], weights of the sum, at least 0.
         tokens: [V_d] int64, the draft vocabulary; None for all tokens.
         chunk_bytes: bound on one float32 logits buffer; None for that of ``LIMITS``.
+        divergence: takes the place of the KL.
 
     Returns:
         The weighted sum, a float32 scalar in nats, and [J] float32, each step's unweighted sum over the positions whose
@@ -207,7 +278,7 @@ def chunked_head_kl(
         target_head = target_head.to(dtype)
     features, hidden, head = features.to(dtype), hidden.to(dtype), head.to(dtype)
     loss, by_step = _ChunkedHeadKL.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features, hidden, head, target_head, weights, tokens, chunk_bytes
+        features, hidden, head, target_head, weights, tokens, divergence, chunk_bytes
     )
     return loss, by_step
 
@@ -230,6 +301,7 @@ class _ChunkedTokenLosses(torch.autograd.Function):
         head: Tensor,
         correction: Tensor | None,
         weights: Tensor,
+        divergence: Divergence,
         chunk_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
         total = features.new_zeros((), dtype=torch.float32)
@@ -247,12 +319,15 @@ class _ChunkedTokenLosses(torch.autograd.Function):
             probability = logits_of(hidden[part], head).float().softmax(dim=-1)
             own = labels[part, None]
             terms[part, 0] = -log_draft.gather(1, own)[:, 0]
-            terms[part, 2] = -(probability * log_draft).sum(dim=-1)
+            kl = -(probability * log_draft).sum(dim=-1)
             draft = log_draft.exp_()
             difference = probability.neg_().add_(draft)
             terms[part, 1] = difference.abs().sum(dim=-1)
+            terms[part, 2], share_of_kl, share_of_distance = divergence.of(kl, terms[part, 1])
             total += (terms[part] * weights[part]).sum()
-            of_label, of_distance, of_kl = weights[part].split(1, dim=1)  # [n, 1] each
+            of_label, of_distance, of_divergence = weights[part].split(1, dim=1)  # [n, 1] each
+            of_distance = of_distance + of_divergence * share_of_distance[:, None]
+            of_kl = of_divergence * share_of_kl[:, None]
             sign = difference.sign()
             error = difference.mul_(of_kl)
             # d|p - q| through the softmax: p (sign - its mean under p).
@@ -273,7 +348,7 @@ class _ChunkedTokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         found = [None if grad is None else grad * grad_outputs[0].to(grad.dtype) for grad in ctx.saved_tensors]
         features, code, correction = found
-        return features, code, None, None, None, correction, None, None
+        return features, code, None, None, None, correction, None, None, None
 
 
 def chunked_token_losses(
@@ -285,12 +360,14 @@ def chunked_token_losses(
     code: Tensor | None = None,
     correction: Tensor | None = None,
     chunk_bytes: int | None = None,
+    divergence: Divergence = KL,
 ) -> tuple[Tensor, Tensor]:
     """Compare drafts with the target's distributions and with the tokens of the text, without [N, V] logits.
 
     The drafter's logits are ``features @ head.T + code @ correction.T``, the target's ``hidden @ head.T``. The terms of
     a position are the cross-entropy to its label, the L1 distance of the two distributions (twice their total
-    variation) and their :func:`forward_kl`.
+    variation) and their :func:`forward_kl`, or
+    another divergence.
 
     Args:
         features: [N, E], the drafter's.
@@ -301,6 +378,7 @@ def chunked_token_losses(
         code: [N, r], the drafter's; None for no correction of its logits.
         correction: [V, r], trained.
         chunk_bytes: bound on float32 logits buffers; None for that of ``LIMITS``.
+        divergence: takes the place of the forward KL.
 
     Returns:
         The weighted sum, a float32 scalar in nats with gradients for features, code and correction, and the terms
@@ -312,6 +390,42 @@ def chunked_token_losses(
         head = head.to(dtype)
     code, correction = (None if x is None else x.to(dtype) for x in (code, correction))
     total, terms = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
-        features.to(dtype), code, hidden.to(dtype), labels, head, correction, weights, chunk_bytes
+        features.to(dtype), code, hidden.to(dtype), labels, head, correction, weights, divergence, chunk_bytes
     )
     return total, terms
+
+
+@torch.no_grad()
+def chunked_cross_entropy(
+    features: Tensor, labels: Tensor, head: Tensor, code: Tensor | None = None, correction: Tensor | None = None
+) -> Tensor:
+    """Compute the cross-entropy of :func:`chunked_token_losses` alone, without a gradient: [N] float32, in nats."""
+    found = features.new_empty(len(features), dtype=torch.float32)
+    n_rows = chunk_rows(len(features), head.shape[0])
+    for first in range(0, len(features), n_rows):
+        part = slice(first, first + n_rows)
+        logits = logits_of(features[part], head).float()
+        if code is not None and correction is not None:
+            logits += F.linear(code[part], correction.to(code.dtype))
+        found[part] = F.cross_entropy(logits, labels[part], reduction="none")
+    return found
+
+
+def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
+    """Weigh the drafts of blocks by what they add to the expected acceptance length (D-PACE, arXiv 2605.18810).
+
+    A draft of probability q = exp(-cross-entropy) counts as (1 - smoothing) * q + smoothing. Its weight is the sum over
+    itself and the drafts behind it of the product of these up to each: the first drafts weigh most while they are
+    unsure, the later ones more once the first are right.
+
+    Args:
+        cross_entropy: [..., K], to the text's tokens.
+        supervised: [..., K] bool; the others weigh nothing, and stand in nobody's way.
+        smoothing: from 0 to 1, where 1 weighs a draft by the number of those from it on.
+
+    Returns:
+        [..., K], without a gradient.
+    """
+    smoothed = (1 - smoothing) * torch.exp(-cross_entropy.detach()) + smoothing
+    reached = torch.where(supervised, smoothed, 1.0).cumprod(dim=-1) * supervised
+    return reached.flip(-1).cumsum(dim=-1).flip(-1) * supervised

@@ -62,7 +62,7 @@ class Speculation:
         most = self._proposer.max_depth
         self._shape = shape if shape is None or most is None else shape.cut(most)
         self._observes = type(drafter).observe is not Drafter.observe
-        self.reuses_contexts = type(drafter).reuse_context is not Drafter.reuse_context
+        self.reuses_contexts = drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         self._apart: dict[int, Any] = {}  # sequence -> its own row
         self._together: list[int] = []  # the sequences of the rows of the state
         self._state: Any = None

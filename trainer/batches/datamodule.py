@@ -241,7 +241,10 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws | None:
     if not isinstance(drafter, DSparkSettings | DFlashSettings):
         return None
     size = drafter.block_size
-    return BlockDraws(size if drafter.sample_from_anchor else size - 1, drafter.anchors, drafter.decay(size))
+    n_drafts = size if drafter.sample_from_anchor else size - 1
+    if drafter.position_weights == "d-pace":
+        return BlockDraws(n_drafts, drafter.anchors, d_pace=drafter.d_pace_smoothing)
+    return BlockDraws(n_drafts, drafter.anchors, drafter.decay(size))
 
 
 def rows_of(draws: DrawnRows, rows: Tensor) -> Draws:

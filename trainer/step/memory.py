@@ -248,7 +248,7 @@ def _trial_bytes(
 ) -> tuple[int, int]:
     """Run the objective over one sequence; return the bytes of its micro-batch, plain and recomputing."""
     draws = rows_of(draw(config, 0, 2), torch.zeros(1, dtype=torch.int64))
-    step = TrainingStep(inputs, draws, LossWeights(**config.drafter.loss_weights()))
+    step = TrainingStep(inputs, draws, LossWeights.of(config.drafter))
     known = [*drafter.parameters(), *frozen.parameters(), *_tensors(inputs)]
     held = {tensor.untyped_storage().data_ptr() for tensor in known}
     autocast = torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None)

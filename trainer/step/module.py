@@ -51,7 +51,7 @@ class DrafterModule(L.LightningModule):
         self.recomputes = False
         self._decay_end_step = decay_end_step
         self._frozen = [frozen]  # in a list, so that it is not a submodule
-        self._weights = LossWeights(**config.drafter.loss_weights())
+        self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
         self._validation: dict[int, ValidationSums] = {}
 

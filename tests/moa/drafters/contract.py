@@ -29,7 +29,7 @@ from moa_data.moa.drafters.training import LossWeights, TrainingInputs, Training
 from moa_data.moa.errors import DrafterError, TargetMismatch
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
-from moa_data.moa.nn import masks
+from moa_data.moa.nn import losses, masks
 from moa_data.moa.targets.context_cache import ContextCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
@@ -136,6 +136,8 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
     text = torch.randint(4, VOCABULARY, (24,), generator=torch.Generator().manual_seed(8)).tolist()
     sender = Rows(drafter, target)
     hidden = target.forward(torch.tensor([text]), sender.cache)[0]
+    if drafter.observed_layers:
+        hidden = sender.cache.take_layer_outputs()[0]
     sender.cache.commit([range(len(text))])
     kv = sender.cache.packed([0], len(text))[0] if drafter.context_needs_kv else None
     pieces = [(0, 5), (5, 6), (6, len(text))]
@@ -152,6 +154,8 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
         for root in roots:
             receiver.take(contexts, root, piece)
             n_levels = last - root + n_alone
+            if (most := drafter.config.max_depth) is not None:
+                n_levels = min(n_levels, most - 1)
             got, fed = receiver.chain(text, root, n_levels)
             # Beside the target the same tokens are fed; contexts that lag are a longer round, as in training.
             expected = beside.chain(text[: root + 1] + fed, root, n_levels)
@@ -169,7 +173,8 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
 
 def weights_times(factor: float) -> LossWeights:
     """The default weights of all terms, times a factor."""
-    return LossWeights(**{name: factor * value for name, value in vars(LossWeights()).items()})
+    usual: dict[str, Any] = vars(LossWeights())
+    return LossWeights(**{name: factor * value for name, value in usual.items() if isinstance(value, float)})
 
 
 def batch_of(drafter: Drafter, model: Any, n_tokens: int = 30) -> TrainingInputs:
@@ -436,7 +441,7 @@ class DrafterContract:
             lambda: drafter.encode_context(
                 frozen_for(drafter, target.model), torch.zeros(1, 48), None, torch.zeros(1, dtype=torch.int64)
             ),
-            lambda: drafter.take_context(drafter.new_state(1), ContextCache(4), torch.zeros(1, 48), 0),
+            lambda: drafter.take_context(drafter.new_state(1), ContextCache(), torch.zeros(1, 48), 0),
         ):
             with pytest.raises(DrafterError, match=message + ", ".join(able)):
                 attempt()
@@ -497,6 +502,17 @@ class DrafterContract:
         twice = drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"], weights_times(2.0)))
         torch.testing.assert_close(twice.total, 2 * terms.total)
 
+    def test_an_lk_loss_takes_the_place_of_the_forward_kl(self) -> None:
+        model = build_model()
+        drafter = self.build(model)
+        inputs, frozen = batch_of(drafter, model), frozen_for(drafter, model)
+        found = []
+        for divergence in (losses.KL, losses.Divergence("lk"), losses.Divergence("lk-hybrid")):
+            weights = LossWeights(1.0, 0.0, 0.0, 0.0, 0.0, divergence)
+            found.append(drafter.objective(frozen, TrainingStep(inputs, ROUNDS["bounded"], weights)).total.item())
+        assert len(set(found)) == 3
+        assert min(found) > 0
+
     def test_rows_and_padding_do_not_mix(self) -> None:
         """The loss of a batch is the sum of its rows', each without what lies behind it."""
         model, draws = build_model(), ROUNDS["bounded"]
@@ -545,7 +561,7 @@ class DrafterContract:
             return float(drafter.objective(frozen, step).total.detach())
 
         usual = loss()
-        for name in type(drafter).needs(4, drafter.config.target_layer_inference):
+        for name in type(drafter).reads(4, drafter.config).fields:
             value = getattr(inputs, name)
             if name != "kv":
                 assert loss(**{name: value + torch.randn_like(value)}) != usual, name
@@ -622,7 +638,7 @@ class DrafterContract:
                 continue
             write_layout(
                 drafter, layout, tmp_path / name, target_config=model.config,
-                embeddings=model.model.embed_tokens.weight.detach(),
+                embeddings=model.model.embed_tokens.weight.detach(), lm_head=model.lm_head.weight.detach(),
             )  # fmt: skip
             again, inputs = load_drafter(tmp_path / name), batch_of(drafter, model)
             frozen = frozen_for(drafter, model)

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters import blocks
-from moa_data.moa.drafters.block import default_read_layers
+from moa_data.moa.drafters.block_sizes import default_read_layers
 from moa_data.moa.drafters.rounds import BlockDraws, Draws
 from moa_data.moa.drafters.training import LossWeights, TrainingStep
 from moa_data.moa.errors import DrafterError
+from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for
 from moa_data.tests.kit.models import SIZES, build_model
@@ -93,6 +95,20 @@ class TestDFlash(DrafterContract):
     sizes = SMALL
 
 
+KV: dict[str, Any] = {"context": "kv", "fused_layers": (1,), "block_layers": 1, "block_size": 7, "markov_rank": 8}
+MEMORY: dict[str, Any] = {"context": "memory", "fused_layers": None, "block_layers": 1, "block_size": 7}
+
+
+class TestContextOfKeysAndValues(DrafterContract):
+    kind = "dspark"
+    sizes = KV
+
+
+class TestContextOfMemory(DrafterContract):
+    kind = "dspark"
+    sizes = MEMORY | {"markov_rank": 8}
+
+
 def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
     target = Target(build_model(num_hidden_layers=2))
     with pytest.raises(DrafterError, match="this dflash drafter has no confidence head to cut chains by; give a chain"):
@@ -101,11 +117,15 @@ def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash"])
-def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("dspark", SMALL), ("dflash", SMALL), ("dspark", KV), ("dflash", MEMORY)],
+    ids=["dspark", "dflash", "kv", "memory"],
+)
+def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str, sizes: dict[str, Any]) -> None:
     """The loss is that of each block alone, after its own context, weighed by place; rows with fewer have padding."""
     model = build_model()
-    drafter = build(kind, model, **SMALL)
+    drafter = build(kind, model, **sizes)
     frozen = frozen_for(drafter, model)
     inputs, n_drafts = batch_of(drafter, model, 24), drafter.config.n_drafts
     chosen = BlockDraws(n_drafts, most_anchors=5, position_decay=2.5)
@@ -123,6 +143,7 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str) -> None:
             own = one_row(inputs, row, 24)
             unseen = torch.arange(24)[None, :, None] >= anchor
             own = replace(own, layer_outputs=tuple(states.masked_fill(unseen, 9.0) for states in own.layer_outputs))
+            own.kv = None if own.kv is None else own.kv.masked_fill(unseen[..., None], 9.0)
             step = TrainingStep(own, Draws(None, torch.zeros(1, dtype=torch.bool), blocks=one), weights, 2.0)
             alone += drafter.objective(frozen, step).total.item()
             n_weight += float(drafter.loss_positions(own.response_mask, step.draws).sum())
@@ -130,6 +151,34 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str) -> None:
     assert float(drafter.loss_positions(inputs.response_mask, draws).sum()) == pytest.approx(n_weight)
     other = replace(draws, seeds=(5, 6))
     assert anchors.tolist() != blocks.draw_anchors(inputs.response_mask, other)[0].tolist(), "drawn anew"
+
+
+def test_d_pace_weighs_drafts_by_what_the_drafter_says_of_them() -> None:
+    """The loss is that with the weights as they are computed apart, block by block; batches still add up."""
+    model = build_model()
+    drafter = build("dspark", model, **SMALL)
+    frozen, inputs, n_drafts = frozen_for(drafter, model), batch_of(drafter, model, 24), drafter.config.n_drafts
+    anchors = torch.tensor([[13, 17], [4, -1]])
+
+    def run(given: Tensor, d_pace: float | None, rows: slice = slice(None)) -> Any:
+        draws = Draws(None, torch.zeros(2, dtype=torch.bool), blocks=BlockDraws(n_drafts, anchors=given, d_pace=d_pace))
+        own = inputs if rows == slice(None) else one_row(inputs, rows.start, 24)
+        weights = LossWeights(forward_kl=0.0, cross_entropy=1.0, l1=0.0, confidence=0.0)
+        return drafter.objective(frozen, TrainingStep(own, draws, weights, denominator=1.0)).total.item()
+
+    together = run(anchors, 0.5)
+    assert together == pytest.approx(run(anchors[:1], 0.5, slice(0, 1)) + run(anchors[1:], 0.5, slice(1, 2)), rel=1e-5)
+    assert run(anchors, 1.0) != pytest.approx(together)
+    valid = anchors >= 0
+    hidden = drafter.text_hidden(frozen, inputs, anchors.clamp(min=0), valid)
+    features = drafter.text_features(hidden, drafter.tokens_before(inputs.tokens, anchors.clamp(min=0)))
+    labels = (blocks.draft_positions(anchors, n_drafts) + 1).clamp(0, 23)
+    rows = torch.arange(2)[:, None, None]
+    logits = drafter.draft_logits(frozen, features)
+    wrong = -logits.log_softmax(dim=-1).gather(-1, inputs.tokens[rows, labels][..., None])[..., 0]
+    supervised = blocks.draft_weights(inputs.response_mask, anchors.clamp(min=0), valid, BlockDraws(n_drafts)) > 0
+    expected = (d_pace_weights(wrong, supervised, 0.5) * wrong).sum().item()
+    assert together == pytest.approx(expected, rel=1e-5)
 
 
 def test_no_block_reaches_into_another_answer() -> None:
@@ -150,6 +199,8 @@ def test_no_block_reaches_into_another_answer() -> None:
 def test_default_layers_are_those_of_the_official_code() -> None:
     assert default_read_layers(36) == (1, 9, 17, 25, 33)
     assert default_read_layers(32) == (1, 8, 15, 22, 29)
+    assert default_read_layers(28, 3) == (1, 13, 25)
+    assert default_read_layers(28, 1) == (14,)
 
 
 def test_unfit_sizes_are_refused() -> None:
@@ -162,6 +213,14 @@ def test_unfit_sizes_are_refused() -> None:
         ({"mask_token": 67}, "mask_token must be one of the 67 tokens, got 67"),
         ({"markov_head": "gru"}, "markov_head is 'gru', expected one of none, vanilla, gated, rnn"),
         ({"markov_rank": 0}, "markov_rank must be at least 1, got 0"),
+        ({"context": "text"}, "context is 'text', expected one of hidden, kv, memory"),
+        ({"context": "kv"}, "each of the 5 block_layers sees the keys and values of one layer of the target.*got 0,1"),
+        (KV | {"self_attention_kv_heads": 4}, "has the KV heads of the target, 2, got self_attention_kv_heads 4"),
+        ({"context": "memory"}, "the memory is made of all layers; leave fused_layers out"),
+        (
+            MEMORY | {"layer_groups": 9},
+            "do not fit: layer_groups \\(9\\) must be between 1 and the 4 layers",
+        ),
     ):
         with pytest.raises(DrafterError, match=message):
             build("dspark", model, **sizes)
@@ -169,4 +228,8 @@ def test_unfit_sizes_are_refused() -> None:
     assert drafter.config.mask_token == SIZES["vocab_size"] - 1
     inputs = replace(batch_of(drafter, model), layer_outputs=())
     with pytest.raises(DrafterError, match="needs the outputs of the target's layers 0, 1, which this batch lacks"):
+        drafter.objective(frozen_for(drafter, model), TrainingStep(inputs, Draws(None, torch.zeros(2).bool())))
+    drafter = build("dspark", model, **KV)
+    inputs = replace(batch_of(drafter, model), kv=None)
+    with pytest.raises(DrafterError, match="with the context kv needs the target's keys and values, which this batch"):
         drafter.objective(frozen_for(drafter, model), TrainingStep(inputs, Draws(None, torch.zeros(2).bool())))

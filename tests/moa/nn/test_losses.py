@@ -4,13 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_data.moa.nn.losses import (
+    Divergence,
     chunk_rows,
+    chunked_cross_entropy,
     chunked_forward_kl,
     chunked_head_kl,
     chunked_token_losses,
+    d_pace_weights,
     feature_loss,
     forward_kl,
     logits_of,
@@ -217,3 +221,81 @@ def test_token_losses_equal_their_definition(has_correction: bool) -> None:
         torch.testing.assert_close(total, (expected * weights).sum())
         for got, goal in zip(torch.autograd.grad(2.0 * total, inputs), goals, strict=True):
             torch.testing.assert_close(got, goal)
+
+
+P, Q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.25, 0.25, 0.5]])
+"""Distributions of target and drafter: 0.25 + 0.25 + 0.2 = 0.7 is accepted, and the cross-entropy is 1.247665."""
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [
+        (Divergence(), 1.247665),
+        (Divergence("lk"), 0.356675),  # -log 0.7
+        (Divergence("lk-hybrid", 3.0), 0.416047),  # exp(-2.1) * 1.247665 + (1 - exp(-2.1)) * 0.3
+        (Divergence("lk-hybrid", 0.0), 1.247665),
+    ],
+)
+def test_divergences_by_hand(divergence: Divergence, expected: float) -> None:
+    """In each of the losses, which have one definition of it."""
+    draft, target, head = Q.log(), P.log(), torch.eye(3)
+    assert chunked_forward_kl(draft, target, head, divergence=divergence).item() == pytest.approx(expected, abs=1e-5)
+    total, by_step = chunked_head_kl(draft[:, None], target, head, head, torch.full((1, 1), 2.0), divergence=divergence)
+    assert total.item() == pytest.approx(2 * expected, abs=1e-5)
+    assert by_step.item() == pytest.approx(expected, abs=1e-5)
+    weights, label = torch.tensor([[0.0, 0.0, 3.0]]), torch.tensor([1])
+    total, terms = chunked_token_losses(draft, target, label, head, weights, divergence=divergence)
+    assert total.item() == pytest.approx(3 * expected, abs=1e-5)
+    assert terms[0].tolist() == pytest.approx([1.386294, 0.6, expected], abs=1e-5)
+    assert chunked_cross_entropy(draft, label, head).item() == pytest.approx(1.386294, abs=1e-5)
+
+
+@pytest.mark.parametrize("divergence", [Divergence("lk"), Divergence("lk-hybrid", 2.0)], ids=lambda one: one.kind)
+def test_gradients_of_lk_losses(divergence: Divergence) -> None:
+    """Those that autograd finds, also of drafts over a part of the vocabulary, in chunks of one position."""
+    generator = torch.Generator().manual_seed(3)
+    features, hidden = (torch.randn(5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    head, own = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (11, 6))
+    labels, tokens = torch.randint(11, (5,), generator=generator), torch.tensor([0, 2, 3, 5, 8, 10])
+    weights = torch.rand(5, 3, generator=generator)
+
+    def plain(x: Tensor, matrix: Tensor, chosen: Tensor) -> Tensor:
+        target = (hidden @ head.T).softmax(dim=-1)[:, chosen]
+        log_draft = (x @ matrix.T).log_softmax(dim=-1)
+        accepted = torch.minimum(target, log_draft.exp()).sum(dim=-1)
+        if divergence.kind == "lk":
+            return -accepted.log()
+        share = torch.exp(-divergence.decay * accepted).detach()
+        return -share * (target * log_draft).sum(dim=-1) + (1 - share) * (1 - accepted)
+
+    def check(got: Tensor, expected: Tensor, *leaves: Tensor) -> None:
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+        for one, other in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+    x, matrix, every = features.requires_grad_(), own.requires_grad_(), torch.arange(11)
+    check(chunked_forward_kl(x, hidden, head, 1, divergence).sum(), plain(x, head, every).sum(), x)
+    total, _ = chunked_head_kl(x[:, None], hidden, matrix, head, weights[:, :1], tokens, 1, divergence)
+    check(total, (plain(x, matrix, tokens) * weights[:, 0]).sum(), x, matrix)
+    total, _ = chunked_token_losses(x, hidden, labels, head, weights, None, None, 1, divergence)
+    logits = x @ head.T
+    distance = (logits.softmax(dim=-1) - (hidden @ head.T).softmax(dim=-1)).abs().sum(dim=-1)
+    terms = torch.nn.functional.cross_entropy(logits, labels, reduction="none"), distance, plain(x, head, every)
+    check(total, (torch.stack(terms, dim=1) * weights).sum(), x)
+
+
+def test_drafts_that_are_never_accepted_have_finite_losses() -> None:
+    draft, target = torch.tensor([[60.0, -60.0]], requires_grad=True), torch.tensor([[-60.0, 60.0]])
+    loss = chunked_forward_kl(draft, target, torch.eye(2), divergence=Divergence("lk")).sum()
+    assert loss.item() == pytest.approx(13.8155, abs=1e-3)
+    assert torch.autograd.grad(loss, draft)[0].isfinite().all()
+
+
+def test_weights_of_d_pace_by_hand() -> None:
+    wrong = -torch.tensor([0.8, 0.4, 0.1]).log()
+    every = torch.ones(3, dtype=torch.bool)
+    # Smoothed 0.9, 0.7, 0.55; reached 0.9, 0.63, 0.3465.
+    assert d_pace_weights(wrong, every, 0.5).tolist() == pytest.approx([1.8765, 0.9765, 0.3465])
+    assert d_pace_weights(wrong, torch.tensor([True, True, False]), 0.5).tolist() == pytest.approx([1.53, 0.63, 0])
+    assert d_pace_weights(wrong, every, 1.0).tolist() == [3, 2, 1]
+    assert d_pace_weights(wrong, every, 0.0).tolist() == pytest.approx([0.8 + 0.32 + 0.032, 0.352, 0.032])

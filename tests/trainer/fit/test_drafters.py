@@ -182,6 +182,27 @@ def test_eagle3_reads_the_fused_layers_alone(hidden_store: Path, tmp_path: Path,
     assert sequence_bytes(store, config, 10) == 10 * 4 * 3 * 32
 
 
+@pytest.mark.parametrize(("context", "layers"), [("kv", [1]), ("memory", [0, 1, 2])])
+def test_block_drafters_train_on_keys_and_values(
+    store_path: Path, tmp_path: Path, context: str, layers: list[int]
+) -> None:
+    """Of the layers alone that the context is made of; what is exported decodes."""
+    sizes: dict[str, Any] = {"drafter": "dspark", "context": context, "block_layers": 1, "markov_rank": 8}
+    sizes |= {"fused_layers": tuple(layers)} if context == "kv" else {}
+    store, inputs, _ = read_rows(store_path, "lossless", tmp_path, settings(store_path, **sizes))
+    assert not inputs.layer_outputs
+    for row, i in enumerate(ROWS):
+        n_tokens = int(store.lengths[i])
+        expected = store.read(i, "kv", layers=layers).reshape(n_tokens, len(layers), -1)
+        np.testing.assert_array_equal(inputs.kv[row, :n_tokens].numpy(), expected)
+    run(store_path, tmp_path / "run", max_steps=2, **sizes)
+    drafter, target = load_drafter(tmp_path / "run"), Target(tiny_model())
+    assert drafter.config.context == context
+    proposer = DrafterProposer(target, drafter)
+    [fast] = generate_batch(target, [[1, 2, 3]], max_new_tokens=12, proposer=proposer, tree=TreeShape(3))
+    assert fast.tokens == plain_generate(target, [1, 2, 3], max_new_tokens=12).tokens
+
+
 def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
     bare = build_store(tmp_path / "bare", activations=("kv",), n_sequences=20)
     lacking = [

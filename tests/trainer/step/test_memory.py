@@ -77,7 +77,7 @@ def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
     inputs.layer_outputs = tuple(states.repeat(4, 3, 1) for states in inputs.layer_outputs)
     inputs.response_mask = torch.ones_like(inputs.response_mask)
     draws = rows_of(draw(config, 0, 2), torch.arange(4))
-    return TrainingStep(inputs, draws, LossWeights(**config.drafter.loss_weights()))
+    return TrainingStep(inputs, draws, LossWeights.of(config.drafter))
 
 
 def test_parts_are_as_before_after_a_trial(store_of_all: Path) -> None:
