@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import FolderOccupied
+from ...moa.targets.bundle import layer_windows, load_target_config
 from ...storage.disk.durable import write_atomic
 from ...storage.read.store import ActivationStore
 from ...text import Progress
@@ -56,12 +58,33 @@ class ExportReport:
         )
 
 
-def make_format(name: str, layers: tuple[int, ...], n_layers: int, compress: bool = False) -> FileFormat:
-    """Make a file format; ``layers`` are those beside the last (empty: the default), ``compress`` is specforge's."""
+def make_format(
+    name: str,
+    layers: tuple[int, ...],
+    n_layers: int,
+    compress: bool = False,
+    last_layers: Mapping[str, int] | None = None,
+) -> FileFormat:
+    """Make a file format.
+
+    Args:
+        layers: those beside the last one; empty for the default.
+        compress: of specforge.
+        last_layers: of speculators, see :class:`.speculators.SpeculatorsFormat`.
+    """
     if name == "eagle":
         return EagleFormat((), n_layers)
     layers = check_layers(layers, n_layers)
-    return SpecForgeFormat(layers, n_layers, compress) if name == "specforge" else SpeculatorsFormat(layers, n_layers)
+    if name == "specforge":
+        return SpecForgeFormat(layers, n_layers, compress)
+    return SpeculatorsFormat(layers, n_layers, last_layers)
+
+
+def last_layers(store: ActivationStore) -> dict[str, int]:
+    """Find the target's last layer with a sliding window, ``local``, and its last one without, ``global``."""
+    windows = layer_windows(load_target_config(store.target_path))
+    kinds = ["global" if window is None else "local" for window in windows]
+    return {kind: layer for layer, kind in enumerate(kinds)}
 
 
 def export_store(config: ExportConfig, progress: Progress | None = None) -> ExportReport:
@@ -75,11 +98,13 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
     """
     folder = Path(config.out).expanduser()
     with ActivationStore(config.store, require_complete=True) as store:
-        file_format = make_format(config.format, config.layers, int(store.manifest.target["n_layers"]), config.compress)
+        n_layers = int(store.manifest.target["n_layers"])
+        shared = last_layers(store) if config.kv else None
+        file_format = make_format(config.format, config.layers, n_layers, config.compress, shared)
         require_fields(file_format.fields, store.fields, str(store.path), file_format.name)
         n = min(config.max_sequences or len(store), len(store))
         _claim(folder, _record(config, file_format, store), n)
-        dataset = ActivationDataset(store, file_format.fields)
+        dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
         sizes = []
         with _Writer() as writer:
             for i in range(n):

@@ -4,8 +4,9 @@
 file                                      holds
 ========================================  =====================================================================
 speculators                               ``token_ids`` [S], ``hidden_states`` [S, K + 1, E], the last slot the
-``hidden_states/hs_{i}.safetensors``      last layer before the final norm; the Arrow dataset beside it has
-                                          ``input_ids``, ``loss_mask`` and ``seq_len`` of row i
+``hidden_states/hs_{i}.safetensors``      last layer before the final norm, and where they are asked for keys and
+                                          values ``kv_last_{local,global}_{k,v}`` [S, H_kv, d]; the Arrow dataset
+                                          beside it has ``input_ids``, ``loss_mask`` and ``seq_len`` of row i
 SpecForge                                 ``input_ids`` [S], ``loss_mask`` [S], ``hidden_state`` [1, S, E] after
 ``rows_{a}-{b}/data_{i}.ckpt[.gz]``       the norm, ``aux_hidden_state`` [1, S, K * E]
 EAGLE v1 ``{rank}/data_{i}.ckpt``         ``input_ids`` [S], ``loss_mask`` [S], ``hidden_state`` [S, E] after it
@@ -54,6 +55,8 @@ class FileFormat(ABC):
 
     name: str
     gives_last = True
+    kv_layers: tuple[int, ...] = ()
+    """Layers whose keys and values are in the files, ascending."""
 
     max_file_bytes = 1 << 30
     """Most bytes that a file holds uncompressed; :meth:`bound_files` sets it from the target."""
@@ -83,7 +86,7 @@ class FileFormat(ABC):
         Args:
             tokens: int32 [S].
             mask: uint8 [S].
-            hidden: each of ``fields`` -> [S, E].
+            hidden: each of ``fields`` -> [S, E]; ``kv`` -> [S, n, H_kv, 2, d] of the ``kv_layers``.
         """
 
     @abstractmethod

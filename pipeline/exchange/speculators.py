@@ -1,4 +1,9 @@
-"""The format of vllm-project/speculators: safetensors of hidden states beside an Arrow dataset of ids and masks."""
+"""The format of vllm-project/speculators: safetensors of hidden states beside an Arrow dataset of ids and masks.
+
+Drafters that attend to the target's own keys and values, as Gemma 4's do, take those of its last layer with a sliding
+window and of its last layer without (speculators issue 586, pull request 758): ``kv_last_local_k`` and so on, [S, H_kv,
+d] of each, keys after RoPE. Its loader joins the two to ``verifier_kv_last_local`` [batch, S, 2, H_kv, d].
+"""
 
 from __future__ import annotations
 
@@ -27,18 +32,28 @@ _STATE = "state.json"
 
 
 class SpeculatorsFormat(FileFormat):
-    """speculators' offline data: the chosen layers, and the last one before the final norm."""
+    """speculators' offline data: the chosen layers, and the last one before the final norm.
+
+    Args:
+        last_layers: ``local`` and ``global`` -> the layer whose keys and values go in, of those that the target has.
+    """
 
     name = "speculators"
     gives_last = False
 
-    def __init__(self, layers: tuple[int, ...], n_layers: int) -> None:
+    def __init__(self, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None) -> None:
         super().__init__(tuple(layer for layer in layers if layer != n_layers - 1), n_layers)
+        self._last_layers = dict(last_layers or {})
+        self.kv_layers = tuple(sorted(self._last_layers.values()))
         self._rows: tuple[Path, pa.Table] | None = None
 
     @property
     @override
     def fields(self) -> tuple[str, ...]:
+        return (*self._states, "kv") if self.kv_layers else self._states
+
+    @property
+    def _states(self) -> tuple[str, ...]:
         return (*(layer_field(layer) for layer in self.layers), layer_field(self.n_layers - 1))
 
     @override
@@ -47,9 +62,13 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        states = torch.stack([hidden[name] for name in self.fields], dim=1)  # [S, K + 1, E]
+        states = torch.stack([hidden[name] for name in self._states], dim=1)  # [S, K + 1, E]
         ids = ",".join(str(vllm_layer_id(layer)) for layer in (*self.layers, self.n_layers - 1))
         tensors = {"token_ids": torch.from_numpy(tokens.astype(np.int64)), "hidden_states": states.contiguous()}
+        for kind, layer in self._last_layers.items():
+            of_layer = hidden["kv"][:, self.kv_layers.index(layer)]  # [S, H_kv, 2, d]
+            for index, part in enumerate("kv"):
+                tensors[f"kv_last_{kind}_{part}"] = of_layer[:, :, index].contiguous()
         return save(tensors, metadata={"target_layer_ids": ids})
 
     @override
@@ -86,12 +105,12 @@ class SpeculatorsFormat(FileFormat):
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         states = _read(path, "hidden_states")  # [S, K + 1, E]
-        if states.dim() != 3 or states.shape[1] != len(self.fields):
+        if states.dim() != 3 or states.shape[1] != len(self._states):
             raise ForeignInvalid(
-                f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, {len(self.fields)} layers, "
+                f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, {len(self._states)} layers, "
                 "width]. Name the layers of these files with --layers."
             )
-        return dict(zip(self.fields, states.unbind(1), strict=True))
+        return dict(zip(self._states, states.unbind(1), strict=True))
 
     def _dataset(self, path: Path) -> pa.Table:
         folder = next((parent for parent in path.parents if (parent / _STATE).is_file()), None)

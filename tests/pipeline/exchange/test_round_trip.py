@@ -29,6 +29,8 @@ from moa_data.pipeline.jobs.extract import extract
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.models import write_target
 
 
 def export(store: Path, name: Format, out: Path, **options: Any) -> Path:
@@ -105,6 +107,30 @@ def test_speculators_folder_is_what_its_trainer_reads(store: Path, tmp_path: Pat
         assert rows[i]["loss_mask"].tolist() == original.read(i, "response_mask").tolist()
         assert record["hidden_states"].shape == (original.lengths[i], 4, 32)
         assert record["hidden_states"].dtype == torch.bfloat16
+
+
+def test_keys_and_values_of_the_last_layers(tmp_path: Path) -> None:
+    """Of the last layer with a window and of the last one without; they are those of the store, bit for bit."""
+    mixed = write_target(tmp_path / "mixed", family="qwen2-mixed", num_hidden_layers=4, sliding_window=6)
+    data = write_jsonl(tmp_path / "chats.jsonl", random_chats(3))
+    activations = ("kv", *(f"hidden:layer:{layer}" for layer in (0, 1, 3)))
+    out = str(tmp_path / "store")
+    extract(ExtractConfig.of(model=str(mixed), dataset=str(data), out=out, activations=activations, device="cpu"))
+    folder = export(Path(out), "speculators", tmp_path / "out", layers=(0, 1), kv=True)
+    original = ActivationStore(out)
+    for i in range(len(original)):
+        record = load_file(folder / "hidden_states" / f"hs_{i}.safetensors")
+        for kind, layer in (("local", 3), ("global", 2)):
+            stored = torch.from_numpy(original.read(i, "kv", layers=[layer])).view(torch.bfloat16)  # [S, 1, H_kv, 2, d]
+            for index, part in enumerate("kv"):
+                assert record[f"kv_last_{kind}_{part}"].shape == (original.lengths[i], 2, 8)
+                assert torch.equal(record[f"kv_last_{kind}_{part}"], stored[:, 0, :, index])
+    back = bring_in(folder, "speculators", mixed, tmp_path / "back", layers=(0, 1))
+    assert "kv" not in back.fields
+    with pytest.raises(FieldMissing, match="lacks kv, needed for speculators"):
+        export(tmp_path / "back", "speculators", tmp_path / "again", layers=(0, 1), kv=True)
+    with pytest.raises(OptionInvalid, match="kv is for the format speculators only"):
+        export(Path(out), "eagle", tmp_path / "eagle", kv=True)
 
 
 def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Path) -> None:
