@@ -138,6 +138,11 @@ class Eagle3Settings(DrafterSettings):
     """Tokens that EAGLE-3 can draft, the most frequent ones of the store's responses; default: 32,000, or all."""
     test_time_steps: Count = 7
     """Draft steps that EAGLE-3's training unrolls, each fed with the output of the one before."""
+    fc_norm: bool = False
+    """EAGLE-3.1: each of the fused outputs has a norm of its own before they are joined."""
+    norm_output: bool = False
+    """EAGLE-3.1: the drafter is fed with its outputs after the final norm, so that their scale does not grow with the
+    draft steps."""
     self_attention_kv_heads: Count | None = None
     """KV heads of self-attention; default: the target's."""
     self_attention_mlp_width: Count | None = None
@@ -212,8 +217,9 @@ class DSparkSettings(BlockSettings):
     """Slots of a block."""
     sample_from_anchor: bool = True
     """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
-    markov_head: Literal["none", "vanilla", "gated", "rnn"] = "vanilla"
-    """How a draft follows from the one before it."""
+    markov_head: Literal["none", "vanilla", "gated", "rnn", "product"] = "vanilla"
+    """How a draft follows from the one before it: vanilla, gated and rnn as published for DSpark, product as the scores
+    of DFlash 2's selector."""
     markov_rank: Count = 256
     """Rank of the Markov head."""
     confidence_head: bool = True
@@ -505,14 +511,14 @@ class DrafterExportConfig(Config):
     format: Literal[
         "moa",
         "moa-vllm",
+        "dflash",
+        "dspark",
+        "vllm-dspark",
         "eagle",
         "vllm-eagle",
         "sglang-eagle",
         "moa-eagle",
         "eagle3",
-        "dflash",
-        "dspark",
-        "vllm-dspark",
     ]
     """Layout of the files; docs/interop.md says who loads which."""
     out: str

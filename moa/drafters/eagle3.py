@@ -67,6 +67,10 @@ class Eagle3Sizes(DrafterSizes):
     """V_d, tokens that can be drafted."""
     test_time_steps: int = 7
     """J, draft steps that training unrolls."""
+    fc_norm: bool = False
+    """Whether each of the outputs has a norm before they are fused, as in EAGLE-3.1 (arXiv 2605.09992)."""
+    norm_output: bool = False
+    """Whether the drafter is fed with its outputs after the final norm, as in EAGLE-3.1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
@@ -155,6 +159,8 @@ class Eagle3Drafter(FeatureDrafter):
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         kv_heads, mlp_width = config.self_attention_kv_heads, config.self_attention_mlp_width
         sizes = config.block(kv_heads, mlp_width, config.qkv_bias)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps=config.norm_eps) for _ in config.fused_layers)
         self.midlayer = Eagle3Block(replace(sizes, input_width=2 * width))
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.lm_head = nn.Linear(width, config.draft_vocabulary, bias=False)
@@ -213,12 +219,23 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def true_features(self, states: Tensor) -> Tensor:
+        if self.config.fc_norm:
+            parts = states.split(self.config.hidden_size, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         features: Tensor = self.fc(states)
         return features
 
     @override
+    def fed_back(self, outputs: Tensor) -> Tensor:
+        return self.norm(outputs) if self.config.norm_output else outputs
+
+    def normed(self, features: Tensor) -> Tensor:
+        """Turn features [..., E] into what the LM head takes."""
+        return features if self.config.norm_output else self.norm(features)
+
+    @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(features))
+        logits: Tensor = self.lm_head(self.normed(features))
         tokens = self.draft_tokens
         if tokens is None:
             return logits
@@ -236,7 +253,7 @@ class Eagle3Drafter(FeatureDrafter):
         n_positions, n_steps = int(valid.sum()), features.shape[0]
         decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
         total, by_step = losses.chunked_head_kl(
-            self.norm(features.transpose(0, 1).transpose(1, 2)[valid]),  # [P, J, E]
+            self.normed(features.transpose(0, 1).transpose(1, 2)[valid]),  # [P, J, E]
             at_queries(inputs.hidden, queries)[valid],  # [P, E]
             self.lm_head.weight,
             frozen.lm_head_weight,
@@ -278,7 +295,7 @@ class Eagle3Drafter(FeatureDrafter):
                 x = self.join(at_queries(embeddings, at), outputs)
                 own.append(block.keys_values(x, rotation))
             attended = attend_with_own_steps(block.queries(x, rotation), keys, values, seen, own)
-            outputs = block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
+            outputs = self.fed_back(block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2))))
             # Round p stands at the position that is `step` places further among the queries, if none is left out.
             features.append(outputs.roll(step, dims=1))
             has_root = torch.arange(queries.shape[1], device=queries.device) >= step

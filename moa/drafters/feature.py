@@ -91,6 +91,10 @@ class FeatureDrafter(Drafter):
         """Turn :meth:`target_states` into features [..., E] in place of the drafter's own; here they are the same."""
         return states
 
+    def fed_back(self, outputs: Tensor) -> Tensor:
+        """Turn outputs of the layers [..., E] into the features that are fed back; here they are the same."""
+        return outputs
+
     @override
     @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
@@ -107,6 +111,7 @@ class FeatureDrafter(Drafter):
         for block in self.blocks:
             true_keys_values.append(block.keys_values(features, rotation))
             features = block(features, rotation, *true_keys_values[-1], causal)
+        features = self.fed_back(features)
         own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
         rows = torch.arange(len(step), device=step.device)[:, None]
         for index in range(1, int(step.max()) + 1):
@@ -121,7 +126,7 @@ class FeatureDrafter(Drafter):
                     buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
                 keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
                 x = block(x, rotation, keys, values, seen)
-            features[at] = x[valid].to(features.dtype)
+            features[at] = self.fed_back(x)[valid].to(features.dtype)
         queries, valid = loss_queries(drafted)
         return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
 
@@ -147,9 +152,9 @@ class FeatureDrafter(Drafter):
             tokens[row, :count] = torch.tensor(committed[row][start + 1 : start + 1 + count])
         hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E or K * E]
         x = self.join(frozen.embed(tokens), self.true_features(hidden))
-        return state.feed_committed(self.blocks, self.rotary, x, counts)
+        return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts))
 
     @override
     def draft_level(self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         x = self.join(frozen.embed(level.tokens), level.parent_features)
-        return state.feed_level(self.blocks, self.rotary, x, level.seen, level.depth)
+        return self.fed_back(state.feed_level(self.blocks, self.rotary, x, level.seen, level.depth))

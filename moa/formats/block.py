@@ -177,6 +177,8 @@ class DSparkLayout(BlockLayout):
         found = super().refusals(sizes)
         if not sizes.sample_from_anchor:
             found.append("the slot of its anchor drafts nothing, and theirs does (sample_from_anchor=true)")
+        if sizes.markov_head == "product":
+            found.append("its Markov head is product, and theirs are vanilla, gated and rnn")
         return found
 
     @override
@@ -251,7 +253,7 @@ class VllmDSparkLayout(DSparkLayout):
     def refusals(self, sizes: DSparkSizes) -> list[str]:
         """Refuse also other Markov heads than the vanilla one."""
         found = super().refusals(sizes)
-        if sizes.markov_head != "vanilla":
+        if sizes.markov_head not in ("vanilla", "product"):
             found.append(f"its Markov head is {sizes.markov_head}, and that of vLLM vanilla")
         return found
 

@@ -28,6 +28,8 @@ from .base import DrafterLayout, Weights, drafter_facts, rope_keys, rows
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """The architecture's name in both engines."""
+_FLAGS = ("fc_norm", "norm_output")
+"""Keys of config.json for what EAGLE-3.1 adds, both false where they are absent (vllm pull request 42764)."""
 
 
 def eagle3_tensors(
@@ -41,6 +43,7 @@ def eagle3_tensors(
     *,
     target_width: int | None = None,
     n_features: int = 3,
+    fc_norm: bool = False,
 ) -> TensorList:
     """List all tensors of the file; embeddings are left out, so that the engines share the target's.
 
@@ -50,11 +53,13 @@ def eagle3_tensors(
         draft_vocab_size: tokens that can be drafted.
         target_width: width of the target's hidden states; default: E.
         n_features: layers of the target that are joined.
+        fc_norm: whether each of them has a norm of its own, as in EAGLE-3.1.
     """
     layer = decoder_layer(
         "midlayer.", width, n_heads * head_dim, n_kv_heads * head_dim, mlp_width, input_width=2 * width
     )
-    return layer | {
+    norms = {f"fc_norm.{index}.weight": TensorSpec((target_width or width,)) for index in range(n_features)}
+    return (layer | norms if fc_norm else layer) | {
         "midlayer.hidden_norm.weight": TensorSpec((width,)),
         "fc.weight": TensorSpec((width, n_features * (target_width or width))),
         "norm.weight": TensorSpec((width,)),
@@ -132,6 +137,7 @@ class Eagle3Layout(DrafterLayout):
             sizes.vocab_size,
             sizes.draft_vocabulary,
             n_features=len(sizes.fused_layers),
+            fc_norm=sizes.fc_norm,
         )
 
     @override
@@ -160,7 +166,8 @@ class Eagle3Layout(DrafterLayout):
             "attention_bias": False,
             "mlp_bias": False,
         } | rope_keys(sizes)
-        return eagle3_config(base, sizes.draft_vocabulary, sizes.fused_layers)
+        flags = {name: True for name in _FLAGS if getattr(sizes, name)}
+        return eagle3_config(base, sizes.draft_vocabulary, sizes.fused_layers) | flags
 
     @override
     def recognises(self, names: set[str], config: Mapping[str, Any]) -> bool:
@@ -183,6 +190,8 @@ class Eagle3Layout(DrafterLayout):
             "self_attention_mlp_width": rows(weights, "midlayer.mlp.gate_proj.weight"),
             "draft_vocabulary": rows(weights, "lm_head.weight"),
             "fused_layers": fused_layers_of(config),
+            "fc_norm": "fc_norm.0.weight" in weights,
+            "norm_output": bool(config.get("norm_output", False)),
         }
         try:
             return Eagle3Sizes.from_dict(facts | read)

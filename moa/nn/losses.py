@@ -139,7 +139,7 @@ class _ChunkedForwardKL(torch.autograd.Function):
                 draft = draft * probability.masked_fill_(excluded, 0.0).sum(dim=-1, keepdim=True)
             kl = -(probability * log_draft).sum(dim=-1)
             value[part], of_kl, of_distance = divergence.of(kl, l1)
-            error = draft - probability
+            error = draft.sub_(probability)
             if of_l1 is not None:
                 error = error.mul_(of_kl[:, None]).addcmul_(of_l1, of_distance[:, None])
             grad[part] = _through_head(error, head, features.dtype)

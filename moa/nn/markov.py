@@ -9,16 +9,18 @@ adds to its logits what follows from that token x, through two narrow matrices::
     vanilla    logits += W2 e
     gated      logits += W2 (sigmoid(Wg [h; e]) * e)                  h is the slot's hidden state
     rnn        G, C, O = Wj [s; e; h]; logits += W2 tanh(O); s <- sigmoid(G) s + (1 - sigmoid(G)) tanh(C)
+    product    logits += W2 (Wh h * e)          the scores of DFlash 2's candidate selector, here of all tokens
 
 The state s is 0 in the first slot. What a slot needs of the tokens before it is its *memory* [..., M]: e, and for rnn
-s. Weights have the names of the official code (deepseek-ai/DeepSpec).
+s. Weights have the names of the official code (deepseek-ai/DeepSpec);
+the product has no counterpart there.
 """
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
+MARKOV_HEADS = ("none", "vanilla", "gated", "rnn", "product")
 
 
 class MarkovHead(nn.Module):
@@ -95,6 +97,19 @@ class GatedMarkovHead(MarkovHead):
         return gate * memory
 
 
+class ProductMarkovHead(MarkovHead):
+    """The product head: the slot's hidden state scales each number of the embedding."""
+
+    def __init__(self, vocab_size: int, rank: int, width: int) -> None:
+        super().__init__(vocab_size, rank, width)
+        self.hidden_proj = nn.Linear(width, rank, bias=False)
+
+    @override
+    def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
+        scale: Tensor = self.hidden_proj(hidden)
+        return scale * memory
+
+
 class RecurrentMarkovHead(MarkovHead):
     """The rnn head: a state runs over the tokens of the block."""
 
@@ -125,7 +140,9 @@ class RecurrentMarkovHead(MarkovHead):
 
 def markov_head(kind: str, vocab_size: int, rank: int, width: int) -> MarkovHead | None:
     """Build a head of :data:`MARKOV_HEADS`; None for ``none``."""
-    heads = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
+    heads = {
+        "vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead, "product": ProductMarkovHead,
+    }  # fmt: skip
     return heads[kind](vocab_size, rank, width) if kind != "none" else None
 
 

@@ -173,8 +173,9 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
 
 def weights_times(factor: float) -> LossWeights:
     """The default weights of all terms, times a factor."""
-    usual: dict[str, Any] = vars(LossWeights())
-    return LossWeights(**{name: factor * value for name, value in usual.items() if isinstance(value, float)})
+    usual = vars(LossWeights())
+    scaled: dict[str, Any] = {name: factor * usual[name] for name in usual if name != "divergence"}
+    return LossWeights(**scaled)
 
 
 def batch_of(drafter: Drafter, model: Any, n_tokens: int = 30) -> TrainingInputs:

@@ -106,7 +106,7 @@ class TestContextOfKeysAndValues(DrafterContract):
 
 class TestContextOfMemory(DrafterContract):
     kind = "dspark"
-    sizes = MEMORY | {"markov_rank": 8}
+    sizes = MEMORY | {"markov_rank": 8, "markov_head": "product"}
 
 
 def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
@@ -211,7 +211,7 @@ def test_unfit_sizes_are_refused() -> None:
         ({"fused_layers": (-1,)}, "got -1"),
         ({"block_size": 1, "sample_from_anchor": False}, "a block of 1 slot drafts nothing"),
         ({"mask_token": 67}, "mask_token must be one of the 67 tokens, got 67"),
-        ({"markov_head": "gru"}, "markov_head is 'gru', expected one of none, vanilla, gated, rnn"),
+        ({"markov_head": "gru"}, "markov_head is 'gru', expected one of none, vanilla, gated, rnn, product"),
         ({"markov_rank": 0}, "markov_rank must be at least 1, got 0"),
         ({"context": "text"}, "context is 'text', expected one of hidden, kv, memory"),
         ({"context": "kv"}, "each of the 5 block_layers sees the keys and values of one layer of the target.*got 0,1"),

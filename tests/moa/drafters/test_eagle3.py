@@ -34,11 +34,13 @@ class TestEagle3(DrafterContract):
 
 
 class TestSmallVocabulary(DrafterContract):
-    """Thirty tokens that can be drafted; the others are sampled and decoded all the same."""
+    """Thirty tokens that can be drafted; the others are sampled and decoded all the same. With EAGLE-3.1's norms."""
 
     kind = "eagle3"
     close = 5e-5
-    sizes = {"fused_layers": (0, 1), "test_time_steps": 3, "draft_vocabulary": 30}
+    sizes = {
+        "fused_layers": (0, 1), "test_time_steps": 3, "draft_vocabulary": 30, "fc_norm": True, "norm_output": True,
+    }  # fmt: skip
     export_sizes = {"eagle3": {"fused_layers": (0, 1, 3)}}
 
 
@@ -46,12 +48,12 @@ def unrolled(drafter: Any, frozen: FrozenTarget, inputs: TrainingInputs, row: in
     """Features of one round, token by token, with plain full attention over what it sees: [n_steps, E]."""
     block, features = drafter.midlayer, []
     embeddings = frozen.embed(inputs.tokens[row : row + 1])
-    fused = drafter.fc(torch.cat([states[row : row + 1] for states in inputs.layer_outputs], dim=-1))
+    fused = drafter.true_features(torch.cat([states[row : row + 1] for states in inputs.layer_outputs], dim=-1))
     stream = torch.cat((embeddings[:, 1 : root + 1], fused[:, :root]), dim=-1)  # slots 0..root-1
     for step in range(n_steps):
         rotation = drafter.rotary(torch.arange(root + step)[None])
         attended = block(stream, rotation, *block.keys_values(stream, rotation), _causal(root + step))
-        features.append(attended[:, -1])
+        features.append(drafter.fed_back(attended[:, -1]))
         if step < n_steps - 1:
             following = torch.cat((embeddings[:, root + step + 1], features[-1]), dim=-1)
             stream = torch.cat((stream, following[:, None]), dim=1)
@@ -68,7 +70,8 @@ def test_training_time_test_equals_rounds_one_by_one(family: str, draft_vocabula
     """In value and in the gradient of every weight; rounds end with the response they are in."""
     model = build_model(family, num_hidden_layers=2)
     frozen, n_steps = FrozenTarget.from_model(model), 4
-    drafter = build_eagle3(model, draft_vocabulary=draft_vocabulary, test_time_steps=n_steps)
+    norms = dict.fromkeys(("fc_norm", "norm_output"), draft_vocabulary is not None)
+    drafter = build_eagle3(model, draft_vocabulary=draft_vocabulary, test_time_steps=n_steps, **norms)
     inputs = batch_of(drafter, model, 22)
     terms = drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=0.5), 3.0))
     gradients = torch.autograd.grad(terms.total, list(drafter.parameters()))

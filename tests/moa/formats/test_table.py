@@ -176,6 +176,7 @@ def test_official_eagle_checkpoint(tmp_path: Path, file: str) -> None:
         ("dflash", {"fused_layers": (-1, 1)}, {}, "it reads the embedding"),
         ("dspark", {"sample_from_anchor": False}, {}, "the slot of its anchor drafts nothing"),
         ("dspark", {"context": "kv"}, {}, "its context is kv, and DeepSpec and SGLang knows hidden states alone"),
+        ("dspark", {"markov_head": "product"}, {}, "its Markov head is product, and theirs are vanilla, gated and rnn"),
         ("vllm-dspark", {"markov_head": "rnn"}, {}, "its Markov head is rnn, and that of vLLM vanilla"),
     ],
 )
@@ -272,6 +273,25 @@ def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
         check_drafter_matches(load_drafter(tmp_path), Target(model))
     with pytest.raises(CheckpointError, match="joins 2 layers of the target, and the engines join 3"):
         write(build_eagle3(model), "eagle3", tmp_path / "two", model)
+
+
+def test_eagle3_with_the_norms_of_eagle_3_1(tmp_path: Path) -> None:
+    """Under the names and flags of vLLM; without them in config.json they are not there."""
+    model = build_model()
+    write(build("eagle3", model), "eagle3", tmp_path / "plain", model)
+    plain = json.loads((tmp_path / "plain" / "config.json").read_text())
+    drafter = build("eagle3", model, fc_norm=True, norm_output=True)
+    write(drafter, "eagle3", tmp_path, model)
+    without_own_key(tmp_path)
+    config, names = json.loads((tmp_path / "config.json").read_text()), set(load_file(tmp_path / "model.safetensors"))
+    assert {name for name in names if "fc_norm" in name} == {f"fc_norm.{index}.weight" for index in range(3)}
+    assert set(config) - set(plain) == {"fc_norm", "norm_output"}
+    again: Any = load_drafter(tmp_path)
+    assert again.config.fc_norm
+    assert again.config.norm_output
+    frozen = FrozenTarget.from_model(model)
+    logits = [one.draft_logits(frozen, features(one, model)) for one in (again, drafter)]
+    assert torch.equal(*logits)
 
 
 def test_eagle3_under_the_name_that_vllm_gives_its_layer(tmp_path: Path) -> None:

@@ -14,10 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moa_data.cli import main
 from moa_data.errors import FolderOccupied, OptionInvalid
 from moa_data.moa.drafters.base import Drafter
-from moa_data.moa.drafters.eagle import EagleDrafter, EagleSizes
-from moa_data.moa.drafters.eagle3 import Eagle3Drafter, Eagle3Sizes
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.errors import CheckpointError, TargetError, TargetMismatch
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS
@@ -33,16 +30,21 @@ from ...pipeline.exchange.conftest import extract_config, store, target
 __all__ = ["extract_config", "store", "target"]  # fixtures
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "moa": PAPER,
+    "eagle": {},
+    "eagle3": {"fused_layers": (0, 1, 2)},
+    "dspark": {"block_layers": 1, "markov_rank": 8},
+    "dflash": {"block_layers": 1},
+}
+"""Sizes with which a drafter of a kind fits the layouts of other programs."""
+
+
 def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:
     """A run as training leaves it, of a drafter with random weights."""
     config, identity = AutoConfig.from_pretrained(target), hash_target(target) | identity
-    drafter: Drafter
-    if kind == "moa":
-        drafter = MoADrafter(MoASizes.from_target(config, identity, **PAPER))
-    elif kind == "eagle3":
-        drafter = Eagle3Drafter(Eagle3Sizes.from_target(config, identity, fused_layers=(0, 1, 2)))
-    else:
-        drafter = EagleDrafter(EagleSizes.from_target(config, identity))
+    build = drafter_class(kind)
+    drafter: Drafter = build(build.config_class.from_target(config, identity, **KINDS[kind]))
     drafter.initialize(torch.Generator().manual_seed(0))
     drafter.adopt(FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)), lambda: torch.zeros(0))
     save_drafter(drafter, folder / "drafter")
@@ -52,7 +54,7 @@ def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str
 
 @pytest.fixture
 def runs(target: Path, store: Path, tmp_path: Path) -> dict[str, Path]:
-    return {kind: make_run(tmp_path / kind, target, store, kind) for kind in ("moa", "eagle", "eagle3")}
+    return {kind: make_run(tmp_path / kind, target, store, kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -85,6 +87,12 @@ def test_embeddings_are_the_targets_from_store_or_model(runs: dict[str, Path], t
     assert torch.equal(from_store["embed_tokens.weight"], from_model["embed_tokens.weight"])
     weights = load_file(target / "model.safetensors")
     assert torch.equal(from_store["embed_tokens.weight"], weights["model.embed_tokens.weight"])
+    for name, model in (("head of the store", None), ("head of the model", str(target))):
+        out = str(tmp_path / name)
+        export_drafter(DrafterExportConfig(drafter=str(runs["dspark"]), format="dspark", out=out, model=model))
+        copied = load_file(tmp_path / name / "model.safetensors")
+        assert torch.equal(copied["lm_head.weight"], weights["lm_head.weight"].float())
+        assert torch.equal(copied["embed_tokens.weight"], weights["model.embed_tokens.weight"].float())
 
 
 def test_what_cannot_be_exported_is_named(
@@ -124,7 +132,7 @@ def test_what_cannot_be_exported_is_named(
     monkeypatch.setattr(drafter_export, "load_drafter", lambda folder: next(loads)(folder))
     with pytest.raises(CheckpointError, match=r"fc\.weight does not load as it was written"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=out))
-    assert {path.name for path in tmp_path.iterdir()} == {"moa", "eagle", "eagle3", "other", "gone"}
+    assert {path.name for path in tmp_path.iterdir()} == {*KINDS, "other", "gone"}
 
 
 def test_the_command_says_what_it_did_and_how_it_failed(runs: dict[str, Path], tmp_path: Path) -> None:
