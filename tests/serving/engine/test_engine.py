@@ -116,12 +116,20 @@ def test_texts_are_those_of_plain_decoding(family: str, n_texts: int) -> None:
     assert engine.snapshot().kv_used == 0, "an answer that has ended holds no memory"
 
 
-@pytest.mark.parametrize("kind", ["moa", "eagle", "eagle3", "dspark", "dflash", "glide", "medusa", "independent"])
-def test_every_drafter_speculates_for_several_texts(kind: str) -> None:
-    target = never_ending()
-    block = {"block_layers": 1, "block_size": 7}
-    sizes = {"medusa": {"medusa_heads": 4}, "dspark": block, "dflash": block}
-    drafter = build(kind, target.model, **sizes.get(kind, {}))
+BLOCK: dict[str, Any] = {"block_layers": 1, "block_size": 7}
+SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in ("moa", "eagle", "eagle3", "glide", "independent")},
+    **{kind: (kind, BLOCK) for kind in ("dspark", "dflash")},
+    "medusa": ("medusa", {"medusa_heads": 4}),
+    "keys and values": ("dspark", BLOCK | {"context": "kv", "fused_layers": (1,)}),
+    "memory": ("dflash", BLOCK | {"context": "memory", "fused_layers": None}),
+}
+
+
+@pytest.mark.parametrize("name", SPECULATING)
+def test_every_drafter_speculates_for_several_texts(name: str) -> None:
+    target, (kind, sizes) = never_ending(), SPECULATING[name]
+    drafter = build(kind, target.model, **sizes)
     drafter = teach(drafter, target, PROMPTS[:4], 40)
     engine = engine_for(target, {"it": drafter}, drafts=CHAIN)
     readers = [add(engine, prompt, 16, drafter="it") for prompt in PROMPTS[:5]]
