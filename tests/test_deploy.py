@@ -1,0 +1,112 @@
+"""The recipes for clusters parse, name fields that exist, and give `extract` options that it has."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from moa_data.cli import main
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "deploy").glob("*.sbatch"))
+JOB = ROOT / "deploy" / "kuberay.yaml"
+
+# Field -> its type, or the fields below it: those of ray.io/v1 as the Go types of KubeRay have them, and of pods those
+# that are used here. A field of a list is that of each item.
+CONTAINER = {
+    "name": str, "image": str, "env": {"name": str, "value": str},
+    "resources": {"requests": dict, "limits": dict}, "volumeMounts": {"name": str, "mountPath": str},
+}  # fmt: skip
+POD = {
+    "spec": {
+        "containers": CONTAINER, "volumes": {"name": str, "persistentVolumeClaim": {"claimName": str}},
+        "terminationGracePeriodSeconds": int,
+        "tolerations": {"key": str, "operator": str, "value": str, "effect": str},
+    },
+}  # fmt: skip
+GROUP = {"rayStartParams": dict, "template": POD}
+WORKERS = GROUP | {"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int, "numOfHosts": int}
+CLUSTER = {
+    "rayVersion": str, "enableInTreeAutoscaling": bool, "headGroupSpec": GROUP, "workerGroupSpecs": WORKERS,
+    "autoscalerOptions": {"idleTimeoutSeconds": int, "upscalingMode": str}, "suspend": bool,
+}  # fmt: skip
+RAY_JOB = {
+    "apiVersion": str, "kind": str, "metadata": {"name": str},
+    "spec": {
+        "entrypoint": str, "backoffLimit": int, "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int,
+        "activeDeadlineSeconds": int, "submissionMode": str, "rayClusterSpec": CLUSTER,
+    },
+}  # fmt: skip
+
+
+def options_of(command: str) -> set[str]:
+    """The long options of a command line."""
+    return {word.split("=")[0] for word in shlex.split(command) if word.startswith("--")}
+
+
+def known_options() -> set[str]:
+    command = main.get_command(click.Context(main), "extract")
+    assert command is not None
+    return {name for parameter in command.params for name in parameter.opts}
+
+
+def check(found: Any, expected: Any, place: str) -> None:
+    if isinstance(found, list):
+        for index, item in enumerate(found):
+            check(item, expected, f"{place}[{index}]")
+    elif isinstance(expected, type):
+        assert isinstance(found, expected), place
+    else:
+        assert isinstance(found, dict), place
+        assert set(found) <= set(expected), place
+        for key, value in found.items():
+            check(value, expected[key], f"{place}.{key}")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_of_slurm_parse_and_extract_knows_their_options(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = re.sub(r"\\\n", " ", script.read_text(encoding="utf-8"))
+    (command,) = re.findall(r'moa-data extract "\$@" (.*?)(?: &)?\n', text)
+    assert options_of(command)
+    assert options_of(command) <= known_options()
+    for line in re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE):
+        assert re.fullmatch(r"--[a-z-]+(=\S+)?", line)
+    first_command = re.search(r"^[^#\n]", text, re.MULTILINE)
+    assert first_command is not None
+    assert text.rindex("#SBATCH") < first_command.start()  # SLURM reads no further
+
+
+def test_the_job_of_kuberay_has_fields_that_exist() -> None:
+    job = yaml.safe_load(JOB.read_text(encoding="utf-8"))
+    check(job, RAY_JOB, "RayJob")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    for group in (cluster["headGroupSpec"], workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+
+
+def test_the_job_of_kuberay_runs_extract_on_the_ray_that_is_tested() -> None:
+    spec = yaml.safe_load(JOB.read_text(encoding="utf-8"))["spec"]
+    pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    assert spec["rayClusterSpec"]["rayVersion"] == pinned[1]
+    assert spec["entrypoint"].startswith("moa-data extract ")
+    assert options_of(spec["entrypoint"]) <= known_options()
+    most = int(re.findall(r"--workers \d+:(\d+)", spec["entrypoint"])[0])
+    assert most == spec["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"]  # one GPU a pod, one worker a GPU
