@@ -15,12 +15,15 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...storage.disk.durable import PARTIAL_SUFFIX
 from ...storage.write.store import StoreWriter
 from ..config import core_share, resolve_encode_threads
+from ..errors import WorkersLost
 from ..forwards.parts import Outcome, Timings
 from .messages import is_of_device, portable
 from .work import BUNDLE, Worker, WorkOrder
@@ -28,6 +31,8 @@ from .work import BUNDLE, Worker, WorkOrder
 PIECE, REPORT = "piece", "report"
 """Columns of what a worker is given, an int64 for each piece, and of what it returns, one text for all."""
 _DEVICE_FAILED = 70
+_MOST_LIVES = 5
+"""Lives of an actor in a row that may end before they are done with a lot; machines are seldom lost so often."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,13 @@ class RayWorker:
         outcomes: dict[int, Outcome] = {}
         error = b""
         try:
-            with self._joined(context) as worker:
+            with self._joined(context, batch[PIECE]) as worker:
                 began_s, claimed = time.perf_counter(), worker.store.is_claimed
                 free = [piece for piece in batch[PIECE].tolist() if piece == BUNDLE or not claimed(piece)]
                 worker.run(free, lambda: None, outcomes.__setitem__)
             worker.timings.extract_s = self._spent.extract_s + time.perf_counter() - began_s
             self._spent += worker.timings
+            self._lives(context).unlink(missing_ok=True)
         except Exception as failure:  # noqa: BLE001  (the driver raises it)
             if is_of_device(failure):
                 os._exit(_DEVICE_FAILED)  # as a kill would: Ray starts the actor anew, on another device
@@ -109,14 +115,31 @@ class RayWorker:
         restarted = bool(context.was_current_actor_reconstructed)
         return LotReport(name, socket.gethostname(), restarted, outcomes, self._spent, error).row()
 
-    def _joined(self, context: Any) -> Worker:
+    def _joined(self, context: Any, lot: np.ndarray) -> Worker:
         """Return the worker, with the store joined for one lot: an idle actor keeps nobody from cleaning the store."""
         if self._worker is None:
+            self._count_life(context, lot)
             self._worker = self._start(context)
         else:
             store = StoreWriter.join(self._order.store, self._worker.store.attempt)
             self._worker = replace(self._worker, store=store, timings=Timings())
         return self._worker
+
+    def _lives(self, context: Any) -> Path:
+        """Return a file with a byte for each life of the actor that ended before it was done with a lot."""
+        return Path(self._order.store) / f"{self._run}-{context.get_actor_id()[:12]}.lives{PARTIAL_SUFFIX}"
+
+    def _count_life(self, context: Any, lot: np.ndarray) -> None:
+        """Refuse one more life where a lot ends each of them, which Ray would go on with for ever."""
+        with open(self._lives(context), "ab") as file:
+            file.write(b".")
+            n_lives = file.tell()
+        if n_lives > _MOST_LIVES:
+            raise WorkersLost(
+                f"A worker on {socket.gethostname()} has ended {_MOST_LIVES} times in a row at the same work (parts "
+                f"{', '.join(map(str, lot.tolist()))}), as it does when memory runs out. What was committed is kept: "
+                "mend it and run the same command again to go on."
+            )
 
     def _start(self, context: Any) -> Worker:
         """Join the store and load the target, and delete what an earlier life of this actor left unfinished."""

@@ -17,7 +17,6 @@ import queue
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,8 +37,6 @@ from .work import BUNDLE, WorkOrder, is_pending, pieces_of
 _MOST_IN_A_LOT = 8
 _LOTS_PER_WORKER = 2
 """Lots that each worker could have of what is left: the more, the smaller are lots, and the wait at the end."""
-_RETRIES = 3
-"""Times that Ray gives a lot to another life of its actor; then all that is left is submitted anew."""
 _TELL_EVERY_S = 1.0
 _PATIENCE_S = 600.0
 """Time without any commit after which parts that another run has begun are done here too."""
@@ -172,19 +169,15 @@ class RayWorkers:
         pool = ray.data.ActorPoolStrategy(
             min_size=min(self._scale.fewest_workers, most), max_size=most, max_tasks_in_flight_per_actor=1
         )
-        data = ray.data.from_arrow([pa.table({PIECE: pa.array(lot, pa.int64())}) for lot in lots])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, for which there is no other way
-            return data.map_batches(
-                RayWorker,
-                fn_constructor_args=(self._order, self._store.attempt, self._needs, self._encode_threads),
-                batch_size=None,
-                compute=pool,
-                num_cpus=self._needs["CPU"],
-                num_gpus=self._needs["GPU"],
-                max_restarts=-1,
-                max_task_retries=_RETRIES,
-            )
+        # Ray gives a lot again to the next life of its actor, without end: see ``RayWorker`` for lots that kill it.
+        return ray.data.from_arrow([pa.table({PIECE: pa.array(lot, pa.int64())}) for lot in lots]).map_batches(
+            RayWorker,
+            fn_constructor_args=(self._order, self._store.attempt, self._needs, self._encode_threads),
+            batch_size=None,
+            compute=pool,
+            num_cpus=self._needs["CPU"],
+            num_gpus=self._needs["GPU"],
+        )
 
     def _take(self, report: LotReport) -> None:
         if report.error:

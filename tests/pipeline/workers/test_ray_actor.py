@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moa_data.pipeline.config import ExtractConfig, core_share
-from moa_data.pipeline.errors import PipelineError
+from moa_data.pipeline.errors import PipelineError, WorkersLost
 from moa_data.pipeline.forwards.parts import Outcome, Timings
 from moa_data.pipeline.jobs.extract import _open_store, _with_texts, _work_order, extract
 from moa_data.pipeline.jobs.plan import build_plan
@@ -99,6 +99,22 @@ def test_what_an_earlier_life_of_the_actor_left_is_deleted(order: WorkOrder) -> 
         path.touch()
     report_of(RayWorker(order, "run", {"CPU": 1.0}, None), 0)
     assert (left.exists(), others.exists()) == (False, True)
+
+
+def test_work_that_ends_one_life_after_another_ends_the_run(order: WorkOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: object) -> Worker:
+        raise KeyboardInterrupt  # stands for a kill: no row is returned
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "start", end)
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                report_of(RayWorker(order, "run", {"CPU": 1.0}, None), 3, 4)
+    error: Any = pickle.loads(report_of(RayWorker(order, "run", {"CPU": 1.0}, None), 3, 4).error)
+    assert isinstance(error, WorkersLost)
+    assert "5 times in a row at the same work (parts 3, 4)" in str(error)
+    assert report_of(RayWorker(order, "another", {"CPU": 1.0}, None), 0).outcomes == {0: Outcome.WRITTEN}
+    assert not list(Path(order.store).glob("another-*"))
 
 
 def test_an_error_comes_as_it_was_raised(order: WorkOrder) -> None:
