@@ -6,7 +6,7 @@ assumed rate, and the encoding, at the rate that benchmarks/results/encoding.jso
 at once share the bucket equally, up to the link of each. A preempted worker loses what it has not committed; another
 one starts in its place, and gets its lot.
 
-    python benchmarks/cluster.py [--tokens 1e10] [--stored-bytes 10000] [--bucket 10e9] [--out FOLDER]
+    python benchmarks/cluster.py [--tokens 2.4e9] [--stored-bytes 10000] [--bucket 10e9] [--out FOLDER]
 """
 
 import argparse
@@ -251,7 +251,7 @@ def simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Simulate, print and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=float, default=1e10)
+    parser.add_argument("--tokens", type=float, default=2.4e9, help="default: ten times UltraChat")
     parser.add_argument("--part-tokens", type=int, default=65_536)
     parser.add_argument("--raw-bytes", type=float, default=139_264.0, help="bytes of a token before encoding")
     parser.add_argument("--stored-bytes", type=float, default=10_000.0, help="bytes of a token as it is stored")
