@@ -20,6 +20,7 @@ GROUPS = {
     },
     "Measure and hand on": {
         "disconnect": "evaluate", "export": "exchange", "import": "exchange", "export-drafter": "exchange",
+        "push": "hub", "pull": "hub",
     },
 }  # fmt: skip
 """Heading of the help page -> command -> its module in commands/."""

@@ -76,6 +76,8 @@ _GO_ON = {
     "recode": "Committed parts are kept; run the same command again to go on.",
     "add": "Parts that have the new fields keep them; run the same command again to go on.",
     "regenerate": "Answers so far are kept; run the same command again to go on.",
+    "push": "Commits so far are kept; run the same command again to go on.",
+    "pull": "What was downloaded is kept; run the same command again to go on.",
     "export": "Complete files are kept; run the same command again to go on.",
     "import": "Committed parts are kept; run the same command again to go on.",
     "train": "Run the same command again, with --resume if it had saved a checkpoint.",

@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.checkpoints": LEAVES | STORAGE | MOA | {"moa.files", "moa.formats", "trainer", "trainer.step"},
     "trainer.fit": LEAVES | STORAGE | MOA | TRAINER,
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
+    "hub": LEAVES | {"storage", "storage.disk", "storage.care"},
     "regeneration": LEAVES
     | {"config"}
     | MOA
@@ -104,6 +105,7 @@ OUTSIDE: dict[str, set[str]] = {
         "obstore",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions"},
+    "hub": {"huggingface_hub"},
     "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},
 }
 

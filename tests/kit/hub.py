@@ -1,5 +1,10 @@
-"""A Hub on this machine: repositories with commits and branches that move, behind a small HTTP server."""
+"""A Hub on this machine: repositories with commits and branches that move, behind a small HTTP server.
 
+Repositories that clients make take uploads as the Hub does: the mode of each file, the bytes of large ones through its
+batch API of git LFS, and commits that name them by their sha256. The client has to leave Xet out (HF_HUB_DISABLE_XET).
+"""
+
+import base64
 import hashlib
 import json
 import threading
@@ -15,13 +20,22 @@ class Hub:
 
     Attributes:
         requests: the paths that were asked for.
+        token: the token that uploads need.
+        private: repositories that clients made -> whether they are private; only these take uploads.
+        large: the bytes of large files by their sha256.
+        n_uploads_left: uploads of large files that still succeed; None for all.
     """
+
+    token = "hf_of_the_tests"
 
     def __init__(self) -> None:
         self.files: dict[tuple[str, str], dict[str, bytes]] = {}
         self.branches: dict[str, str] = {}
         self.requests: list[str] = []
         self.url = ""
+        self.private: dict[str, bool] = {}
+        self.large: dict[str, bytes] = {}
+        self.n_uploads_left: int | None = None
 
     def commit(self, repository: str, files: dict[str, bytes], branch: str = "main") -> str:
         """Let a branch of a repository hold these files; returns the commit."""
@@ -29,6 +43,28 @@ class Hub:
         self.files[repository, sha] = files
         self.branches[f"{repository}@{branch}"] = sha
         return sha
+
+    def create(self, name: str, kind: str, private: bool) -> bool:
+        """Make a repository; returns False where it is there."""
+        repository = f"{kind}s/{name}"
+        if f"{repository}@main" in self.branches:
+            return False
+        self.private[repository] = private
+        self.commit(repository, {".gitattributes": b""})
+        return True
+
+    def add(self, repository: str, lines: list[dict[str, Any]]) -> str:
+        """Commit the operations of a client; returns the commit."""
+        found = self.find(repository, "main")
+        assert found is not None
+        files = dict(found[1])
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.large[value["oid"]]
+        return self.commit(repository, files)
 
     def find(self, repository: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
         """Return the commit of a revision and its files."""
@@ -72,7 +108,66 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        self._answer(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        steps = unquote(urlsplit(self.path).path).strip("/").split("/")
+        takes = steps[:2] == ["api", "repos"] or steps[4:5] in (["commit"], ["preupload"]) or steps[-1] == "batch"
+        if steps[:2] == ["api", "validate-yaml"]:
+            self._send_json({"errors": [], "warnings": []})
+        elif not takes:
+            self._answer(body)
+        elif self.headers.get("authorization") != f"Bearer {self.served.token}":
+            self._send(b'{"error": "Invalid username or password."}', {}, 401)
+        else:
+            self._take(steps, body)
+
+    def do_PUT(self) -> None:
+        """Take the bytes of a large file."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        hub, oid = self.served, self.path.rpartition("/")[2]
+        if hub.n_uploads_left == 0:
+            self._send(b"", {}, 403)
+            return
+        hub.n_uploads_left = None if hub.n_uploads_left is None else hub.n_uploads_left - 1
+        assert hashlib.sha256(content).hexdigest() == oid
+        hub.large[oid] = content
+        self._send(b"", {})
+
+    def _take(self, steps: list[str], body: bytes) -> None:
+        """Answer what changes a repository."""
+        hub, repository = self.served, "/".join(steps[1:4])
+        self.served.requests.append("/".join(steps))
+        if steps[1] == "repos":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            kind = asked.get("type") or "model"
+            is_private = asked.get("private") or asked.get("visibility") == "private"
+            is_new = hub.create(name, kind, bool(is_private))
+            place = f"{hub.url}/{'datasets/' if kind == 'dataset' else ''}{name}"
+            self._send(
+                json.dumps({"url": place}).encode(), {"Content-Type": "application/json"}, 200 if is_new else 409
+            )
+        elif steps[-1] == "batch":
+            objects = json.loads(body)["objects"]
+            href = {"upload": {"href": f"{hub.url}/large/"}}
+            self._send_json(
+                {
+                    "objects": [
+                        each | ({} if each["oid"] in hub.large else {"actions": _with_oid(href, each["oid"])})
+                        for each in objects
+                    ],
+                    "transfer": "basic",
+                }
+            )
+        elif steps[4] == "preupload":
+            files = json.loads(body)["files"]
+            modes = [{"path": each["path"], "uploadMode": _mode(each["path"]), "shouldIgnore": False} for each in files]
+            self._send_json({"files": modes})
+        else:
+            commit = hub.add(repository, [json.loads(line) for line in body.splitlines()])
+            place = repository.removeprefix("models/")
+            self._send_json(
+                {"commitUrl": f"{hub.url}/{place}/commit/{commit}", "commitOid": commit, "pullRequestUrl": ""}
+            )
 
     def _answer(self, body: bytes = b"") -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
@@ -102,11 +197,16 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "revision":
             siblings = [{"rfilename": name} for name in files]
             name = repository.partition("/")[2]
-            return {"_id": "1", "id": name, "sha": sha, "siblings": siblings, "private": False, "tags": []}
+            return {"_id": "1", "id": name, "sha": sha, "siblings": siblings, "tags": []} | {
+                "private": self.served.private.get(repository, False)
+            }
         folders = sorted({"/".join(name.split("/")[:n]) for name in files for n in range(1, name.count("/") + 1)})
         entries: list[dict[str, Any]] = [{"type": "directory", "path": name, "size": 0, "oid": sha} for name in folders]
         for name, content in files.items():
             entries.append({"type": "file", "path": name, "size": len(content), "oid": _oid(content)})
+            if repository in self.served.private and _mode(name) == "lfs":
+                oid = hashlib.sha256(content).hexdigest()
+                entries[-1]["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 130}
         if what == "paths-info":
             wanted = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode()).get("paths", [])
             return [entry for entry in entries if entry["path"] in wanted]
@@ -131,3 +231,12 @@ class _Handler(BaseHTTPRequestHandler):
 def _oid(content: bytes) -> str:
     """The name that git gives to a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _mode(path: str) -> str:
+    """How the Hub wants a file: small texts as they are, all else as large files."""
+    return "regular" if path.endswith((".json", ".md", ".jinja", ".txt", ".gitattributes")) else "lfs"
+
+
+def _with_oid(actions: dict[str, dict[str, str]], oid: str) -> dict[str, dict[str, str]]:
+    return {name: {"href": action["href"] + oid} for name, action in actions.items()}

@@ -1,0 +1,190 @@
+"""Stores and drafters go to a Hub on this machine and come back byte for byte, whatever breaks on the way."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from moa_data.errors import FolderOccupied
+from moa_data.hub.contents import contents_of, drafter_card
+from moa_data.hub.errors import HubError, NothingToPush, PullDamaged
+from moa_data.hub.pull import pull
+from moa_data.hub.push import push
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.storage.care.verify import verify_store
+from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.hub import Hub, serving
+from moa_data.tests.kit.stores import read_tree
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")  # of the client's own calls
+NAME = "me/activations"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with serving() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        # What the client derives from HF_ENDPOINT when it is imported.
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        yield hub
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    left_out = {name for name in names(one) if name.startswith("runs/") or name.endswith(".lock")}
+    shared = names(one) - left_out
+    return shared == names(other) and all((one / n).read_bytes() == (other / n).read_bytes() for n in shared)
+
+
+def test_a_store_goes_and_comes_back(hub: Hub, room: Path, tmp_path: Path) -> None:
+    store, back = room / "store", tmp_path / "back"
+    done: list[tuple[int, int]] = []
+    report = push(store, NAME, progress=lambda n, total, message: done.append((n, total)), most_files=3)
+    assert report.n_sent == report.n_files
+    assert report.url == f"{hub.url}/datasets/{NAME}"
+    assert len(done) > 3
+    assert done[-1] == (report.n_bytes, report.n_bytes)
+    pulled = pull(NAME, back)
+    assert (pulled.kind, pulled.n_files, pulled.n_bytes) == ("store", report.n_files, report.n_bytes)
+    assert same_bytes(store, back)
+    assert "README.md" in names(back)
+    assert verify_store(back).ok
+    again = push(store, NAME)
+    assert (again.n_sent, again.n_sent_bytes) == (0, 0)
+
+
+def test_a_broken_push_is_no_store_and_goes_on(hub: Hub, room: Path, tmp_path: Path) -> None:
+    hub.n_uploads_left = 4
+    with pytest.raises(HubError, match=r"403.*run the same command again") as caught:
+        push(room / "store", NAME, most_files=2)
+    assert "\n" not in str(caught.value)
+    assert len(hub.large) == 4
+    found = hub.find(f"datasets/{NAME}", "main")
+    assert found is not None
+    there = set(found[1])
+    assert "store.json" not in there
+    with pytest.raises(HubError, match=r"neither store\.json nor drafter\.json"):
+        pull(NAME, tmp_path / "half")
+    hub.n_uploads_left = None
+    report = push(room / "store", NAME, most_files=2)
+    assert report.n_sent == report.n_files - len(there - {".gitattributes"})
+    assert report.n_sent < report.n_files
+    pull(NAME, tmp_path / "back")
+    assert same_bytes(room / "store", tmp_path / "back")
+
+
+def test_a_drafter_is_a_model_with_a_card(hub: Hub, room: Path, tmp_path: Path) -> None:
+    private = run("push", str(room / "drafter"), "me/drafter", "--private")
+    assert private.exit_code == 0, private.output
+    assert hub.private == {"models/me/drafter": True}
+    done = run("pull", "me/drafter", str(tmp_path / "back"))
+    assert done.exit_code == 0, done.output
+    assert "pulled       a drafter: 3 files" in done.stdout
+    before, after = (load_drafter(path).state_dict() for path in (room / "drafter", tmp_path / "back"))
+    assert all(after[name].equal(weight) for name, weight in before.items())
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert card == drafter_card(load_drafter(room / "drafter").config.to_dict())
+    assert "- weights_sha256: `" in card
+    run_folder = tmp_path / "run"
+    shutil.copytree(room / "drafter", run_folder / "drafter")
+    assert push(run_folder, "me/drafter").n_sent == 0, "a run is its drafter"
+
+
+class Changed(dict[str, bytes]):
+    """Lists files as they are, and sends one of them otherwise, or not at all."""
+
+    def __init__(self, files: dict[str, bytes], name: str, content: bytes | None) -> None:
+        super().__init__(files)
+        self._name, self._content = name, content
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and (name != self._name or self._content is not None)
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._content if name == self._name and self._content is not None else super().__getitem__(name)
+
+
+def change(hub: Hub, repository: str, name: str, content: bytes | None) -> dict[str, bytes]:
+    """Let the hub send other bytes for a file; returns the true files."""
+    found = hub.find(repository, "main")
+    assert found is not None
+    hub.files[repository, found[0]] = Changed(found[1], name, content)
+    return found[1]
+
+
+def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> None:
+    push(room / "store", NAME)
+    repository, back = f"datasets/{NAME}", tmp_path / "back"
+    found = hub.find(repository, "main")
+    assert found is not None
+    commit, files = found
+    change(hub, repository, "plan.parquet", None)
+    with pytest.raises(HubError, match=r"run the same command again"):
+        pull(NAME, back)
+    assert names(back) < set(files) | names(back)
+    hub.files[repository, commit] = files
+    before = {name for name in names(back) if name in files}
+    n_before = len(hub.requests)
+    pull(NAME, back)
+    assert same_bytes(room / "store", back)
+    fetched = {path.rpartition("/resolve/")[2].partition("/")[2] for path in hub.requests[n_before:]}
+    assert "plan.parquet" in fetched
+    assert not before & fetched or len(before) < len(files)
+    with pytest.raises(FolderOccupied, match="Choose another folder"):
+        pull(NAME, back)
+
+
+def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path: Path) -> None:
+    push(room / "drafter", "me/drafter")
+    found = hub.find("models/me/drafter", "main")
+    assert found is not None
+    weights = found[1]["drafter.safetensors"]
+    honest = change(hub, "models/me/drafter", "drafter.safetensors", weights[:-1] + bytes([weights[-1] ^ 1]))
+    back = tmp_path / "back"
+    with pytest.raises(PullDamaged, match="is not the file of its commit, and was deleted"):
+        pull("me/drafter", back)
+    hub.files["models/me/drafter", found[0]] = honest
+    assert pull("me/drafter", back).kind == "drafter"
+
+
+def test_what_cannot_be_pushed_is_refused_in_one_line(
+    hub: Hub, room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NothingToPush, match="neither a store"):
+        push(tmp_path, NAME)
+    incomplete = tmp_path / "incomplete"
+    shutil.copytree(room / "store", incomplete)
+    next((incomplete / "commits").glob("part-*.json")).unlink()
+    with pytest.raises(NothingToPush, match="1 parts are still to be extracted"):
+        push(incomplete, NAME)
+    refused(run("push", str(room / "store"), "no name"), "OWNER/NAME")
+    refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")
+    push(room / "drafter", "me/public")
+    refused(run("push", str(room / "drafter"), "me/public", "--private"), "there already and public")
+    hub.create(NAME, "dataset", False)
+    hub.commit(f"datasets/{NAME}", {"other.parquet": b"x"})
+    refused(run("push", str(room / "store"), NAME), "holds another dataset (other.parquet")
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    refused(run("push", str(room / "drafter"), "me/third"), "401")
+    monkeypatch.delenv("HF_TOKEN")
+    refused(run("push", str(room / "drafter"), "me/third"), "set HF_TOKEN")
+
+
+def test_locks_and_runs_stay_here(room: Path) -> None:
+    contents = contents_of(room / "store", most_files=2)
+    paths = [item.path for commit in contents.commits for item in commit]
+    assert not [path for path in paths if path.startswith("runs/") or path.endswith(".lock")]
+    assert [item.path for item in contents.commits[-1]] == ["README.md", "store.json"]
+    assert all(len(commit) <= 2 for commit in contents.commits)
+    assert set(paths) <= set(read_tree(room / "store")) | {"README.md"} | set(paths)
+    assert contents.n_files == len(set(paths))
