@@ -19,7 +19,7 @@ _SHOWN = {
     "activations target_layers",
     "What chats are": "columns template_kwargs",
     "How it is stored": "dtype codec part_tokens",
-    "How it is computed": "device compute_dtype batch_tokens encode_threads max_rejected_fraction",
+    "How it is computed": "source device compute_dtype batch_tokens encode_threads max_rejected_fraction",
     "How many work at it": "workers engine address gpus_per_worker",
 }
 
@@ -84,6 +84,9 @@ def _print_plan(config: ExtractConfig) -> None:
     refuse_addition(extraction_plan)
     out.print(extraction_plan.describe())
     extraction_plan.check_disk()
+    if config.forward.source == "vllm":
+        out.print("time         not measured: vLLM is not started for a plan")
+        return
     if not has_device(extraction_plan.device):
         out.print("time         not measured, as this machine has no GPU; run `plan` on a machine of the workers' kind")
         return

@@ -84,8 +84,11 @@ class ForwardSettings(Config):
     """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the forward; auto is `dtype` on an accelerator and float32 on a CPU, where bfloat16 is slow."""
+    source: Literal["transformers", "vllm"] = "transformers"
+    """Engine that runs the target: transformers, or vLLM, which has to be installed beside this package."""
     batch_tokens: Count | None = None
-    """Tokens per forward, padding included; default: 16384 on an accelerator, 2048 on a CPU, where caches are small."""
+    """Tokens per forward, padding included; default: 16384 on an accelerator, 2048 on a CPU, where caches are small,
+    and 65536 with vLLM, which makes its own batches of them."""
     encode_threads: Count | None = None
     """Threads that compress activations; default: the machine's cores, up to 16. Any number gives the same bytes."""
 
@@ -170,6 +173,19 @@ class ExtractConfig(Config):
     storage: StorageSettings = Field(default_factory=StorageSettings)
     forward: ForwardSettings = Field(default_factory=ForwardSettings)
     scale: ScaleSettings = Field(default_factory=ScaleSettings)
+
+    @override
+    def problems(self) -> list[str]:
+        if self.forward.source != "vllm":
+            return []
+        found = []
+        if self.scale.n_workers > 1:
+            found.append("workers is of transformers; vLLM is one engine, so leave it out")
+        if self.forward.device != "auto":
+            found.append(f"device is {self.forward.device}, but vLLM chooses its own; leave it out")
+        if self.storage.codec.startswith("transform"):
+            found.append("codec is learned from forwards of transformers; extract lossless with vLLM, then `recode`")
+        return found
 
 
 class AddConfig(Config):

@@ -55,5 +55,9 @@ class RepairRefused(PipelineError):
     """The damaged parts of a store cannot be extracted again."""
 
 
+class EngineRefused(PipelineError, RuntimeError):
+    """Another engine than transformers cannot run the target, or fails."""
+
+
 class WorkersLost(PipelineError, RuntimeError):
     """All processes that extracted have ended, and there is work left."""

@@ -19,7 +19,7 @@ CODECS = {"storage", "storage.disk", "storage.chunks", "storage.codecs", "storag
 STORAGE = CODECS | {"storage.parts", "storage.read", "storage.write"}
 TARGETS = {"moa", "moa.nn", "moa.targets"}
 MOA = TARGETS | {"moa.drafters"}
-PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards", "pipeline.workers", "pipeline.jobs"}
+PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards", "pipeline.engines", "pipeline.workers", "pipeline.jobs"}
 TRAINER = {"trainer", "trainer.batches", "trainer.step", "trainer.checkpoints"}
 # Room (a folder, or a module of the root) -> the rooms that it may import besides itself.
 ALLOWED: dict[str, set[str]] = {
@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": LEAVES | {"config"},
     "pipeline.chats": LEAVES | {"pipeline"},
     "pipeline.forwards": LEAVES | STORAGE | TARGETS | {"pipeline"},
+    "pipeline.engines": LEAVES | TARGETS | {"pipeline", "pipeline.forwards"},
     "pipeline.workers": LEAVES | STORAGE | TARGETS | {"pipeline", "pipeline.chats", "pipeline.forwards"},
     "pipeline.jobs": LEAVES | STORAGE | TARGETS | PIPELINE | {"storage.care"},
     "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"moa.files", "pipeline", "pipeline.jobs"},

@@ -166,11 +166,11 @@ def capture(
             fields["hidden/last"] = last.to(dtype)
         for layer in spec.layers:
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
-        finite = {name: _finite_rows(values, valid) for name, values in fields.items()}
+        finite = {name: finite_rows(values, valid) for name, values in fields.items()}
     return Capture(n_tokens, input_ids, finite, fields)
 
 
-def _finite_rows(values: Tensor, valid: Tensor) -> Tensor:
+def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
     """Whether the valid tokens of each sequence, and layer where there are several, are finite: bool [B, L or 1]."""
     n_layers = values.shape[2] if values.dim() > 3 else 1
     # x * 0 is NaN exactly where x is not finite, and a sum keeps it: two cheap passes without a large bool array.

@@ -13,7 +13,7 @@ A stage that is slower than those before it makes them wait: at most ``_BATCHES_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from functools import partial
@@ -103,6 +103,7 @@ class Forwards:
             equal cache gives equal bits.
         text: sequence id -> tokens (int32) and response mask (uint8), [n_tokens] each.
         n_encode_threads: threads that encode activations.
+        engine: runs a batch of token ids (int32 [n_tokens] each) in place of the target; None for the target itself.
     """
 
     target: Target
@@ -113,6 +114,13 @@ class Forwards:
     uses_cache: bool
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
     n_encode_threads: int
+    engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
+
+    def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
+        """Run a batch."""
+        if self.engine is not None:
+            return self.engine(tokens)
+        return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
 
 
 class Outcome(Enum):
@@ -222,7 +230,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table, clock: DeviceClock, slots: H
     texts = [forwards.text(key) for key in ids]
     tokens = [tokens for tokens, _ in texts]
     began = clock.mark()
-    captured = capture(forwards.target.model, tokens, forwards.spec, forwards.dtype, forwards.uses_cache)
+    captured = forwards.capture(tokens)
     span = began, clock.mark()
     copied = captured.encode(forwards.codec, names).to_host(slots)
     return _Batch(batch["first_token"].to_pylist(), texts, names, copied, span)

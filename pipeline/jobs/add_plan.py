@@ -264,6 +264,11 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> None:
         raise AdditionRefused(
             f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
         )
+    if engine := stored.extraction.get("engine"):
+        raise AdditionRefused(
+            f"{path} was extracted by {engine['name']}, and forwards of transformers would differ from it in rounding. "
+            "Extract to a new store with all fields."
+        )
     names = stored.extraction["activations"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise AdditionRefused(f"{path} does not say its activations. Extract to a new store with all fields.")

@@ -42,7 +42,8 @@ CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "int6": 0.07, "transform": 0.
 """Error that a codec may add, about twice what is measured in a store's worst layer. A transform codec's error depends
 on its bits, so its bound catches only gross errors."""
 LOW_PRECISION_FACTOR = 5.0
-"""Factor of the tolerance where the forward computes in 16 bits: batches then differ in many last bits."""
+"""Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target: batches and kernels
+then differ in many last bits."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,8 @@ def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen
 def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
     """The relative L2 error that rounding and the store's codec may make between a stored field and a live one."""
     computed = stored.manifest.extraction.get("compute_dtype", "float32")
-    of_forward = TOLERANCES[dtype] * (1.0 if computed == "float32" else LOW_PRECISION_FACTOR)
+    is_other = computed != "float32" or "engine" in stored.manifest.extraction
+    of_forward = TOLERANCES[dtype] * (LOW_PRECISION_FACTOR if is_other else 1.0)
     return of_forward + CODEC_TOLERANCES[stored.codec.name.split(":")[0]]
 
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from ...storage.write.lock import CARD_SLOT, TEXTS_SLOT
 from ...storage.write.store import StoreWriter
 from ...text import Progress, format_bytes, format_hours
 from ..config import ExtractConfig, core_share, resolve_encode_threads
+from ..engines.vllm_source import VllmSource
 from ..forwards.calibrate import learn_from_target, learned_before, learning_on
 from ..forwards.parts import Timings, load_target, run_parts
 from ..workers.devices import worker_devices
@@ -157,9 +159,9 @@ def extract(
         tally, lost, n_workers = Tally(store, plan.table, progress), list[str](), config.scale.n_local_workers
         try:
             if (pieces := pieces_of(store)) and config.scale.is_alone:
-                worker = _own_worker(plan, store, target or _load_target(plan, progress), timings)
-                parts = worker.parts(unclaimed_first(store, pieces), tally.note)
-                run_parts(worker.forwards, store, parts, timings, lambda: tally.tell(timings.n_tokens), tally.note)
+                with _own_worker(plan, store, target or _load_target(plan, progress), timings) as worker:
+                    parts = worker.parts(unclaimed_first(store, pieces), tally.note)
+                    run_parts(worker.forwards, store, parts, timings, lambda: tally.tell(timings.n_tokens), tally.note)
             elif pieces:
                 target = None  # its memory is the workers'
                 workers = _directed(plan, store, tally)
@@ -233,10 +235,16 @@ def _with_texts(plan: ExtractPlan, store: StoreWriter) -> ExtractPlan:
     return dataclasses.replace(plan, sequences=sequences)
 
 
-def _own_worker(plan: ExtractPlan, store: StoreWriter, target: Target, timings: Timings) -> Worker:
+@contextmanager
+def _own_worker(plan: ExtractPlan, store: StoreWriter, target: Target, timings: Timings) -> Iterator[Worker]:
     n_threads = resolve_encode_threads(plan.config.forward.encode_threads)
     forwards = forwards_of(store.manifest, target, store.codec, plan.sequences, n_threads)
-    return Worker(store, target, plan.folder, forwards, timings)
+    if plan.config.forward.source != "vllm":
+        yield Worker(store, target, plan.folder, forwards, timings)
+        return
+    longest = int(plan.table["n_tokens"].to_numpy().max())
+    with VllmSource(plan.folder, target, forwards.spec, forwards.dtype, longest) as engine:
+        yield Worker(store, target, plan.folder, dataclasses.replace(forwards, engine=engine.capture), timings)
 
 
 def _directed(plan: ExtractPlan, store: StoreWriter, tally: Tally) -> LocalWorkers | RayWorkers:

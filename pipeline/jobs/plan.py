@@ -43,6 +43,7 @@ from ..chats.rendering import TEMPLATE_TIME
 from ..chats.sequences import Sequences, check_counts, read_sequences
 from ..chats.template_arguments import parse_template_arguments
 from ..config import ActivationSpec, ExtractConfig, parse_activations
+from ..engines.vllm_source import check_vllm
 from ..errors import NotEnoughDisk
 from ..forwards.learning_cost import LearningCost, learning_cost, product_speed
 from ..forwards.memory import ForwardMemory
@@ -209,9 +210,13 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
     sizes = target_sizes(model_config)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
-    device = _pick_device(config)
+    longest = min(config.data.max_length, sizes["max_position_embeddings"])
+    uses_vllm = config.forward.source == "vllm"
+    engine = check_vllm(model_config, longest) if uses_vllm else {}
+    # What stays of transformers where vLLM runs the target, its weights for the store, is on the host.
+    device = "cpu" if uses_vllm else _pick_device(config)
     compute_dtype = resolve_compute_dtype(config, device)
-    batch_tokens = config.forward.batch_tokens or (2048 if torch.device(device).type == "cpu" else 16_384)
+    batch_tokens = config.forward.batch_tokens or _default_batch_tokens(device, uses_vllm)
     fields = field_specs(spec, sizes, config.storage.dtype)
     codec = _codec(config.storage.codec, fields)  # refuses what it cannot do before chats are read
     is_here = has_device(device)
@@ -220,7 +225,6 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
             f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
             "GPU. Start the command on a machine of the cluster that has one, or choose another --codec."
         )
-    longest = min(config.data.max_length, sizes["max_position_embeddings"])
     n_workers = config.scale.n_local_workers
     memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device, n_workers)
     if is_here:
@@ -248,6 +252,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         },
         extraction={
             **_extraction(config, spec, compute_dtype, device, batch_tokens),
+            **({"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}),
             **chat_settings,
             **times,
             **sources_record(config, folder, source, sources),
@@ -314,7 +319,14 @@ def resolve_compute_dtype(config: ExtractConfig, device: str) -> str:
     """The dtype of the forward: auto is the storage dtype on an accelerator and float32 on a CPU."""
     if config.forward.compute_dtype != "auto":
         return config.forward.compute_dtype
-    return "float32" if device.startswith("cpu") else config.storage.dtype
+    on_host = device.startswith("cpu") and config.forward.source != "vllm"
+    return "float32" if on_host else config.storage.dtype
+
+
+def _default_batch_tokens(device: str, uses_vllm: bool) -> int:
+    if uses_vllm:
+        return 65_536
+    return 2048 if torch.device(device).type == "cpu" else 16_384
 
 
 def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:

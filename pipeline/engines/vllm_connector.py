@@ -1,0 +1,259 @@
+"""The part of the extraction that runs inside vLLM: a connector that copies a prompt's cache when it is finished.
+
+vLLM loads this module by its path (``kv_connector_module_path``), once in its scheduler and once in its worker. A
+request that has finished keeps its blocks until its values have left them::
+
+    scheduler   request_finished_all_groups   "keep its blocks"; which blocks it has, and the file that is wanted
+                build_connector_meta          tells the worker with the next step
+    worker      get_finished                  gathers the blocks on a stream of its own, and copies them to the host
+                a thread                      waits for the copy, writes the file, renames it
+                get_finished, later           "copied": the scheduler frees the blocks
+
+A layer's cache is [n_blocks, n_heads, block_size, content], whatever its order in memory. Content is key and value one
+after the other (2 * head_dim) in the target's layers; vLLM's ``extract_hidden_states`` adds one such layer whose heads
+are the chosen hidden states (content: the width). The interface is experimental, so that one version is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+FILE_PARAMETER = "moa_data_file"
+"""Parameter of a request (``kv_transfer_params``): the file that gets its values."""
+LAYOUT = "LBNHC"
+"""Layout of the cache that vLLM is asked for: the heads of a token lie together."""
+
+_N_WRITERS = 4
+_HIDDEN = "HiddenStateCacheSpec"
+_TAKEN = ("FullAttentionSpec", _HIDDEN)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A prompt whose values are wanted.
+
+    Attributes:
+        blocks: its blocks in each group of layers.
+    """
+
+    request: str
+    file: str
+    n_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """What the scheduler tells the worker with a step."""
+
+    saves: list[Save] = field(default_factory=list)
+
+
+def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse settings under which the cache does not hold what a store holds.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(
+                f"{name} is {getattr(parallel, name)}: a worker would hold a part of heads, layers or tokens."
+            )
+    if cache.cache_dtype not in ("auto", "bfloat16"):
+        raise ValueError(f"the cache's dtype is {cache.cache_dtype}, and its values would be rounded: use auto.")
+    if cache.enable_prefix_caching:
+        raise ValueError("prefix caching is on: hidden states of a prefix that was found would be missing.")
+    for group in kv_cache_config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in _TAKEN or getattr(group.kv_cache_spec, "sliding_window", None):
+            raise ValueError(f"{group.layer_names[0]} has a cache of kind {kind}, which drops or compresses tokens.")
+
+
+class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+    """Writes the cache of each finished prompt to the file that its request names."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_settings(vllm_config, kv_cache_config)
+        self._wants_kv = bool(self._kv_transfer_config.get_from_extra_config("kv", True))
+        self._waiting: list[Save] = []
+        self._layers: list[tuple[int, Tensor]] = []
+        self._hidden: tuple[int, Tensor] | None = None
+        self._copied: dict[str, Any] = {}
+        self._finished: set[str] = set()
+        self._writers = ThreadPoolExecutor(_N_WRITERS)
+        self._stream: Any = None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for the layout in which a token's heads lie together."""
+        return LAYOUT
+
+    def get_finished_count(self) -> int | None:
+        """Expect one word for each request: there is one worker."""
+        return 1
+
+    # In the scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Bring no tokens from outside."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Do nothing: no blocks are filled from outside."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a request of a cache with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a request that wants a file and has run."""
+        file = (request.kv_transfer_params or {}).get(FILE_PARAMETER)
+        if file is None or not any(block_ids):
+            return False, None
+        # The token that was sampled last has never been an input: it has neither keys and values nor hidden states.
+        n_tokens = len(request.prompt_token_ids)
+        self._waiting.append(Save(request.request_id, file, n_tokens, tuple(map(tuple, block_ids))))
+        return True, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Hand what waits to the worker."""
+        saves, self._waiting = self._waiting, []
+        return Saves(saves)
+
+    # In the worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Find the caches of the target's layers, in their order, and that of hidden states."""
+        found: dict[int, tuple[int, Tensor]] = {}
+        for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
+            is_hidden = type(group.kv_cache_spec).__name__ == _HIDDEN
+            for name in group.layer_names:
+                if is_hidden:
+                    self._hidden = index, kv_caches[name]
+                else:
+                    found[layer_number(name)] = index, kv_caches[name]
+        if sorted(found) != list(range(len(found))):
+            raise ValueError(f"the layers are {sorted(found)}, expected each number from 0 once.")
+        self._layers = [found[layer] for layer in sorted(found)]
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing: nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: nothing is loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: a prompt may come in several steps; its cache is whole when it has finished."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: blocks are kept until they have been copied."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Begin the copies that were asked for, and name the requests whose values have left their blocks."""
+        if self.has_connector_metadata():
+            metadata = self._get_connector_metadata()
+            for save in metadata.saves if isinstance(metadata, Saves) else ():
+                self._begin(save)
+        self._finished |= finished_req_ids
+        done = {name for name in self._finished if name in self._copied and _has_happened(self._copied[name])}
+        self._finished -= done
+        for name in done:
+            del self._copied[name]
+        return done or None, None
+
+    def shutdown(self) -> None:
+        """Wait for files that are being written."""
+        self._writers.shutdown()
+
+    def _begin(self, save: Save) -> None:
+        """Gather a prompt's values on a stream of its own, and let a thread write them once they are on the host."""
+        if self._layers[0][1].device.type != "cuda":
+            values, event = self._gather(save), None
+        else:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())  # what the forward wrote
+            with torch.cuda.stream(self._stream):
+                on_device = self._gather(save)
+                values = {
+                    name: torch.empty_like(each, device="cpu", pin_memory=True) for name, each in on_device.items()
+                }
+                for name, each in on_device.items():
+                    values[name].copy_(each, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._copied[save.request] = event
+        self._writers.submit(_write, values, event, Path(save.file))
+
+    def _gather(self, save: Save) -> dict[str, Tensor]:
+        """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E], as far as they are wanted."""
+        values = {}
+        if self._wants_kv:
+            layers = [tokens_of(cache, save.blocks[group], save.n_tokens) for group, cache in self._layers]
+            values["kv"] = torch.stack(layers, dim=1).unflatten(-1, (2, -1)).contiguous()
+        if self._hidden is not None:
+            group, cache = self._hidden
+            values["hidden"] = tokens_of(cache, save.blocks[group], save.n_tokens).contiguous()
+        return values
+
+
+def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
+    """Gather the tokens of a text from the blocks of a layer.
+
+    Args:
+        cache: [n_blocks, n_heads, block_size, content], in any order in memory.
+
+    Returns:
+        [n_tokens, n_heads, content].
+
+    Raises:
+        ValueError: there are fewer blocks than the text needs.
+    """
+    if len(blocks) * cache.shape[2] < n_tokens:
+        raise ValueError(f"{len(blocks)} blocks of {cache.shape[2]} tokens cannot hold {n_tokens} tokens.")
+    index = torch.tensor(blocks, device=cache.device)
+    return cache.index_select(0, index).transpose(1, 2).flatten(0, 1)[:n_tokens]
+
+
+def layer_number(name: str) -> int:
+    """Return the number in the name of a layer, such as 3 in ``model.layers.3.self_attn.attn``."""
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise ValueError(f"{name} names no layer: expected one number in it.")
+    return int(numbers[0])
+
+
+def _has_happened(event: Any) -> bool:
+    return event is None or bool(event.query())
+
+
+def _write(values: dict[str, Tensor], event: Any, file: Path) -> None:
+    """Write a file, which has its name only when it is whole."""
+    partial = file.with_suffix(".partial")
+    try:
+        if event is not None:
+            event.synchronize()
+        save_file(values, partial)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # the thread's end would tell nobody
+        file.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
+        return
+    os.replace(partial, file)

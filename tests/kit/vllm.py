@@ -1,0 +1,283 @@
+"""Stands in for vLLM 0.33.0: the interface of its connectors as the wheel has it, and an engine with paged caches.
+
+The engine computes with transformers and keeps what it computes in blocks, as vLLM does: taken from a pool in no order,
+one table for each group of layers, in a named layout in memory. Blocks that are given back are filled with NaN.
+"""
+
+import importlib
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moa_data.moa.targets.live import Target
+from moa_data.pipeline.config import ActivationSpec
+from moa_data.pipeline.forwards.capture import capture
+
+BLOCK_TOKENS, N_BLOCKS = 4, 96
+LAYOUTS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
+"""Layout -> order of [n_blocks, n_heads, block_size, content] in memory."""
+
+
+class KVConnectorRole(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024  # as in vLLM
+    pass
+
+
+class SupportsHMA(ABC):
+    @abstractmethod
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]: ...
+
+
+class KVConnectorBase_V1(ABC):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._connector_metadata: KVConnectorMetadata | None = None
+        self._vllm_config, self._kv_transfer_config = vllm_config, vllm_config.kv_transfer_config
+        self._kv_cache_config, self._role = kv_cache_config, role
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
+
+    def _get_connector_metadata(self) -> KVConnectorMetadata:
+        assert self._connector_metadata is not None
+        return self._connector_metadata
+
+    def has_connector_metadata(self) -> bool:
+        return self._connector_metadata is not None
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        return
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    @abstractmethod
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def wait_for_save(self) -> None: ...
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, None
+
+    def shutdown(self) -> None:
+        return None
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]: ...
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata: ...
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return None
+
+    def get_finished_count(self) -> int | None:
+        return None
+
+
+@dataclass
+class KVTransferConfig:
+    kv_connector: str
+    kv_connector_module_path: str
+    kv_role: str
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        return self.kv_connector_extra_config.get(key, default)
+
+
+@dataclass
+class FullAttentionSpec:
+    sliding_window: int | None = None
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+class HiddenStateCacheSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class SamplingParams:
+    max_tokens: int
+    temperature: float
+    detokenize: bool
+    extra_args: dict[str, Any]
+
+
+def settings(**changes: Any) -> Any:
+    """The settings that a connector looks at."""
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    cache = {"cache_dtype": "auto", "enable_prefix_caching": False}
+    return types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
+        cache_config=types.SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),
+        kv_transfer_config=changes.get("kv_transfer_config") or KVTransferConfig("", "", "kv_producer"),
+    )
+
+
+def groups(*specs: tuple[Any, list[str]]) -> Any:
+    """A cache whose groups have these kinds and layers."""
+    found = [types.SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in specs]
+    return types.SimpleNamespace(kv_cache_groups=found)
+
+
+def paged(n_heads: int, content: int, layout: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An empty cache of a layer, [n_blocks, n_heads, block_size, content] in a layout."""
+    shape, order = (N_BLOCKS, n_heads, BLOCK_TOKENS, content), LAYOUTS[layout]
+    return torch.full([shape[axis] for axis in order], torch.nan, dtype=dtype).permute(
+        [order.index(axis) for axis in range(4)]
+    )
+
+
+def fill(cache: Tensor, blocks: Sequence[int], values: Tensor) -> None:
+    """Put the values of a text, [n_tokens, n_heads, content], into its blocks."""
+    for position, row in enumerate(values):
+        cache[blocks[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] = row
+
+
+class LLM:
+    """The engine, as the driver of an extraction calls it."""
+
+    forced_layout: ClassVar[str | None] = None
+    made: ClassVar[list["LLM"]] = []
+
+    def __init__(self, *, model: str, dtype: str, max_model_len: int, **options: Any) -> None:
+        states = options.pop("speculative_config", {}).get("draft_model_config", {}).get("hf_config", {})
+        transfer = options.pop("kv_transfer_config")
+        assert options == {
+            "kv_cache_dtype": "auto", "enable_prefix_caching": False, "tensor_parallel_size": 1,
+            "skip_tokenizer_init": True,
+        }  # fmt: skip
+        self.made.append(self)
+        self.target, self.max_model_len = Target.load(model, getattr(torch, dtype), "cpu"), max_model_len
+        self.states: list[int] = states.get("eagle_aux_hidden_state_layer_ids", [])
+        sizes = self.target.sizes
+        self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(sizes["n_layers"])]
+        # Neither in the order of the layers nor in one group only.
+        found = [(FullAttentionSpec(), self.names[1:][::-1]), (FullAttentionSpec(), self.names[:1])]
+        if self.states:
+            found.insert(1, (HiddenStateCacheSpec(), ["cache_only_layers.7"]))
+        self.groups, config = groups(*found), settings(kv_transfer_config=transfer)
+        connector: Any = getattr(importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector)
+        layout = self.forced_layout or connector.get_required_kvcache_layout(config)
+        self.scheduler = connector(config, KVConnectorRole.SCHEDULER, self.groups)
+        self.worker = connector(config, KVConnectorRole.WORKER, self.groups)
+        self.caches = {
+            name: paged(sizes["n_kv_heads"], 2 * sizes["head_dim"], layout, self.target.model.dtype)
+            for name in self.names
+        }
+        if self.states:
+            self.caches["cache_only_layers.7"] = paged(
+                len(self.states), sizes["hidden_size"], layout, self.target.model.dtype
+            )
+        self.worker.register_kv_caches(self.caches)
+        self.pool = np.random.default_rng(0).permutation(N_BLOCKS).tolist()
+        self.held: dict[str, tuple[list[int], ...]] = {}
+        self.n_requests = 0
+
+    def generate(self, prompts: list[Any], sampling_params: list[SamplingParams], use_tqdm: bool) -> None:
+        """Answer prompts, a few of them at a time."""
+        finished: set[str] = set()
+        for prompt, parameters in zip(prompts, sampling_params, strict=True):
+            tokens = prompt["prompt_token_ids"]
+            assert len(tokens) + 1 <= self.max_model_len
+            self.n_requests += 1
+            request = types.SimpleNamespace(
+                request_id=f"request-{self.n_requests}", prompt_token_ids=tokens,
+                kv_transfer_params=parameters.extra_args["kv_transfer_params"],
+            )  # fmt: skip
+            blocks = tuple(
+                [self.pool.pop() for _ in range(len(tokens) // BLOCK_TOKENS + 1)] for _ in self.groups.kv_cache_groups
+            )
+            self._forward(np.array(tokens, np.int32), blocks)
+            kept, _ = self.scheduler.request_finished_all_groups(request, blocks)
+            assert kept
+            self.held[request.request_id] = blocks
+            finished = self._step({*finished, request.request_id})
+        while self.held:
+            finished = self._step(finished)
+
+    def _step(self, finished: set[str]) -> set[str]:
+        """One step of scheduler and worker; returns what the worker has still to be told of."""
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+        self.worker.wait_for_save()
+        sent, _ = self.worker.get_finished(finished)
+        self.worker.clear_connector_metadata()
+        for name in sent or ():
+            for group, blocks in zip(self.groups.kv_cache_groups, self.held.pop(name), strict=True):
+                for layer in group.layer_names:
+                    self.caches[layer][blocks] = torch.nan
+                self.pool += blocks
+        return set()
+
+    def _forward(self, tokens: np.ndarray, blocks: tuple[list[int], ...]) -> None:
+        n_layers = len(self.names)
+        spec = ActivationSpec(True, False, tuple(range(n_layers)))
+        found = capture(self.target.model, [tokens], spec, self.target.model.dtype).fields
+        for group, own in zip(self.groups.kv_cache_groups, blocks, strict=True):
+            for name in group.layer_names:
+                if name.startswith("model."):
+                    fill(self.caches[name], own, found["kv"][0, :, int(name.split(".")[2])].flatten(-2))
+                else:
+                    states = [found[f"hidden/layer_{state - 1}"][0] for state in self.states]
+                    fill(self.caches[name], own, torch.stack(states, dim=1))
+
+
+def install(patch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
+    """Let ``import vllm`` find all this, and the metadata of packages a version."""
+    base = {
+        name: globals()[name]
+        for name in ("KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorRole", "SupportsHMA")
+    }
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
+        "vllm.config": {"KVTransferConfig": KVTransferConfig},
+        "vllm.distributed": {}, "vllm.distributed.kv_transfer": {},
+        "vllm.distributed.kv_transfer.kv_connector": {}, "vllm.distributed.kv_transfer.kv_connector.v1": {},
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": base,
+    }  # fmt: skip
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(members | {"__path__": []})
+        patch.setitem(sys.modules, name, module)
+    patch.delitem(sys.modules, "moa_data.pipeline.engines.vllm_connector", raising=False)
+    real = importlib.metadata.version
+    patch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else real(name))
+    LLM.made.clear()
+
+
+def files_left() -> list[Path]:
+    """Folders of exchange that were not deleted."""
+    return list(Path("/dev/shm").glob("moa-data-*"))
