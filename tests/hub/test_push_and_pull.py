@@ -16,7 +16,6 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.storage.care.verify import verify_store
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.hub import Hub, serving
-from moa_data.tests.kit.stores import read_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")  # of the client's own calls
 NAME = "me/activations"
@@ -131,15 +130,13 @@ def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> No
     change(hub, repository, "plan.parquet", None)
     with pytest.raises(HubError, match=r"run the same command again"):
         pull(NAME, back)
-    assert names(back) < set(files) | names(back)
+    assert "plan.parquet" not in names(back)
     hub.files[repository, commit] = files
-    before = {name for name in names(back) if name in files}
     n_before = len(hub.requests)
     pull(NAME, back)
     assert same_bytes(room / "store", back)
     fetched = {path.rpartition("/resolve/")[2].partition("/")[2] for path in hub.requests[n_before:]}
     assert "plan.parquet" in fetched
-    assert not before & fetched or len(before) < len(files)
     with pytest.raises(FolderOccupied, match="Choose another folder"):
         pull(NAME, back)
 
@@ -186,5 +183,4 @@ def test_locks_and_runs_stay_here(room: Path) -> None:
     assert not [path for path in paths if path.startswith("runs/") or path.endswith(".lock")]
     assert [item.path for item in contents.commits[-1]] == ["README.md", "store.json"]
     assert all(len(commit) <= 2 for commit in contents.commits)
-    assert set(paths) <= set(read_tree(room / "store")) | {"README.md"} | set(paths)
     assert contents.n_files == len(set(paths))
