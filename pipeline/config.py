@@ -179,8 +179,8 @@ class ExtractConfig(Config):
         if self.forward.source != "vllm":
             return []
         found = []
-        if self.scale.n_workers > 1:
-            found.append("workers is of transformers; vLLM is one engine, so leave it out")
+        if not self.scale.is_alone:
+            found.append("workers and engine are of transformers; vLLM is one engine, so leave them out")
         if self.forward.device != "auto":
             found.append(f"device is {self.forward.device}, but vLLM chooses its own; leave it out")
         if self.storage.codec.startswith("transform"):
