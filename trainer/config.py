@@ -192,7 +192,7 @@ class BlockSettings(MemorySettings, DrafterSettings):
         changed = [name for name in given if getattr(self, name) != MemorySettings.model_fields[name].default]
         found = []
         if changed and self.context != "memory":
-            found.append(f"{' and '.join(changed)} shape the memory, and the context is {self.context}")
+            found.append(f"the context {self.context} has no {' or '.join(changed)}, only that of memory has")
         if self.divergence != "kl" and not self.forward_kl_weight:
             found.append(f"divergence {self.divergence} weighs nothing here; give forward_kl_weight, and l1_weight 0")
         return found
