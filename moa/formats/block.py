@@ -40,7 +40,7 @@ class BlockLayout(DrafterLayout):
     def refusals(self, sizes: Any) -> list[str]:
         """Refuse contexts that are not published, and other drafts of a block than the readers make."""
         if sizes.context != "hidden":
-            return [f"its context is {sizes.context}, and {self.reader} knows hidden states alone"]
+            return [f"its context is {sizes.context}, and theirs is hidden states"]
         return [f"it reads the embedding, and {self.reader} the outputs of layers"] if -1 in sizes.fused_layers else []
 
     @override

@@ -175,7 +175,7 @@ def test_official_eagle_checkpoint(tmp_path: Path, file: str) -> None:
         ("dflash", {"sample_from_anchor": True}, {}, "the slot of its anchor drafts, and theirs does not"),
         ("dflash", {"fused_layers": (-1, 1)}, {}, "it reads the embedding"),
         ("dspark", {"sample_from_anchor": False}, {}, "the slot of its anchor drafts nothing"),
-        ("dspark", {"context": "kv"}, {}, "its context is kv, and DeepSpec and SGLang knows hidden states alone"),
+        ("dspark", {"context": "kv"}, {}, "its context is kv, and theirs is hidden states"),
         ("dspark", {"markov_head": "product"}, {}, "its Markov head is product, and theirs are vanilla, gated and rnn"),
         ("vllm-dspark", {"markov_head": "rnn"}, {}, "its Markov head is rnn, and that of vLLM vanilla"),
     ],
