@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class Runs:
 @pytest.fixture
 def runs(machines: Machines, room: Path, tmp_path: Path) -> Runs:
     machines.have(2)
+    wait_until(lambda: not actors())  # of the test before
     return Runs(room, tmp_path / "store", machines.address)
 
 
@@ -136,6 +138,15 @@ def actors() -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
+
+
+@contextmanager
+def stopped(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
 
 
 def test_two_machines_write_the_bytes_of_one_process(runs: Runs) -> None:
@@ -171,7 +182,10 @@ def test_a_machine_joins_a_run_that_began_with_one(machines: Machines, runs: Run
     machines.have(1)
     running = runs.start("1:2")
     before = runs.wait_for_parts(5, running)
-    machines.have(2)
+    with stopped(actors()[0]):  # else it could do all the rest while the other one starts
+        before |= runs.commits()
+        machines.have(2)
+        before |= runs.wait_for_parts(len(before) + 10, running)
     _, said = runs.finish(running)
     runs.check_whole(before)
     assert "2 workers of Ray" in said
@@ -204,13 +218,9 @@ def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -
 def test_a_straggler_holds_up_its_own_lot_alone(runs: Runs) -> None:
     running = runs.start()
     runs.wait_for_parts(5, running)
-    slow = actors()[0]
-    os.kill(slow, signal.SIGSTOP)
     n_parts = len(list((runs.room / "whole" / "commits").glob("part-*.json")))
-    try:
+    with stopped(actors()[0]):
         before = runs.wait_for_parts(n_parts - 8, running)
-    finally:
-        os.kill(slow, signal.SIGCONT)
     runs.finish(running)
     runs.check_whole(before)
     assert runs.records()[0]["n_parts_late"] == 0
