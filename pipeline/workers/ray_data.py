@@ -47,6 +47,7 @@ _OBJECT_STORE_BYTES = 128 << 20
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else the thread of rows starts another Ray when an interrupt has ended this one
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "token",  # as Ray does by itself for one that it starts, but then with a word about it
 }
