@@ -5,6 +5,7 @@ What is written through it equals the store on a disk, byte for byte; what is re
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -13,7 +14,6 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from moa_data.tests.kit.faults import Faults, faulty
 from moa_data.tests.kit.object_stores import Seaweed, empty_place, environment, read_remote_tree, use
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
+_log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
 LENGTHS = (70, 3, 200, 64)
 
 
@@ -107,15 +108,13 @@ def test_writers_and_readers_behind_faults(moto_server: str, recipe: Recipe, tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_hundreds_of_random_faults(
-    moto_server: str, recipe: Recipe, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_hundreds_of_random_faults(moto_server: str, recipe: Recipe, tmp_path: Path) -> None:
     local, counts = recipe.write(tmp_path / "local"), Counter[str]()
     n_stores = 0
     while sum(counts.values()) < 200 or n_stores < 6:
         counts += run_faults(moto_server, recipe, local, seed=100 + n_stores)
         n_stores += 1
-    record_property("faults", f"{sum(counts.values())} in {n_stores} stores: {dict(counts)}")
+    _log.info("%d faults in %d stores: %s", sum(counts.values()), n_stores, dict(counts))
     assert set(counts) >= {"reset before", "reset after", "slow down", "conflict", "torn answer", "torn upload", "late"}
 
 
@@ -160,9 +159,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_writers_and_the_server_are_killed(
-    recipe: Recipe, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> None:
     """50 kills: of one of two racing writers, and after every fifth of the server too, which starts again."""
     local, chance = recipe.write(tmp_path / "local"), random.Random(7)
     server = Seaweed(tmp_path / "seaweed")
@@ -194,6 +191,6 @@ def test_writers_and_the_server_are_killed(
                     place = f"{place.rpartition('/')[0]}/store-{n_stores}"
             write_together(place, recipe, 1)
             check(place, local)
-            record_property("kills", f"{dict(n_killed)}, {n_stores + 1} stores whole")
+            _log.info("killed: %s; %d stores whole", dict(n_killed), n_stores + 1)
     finally:
         server.kill()

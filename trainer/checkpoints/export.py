@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,12 @@ from ...moa.formats.checkpoint import check_identity_fits, check_sizes_fit, load
 from ...moa.formats.table import LAYOUTS, write_layout
 from ...moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
 from ...moa.targets.live import resolve_model_folder
+from ...storage.disk.checking import exists
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard
-from ...storage.read.store import read_manifest
+from ...storage.disk.files import open_path
+from ...storage.names import MANIFEST_NAME, TARGET_NAME
+from ...storage.paths import RemotePath
+from ...storage.read.store import ActivationStore
 from ..config import DrafterExportConfig
 from ..errors import TargetUnknown
 from ..files import RUN_FILE
@@ -125,16 +130,21 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_he
         TargetError: the target cannot be read.
     """
     place = model or _store_of(drafter)
-    bundle = Path(place).expanduser() / "target"
-    if (bundle / FROZEN_FILE).is_file():
-        prefix = "target."
-        identities = read_manifest(bundle.parent).identities
-        identity = {name.removeprefix(prefix): str(v) for name, v in identities.items() if name.startswith(prefix)}
-        folder, files, prefix = bundle, [bundle / FROZEN_FILE], ""
-    else:
-        folder = resolve_model_folder(place)
-        load_target_config(folder)
-        identity, files, prefix = hash_target(folder), weight_files(folder), "model."
+    if _is_store(place):
+        with ActivationStore(place, parts=()) as opened:  # whatever its parts are like
+            folder, recorded = opened.target_path, opened.manifest.identities
+            prefix = "target."
+            identity = {key.removeprefix(prefix): str(v) for key, v in recorded.items() if key.startswith(prefix)}
+            return _pieces(folder, [folder / FROZEN_FILE], "", identity, with_embeddings, with_head)
+    folder = resolve_model_folder(place)
+    load_target_config(folder)
+    return _pieces(folder, weight_files(folder), "model.", hash_target(folder), with_embeddings, with_head)
+
+
+def _pieces(
+    folder: Path, files: list[Path], prefix: str, identity: Mapping[str, str], with_embeddings: bool, with_head: bool
+) -> TargetPieces:
+    """Read the pieces of a target from files whose tensors' names begin with a prefix."""
     embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
     head = _read_tensor(files, (_HEAD, prefix + _EMBEDDINGS), folder) if with_head else None
     return TargetPieces(load_target_config(folder), identity, embeddings, head)
@@ -146,7 +156,7 @@ def _store_of(drafter: Path) -> str:
         if (folder / RUN_FILE).is_file():
             settings = yaml.safe_load((folder / RUN_FILE).read_text(encoding="utf-8"))
             store = str(settings.get("store", "")) if isinstance(settings, dict) else ""
-            if (Path(store).expanduser() / "target" / FROZEN_FILE).is_file():
+            if store and _is_store(store):
                 return store
             raise TargetUnknown(
                 f"the format needs weights or settings of the target, and the store {store!r} of {folder} is not "
@@ -166,6 +176,14 @@ def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Ten
                     tensor: Tensor = tensors.get_tensor(name)
                     return tensor
     raise TargetUnknown(f"{folder} has no tensor {names[0]}. Give another target with --model.")
+
+
+def _is_store(place: str) -> bool:
+    """Whether a store with a target bundle lies there; of a remote one, whether a store does."""
+    path = open_path(place)
+    if isinstance(path, RemotePath):
+        return exists(path / MANIFEST_NAME)
+    return (path / TARGET_NAME / FROZEN_FILE).is_file()
 
 
 def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:

@@ -101,6 +101,7 @@ def test_add_writes_to_a_bucket(config: ExtractConfig, local: Path, remote: Remo
     assert verify_store(remote).ok
 
 
+@pytest.mark.slow
 def test_repair_mends_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath) -> None:
     shard = next(path for path in remote.names() if path.startswith("parts/hidden/last/c.1."))
     content = (remote / shard).read_bytes()

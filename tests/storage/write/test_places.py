@@ -224,6 +224,25 @@ class TestBucket(PlaceContract):
         with use(moto_server):
             yield open_path(f"{empty_place(moto_server)}/a store")
 
+    # Each of these makes hundreds of requests; on a disk they are quick.
+    @pytest.mark.slow
+    def test_damage_is_dropped(self, place: StorePath, recipe: Recipe) -> None:
+        super().test_damage_is_dropped(place, recipe)
+
+    @pytest.mark.slow
+    def test_a_part_that_lost_a_file_is_made_again(
+        self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]
+    ) -> None:
+        super().test_a_part_that_lost_a_file_is_made_again(place, recipe, wanted)
+
+    @pytest.mark.slow
+    def test_a_race_of_many_writers(self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]) -> None:
+        super().test_a_race_of_many_writers(place, recipe, wanted)
+
+    @pytest.mark.slow
+    def test_fields_are_added(self, place: StorePath, recipe: Recipe, tmp_path: Path) -> None:
+        super().test_fields_are_added(place, recipe, tmp_path)
+
     def committed_tree(self, place: StorePath) -> dict[str, bytes]:
         assert isinstance(place, RemotePath)
         with pytest.MonkeyPatch.context() as patch:
@@ -262,6 +281,7 @@ class TestBucket(PlaceContract):
             out.discard()
             assert writer.is_pending(0)
 
+    @pytest.mark.slow
     def test_two_additions_of_other_fields_do_not_lose_one(self, place: RemotePath, recipe: Recipe) -> None:
         recipe.write(place)
         writers = [StoreWriter.create_or_resume(place, recipe.manifest, recipe.plan) for _ in range(2)]
