@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, store: str, out: Path, cache: Path | None) 
     """Train for an epoch; return what it took."""
     report = train(
         TrainConfig.of(
-            store=store, out=str(out), preset="small", drafter=options.drafter, epochs=None if options.steps else 1,
+            store=store, out=str(out), drafter=options.drafter, epochs=None if options.steps else 1,
             max_steps=options.steps, validation_fraction=0.0, seed=1, cache_dir=None if cache is None else str(cache),
             cache_gb=options.cache_gb, batch_size=options.batch_size,
         )
