@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,7 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_he
 
 
 def _pieces(
-    folder: Path, files: list[Path], prefix: str, identity: Mapping[str, str], with_embeddings: bool, with_head: bool
+    folder: Path, files: list[Path], prefix: str, identity: dict[str, str], with_embeddings: bool, with_head: bool
 ) -> TargetPieces:
     """Read the pieces of a target from files whose tensors' names begin with a prefix."""
     embeddings = _read_tensor(files, (prefix + _EMBEDDINGS,), folder) if with_embeddings else None
