@@ -13,7 +13,10 @@ DEMO=$(realpath -m "${DEMO:-demo-output}")
 SEQUENCES=${SEQUENCES:-1200}
 STEPS=${STEPS:-160}
 BIN=$(dirname "$(realpath -s "${PYTHON:-.venv/bin/python}")")
-export OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 RAY_ADDRESS="" TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS=1
+unset RAY_ADDRESS
+RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 
 if [ -e "$OUT" ]; then
     echo "$OUT exists; give a new folder." >&2
@@ -68,13 +71,15 @@ END
 # A Ray cluster of two nodes of one processor each; the second one will die.
 GCS_PORT=$(free_port)
 ray_node() {
-    setsid "$BIN/ray" start --block --num-cpus 1 --object-store-memory 100000000 --disable-usage-stats "$@" > "$OUT/ray-$#.log" 2>&1 &
+    local log=$OUT/ray-$1.log
+    shift
+    setsid "$BIN/ray" start --block --num-cpus 1 --object-store-memory 100000000 --disable-usage-stats "$@" > "$log" 2>&1 &
     groups+=($!)
     NODE=$!
 }
-ray_node --head --port "$GCS_PORT" --include-dashboard=false
-until grep -q "Ray runtime started" "$OUT"/ray-*.log; do sleep 0.5; done
-ray_node --address "127.0.0.1:$GCS_PORT"
+ray_node head --head --port "$GCS_PORT" --include-dashboard=false
+until grep -q "Ray runtime started" "$OUT/ray-head.log"; do sleep 0.5; done
+ray_node second --address "127.0.0.1:$GCS_PORT"
 SECOND=$NODE
 
 # Two workers extract, until a third of the parts is there; then the second node is gone.
@@ -86,7 +91,8 @@ began=$(seconds)
 EXTRACTING=$!
 n_commits() { "$BIN/python" -c "from moa_data.storage.disk.files import open_path; print(sum('/part-' in n or n.startswith('commits/') for n in open_path('$STORE').names()))" 2>/dev/null || echo 0; }
 until [ "$(n_commits)" -ge 4 ] || ! kill -0 $EXTRACTING 2>/dev/null; do sleep 1; done
-kill -9 -- "-$SECOND" && row "a node of two is killed" "after $(n_commits) commits"
+kill -9 -- "-$SECOND"
+row "a node of two is killed" "after $(n_commits) commits"
 wait $EXTRACTING || { tail -5 "$OUT/extract.log"; exit 1; }
 row "extraction, Ray, 2 nodes, then 1" "$(since "$began"): $(grep -m1 -iE "parts|tokens" <(tail -15 "$OUT/extract.log"))"
 
@@ -122,7 +128,7 @@ began=$(seconds)
 row "training, 2 processes, ddp" "$(since "$began"): $(grep -iE "waited|data" "$OUT/train.log" | tail -1)"
 row "cache" "$(du -sh "$OUT/cache" | cut -f1) on the disk"
 "$BIN/moa-data" eval --model "$DEMO/target" --prompts "$DEMO/corpus/held_out.jsonl" --drafter "$OUT/drafter" \
-    --n-prompts 20 --max-new-tokens 96 --device cpu --out "$OUT/eval" > "$OUT/eval.log" 2>&1 || { tail -5 "$OUT/eval.log"; exit 1; }
+    --n-prompts 20 --max-new-tokens 96 --device cpu --out "$OUT/eval.json" > "$OUT/eval.log" 2>&1 || { tail -5 "$OUT/eval.log"; exit 1; }
 
 printf '\n%-34s %s\n' "what" "seen"
 for line in "${ROWS[@]}"; do printf '%-34s %s\n' "${line%%|*}" "${line#*|}"; done

@@ -268,7 +268,7 @@ def _work_order(plan: ExtractPlan, store: StoreWriter) -> WorkOrder:
     is_local = Path(config.model).expanduser().is_dir()  # else each machine finds the commit in its own cache
     return WorkOrder(
         store=_shown_to_all(store.path),
-        texts=_shown_to_all(_texts_for_workers(plan, store)),
+        texts=_texts_for_workers(plan, store),
         model=str(plan.folder.absolute()) if is_local or config.scale.engine != "ray" else config.model,
         revision=None if is_local or config.scale.engine != "ray" else plan.folder.name,
         n_weight_bytes=plan.memory.weight_bytes,
@@ -278,11 +278,11 @@ def _work_order(plan: ExtractPlan, store: StoreWriter) -> WorkOrder:
     )
 
 
-def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> StorePath:
-    """Return the Arrow file of the sequences, where workers find it; raises OptionInvalid where it is kept nowhere."""
+def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> str | None:
+    """Return the Arrow file of the sequences, None for the store's; raises OptionInvalid where workers find none."""
     has_origin, is_folder = plan.texts_origin is not None, isinstance(store.path, Path)
     if has_origin and (is_folder or plan.config.scale.engine == "ray"):
-        return store.path / TEXTS_NAME
+        return None
     if not is_folder and plan.config.scale.engine == "ray":
         raise OptionInvalid(
             f"{plan.config.dataset} has no commit that would name its rows, so {store.path} keeps no texts for workers "
@@ -291,7 +291,7 @@ def _texts_for_workers(plan: ExtractPlan, store: StoreWriter) -> StorePath:
     # Of a bucket they map a copy; and without an origin no later start could tell whose texts they are.
     texts = store.scratch_path / f"{TEXTS_NAME}.{store.attempt}{PARTIAL_SUFFIX}"
     write_texts(texts, plan.sequences, plan.texts_origin)
-    return texts
+    return str(texts.absolute())
 
 
 def _shown_to_all(path: StorePath) -> str:

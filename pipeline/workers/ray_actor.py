@@ -21,6 +21,9 @@ from typing import Any
 import numpy as np
 
 from ...storage.disk.durable import PARTIAL_SUFFIX
+from ...storage.disk.files import open_path
+from ...storage.names import RUNS_NAME
+from ...storage.paths import RemotePath, StorePath
 from ...storage.write.store import StoreWriter
 from ..config import core_share, resolve_encode_threads
 from ..errors import WorkersLost
@@ -31,6 +34,7 @@ from .work import BUNDLE, Worker, WorkOrder
 PIECE, REPORT = "piece", "report"
 """Columns of what a worker is given, an int64 for each piece, and of what it returns, one text for all."""
 _DEVICE_FAILED = 70
+_LIVES_SUFFIX = f".lives{PARTIAL_SUFFIX}"
 _MOST_LIVES = 5
 """Lives of an actor in a row that may end before they are done with a lot; machines are seldom lost so often."""
 
@@ -106,7 +110,7 @@ class RayWorker:
                 worker.run(free, lambda: None, outcomes.__setitem__)
             worker.timings.extract_s = self._spent.extract_s + time.perf_counter() - began_s
             self._spent += worker.timings
-            self._lives(context).unlink(missing_ok=True)
+            _forget(self._lives(context))
         except Exception as failure:  # noqa: BLE001  (the driver raises it)
             if is_of_device(failure):
                 os._exit(_DEVICE_FAILED)  # as a kill would: Ray starts the actor anew, on another device
@@ -125,16 +129,14 @@ class RayWorker:
             self._worker = replace(self._worker, store=store, timings=Timings())
         return self._worker
 
-    def _lives(self, context: Any) -> Path:
+    def _lives(self, context: Any) -> StorePath:
         """Return a file with a byte for each life of the actor that ended before it was done with a lot."""
-        return Path(self._order.store) / f"{self._run}-{context.get_actor_id()[:12]}.lives{PARTIAL_SUFFIX}"
+        store, name = open_path(self._order.store), f"{self._run}-{context.get_actor_id()[:12]}{_LIVES_SUFFIX}"
+        return store / name if isinstance(store, Path) else store / RUNS_NAME / name
 
     def _count_life(self, context: Any, lot: np.ndarray) -> None:
         """Refuse one more life where a lot ends each of them, which Ray would go on with for ever."""
-        with open(self._lives(context), "ab") as file:
-            file.write(b".")
-            n_lives = file.tell()
-        if n_lives > _MOST_LIVES:
+        if _count(self._lives(context)) > _MOST_LIVES:
             raise WorkersLost(
                 f"A worker on {socket.gethostname()} has ended {_MOST_LIVES} times in a row at the same work (parts "
                 f"{', '.join(map(str, lot.tolist()))}), as it does when memory runs out. What was committed is kept: "
@@ -153,6 +155,30 @@ class RayWorker:
         worker = Worker.start(order, f"{actor}-{secrets.token_hex(2)}")
         worker.store.remove_attempt(f"{actor}-*")
         return worker
+
+
+def _count(path: StorePath) -> int:
+    """Add a byte to a file that one actor alone writes; returns how many there are."""
+    if isinstance(path, Path):
+        with open(path, "ab") as file:
+            file.write(b".")
+            return file.tell()
+    content = path.read_bytes() if path.exists() else b""
+    path.bucket.put(path.key, content + b".")
+    return len(content) + 1
+
+
+def _forget(path: StorePath) -> None:
+    if isinstance(path, Path):
+        path.unlink(missing_ok=True)
+    else:
+        path.bucket.delete([path.key])
+
+
+def forget_lives(store: RemotePath, run: str) -> None:
+    """Delete the counts of a run's actors in a bucket, where nothing sweeps unfinished files."""
+    left = [name for name in (store / RUNS_NAME).names() if name.startswith(f"{run}-") and name.endswith(_LIVES_SUFFIX)]
+    store.bucket.delete([(store / RUNS_NAME / name).key for name in left])
 
 
 def actors_that_fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:

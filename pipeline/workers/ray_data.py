@@ -25,12 +25,13 @@ import pyarrow as pa
 
 from ...errors import OptionInvalid
 from ...machine import usable_cores
+from ...storage.paths import RemotePath
 from ...storage.write.store import StoreWriter
 from ...text import first_line
 from ..config import ScaleSettings
 from ..errors import WorkersLost
 from ..forwards.parts import Timings
-from .ray_actor import PIECE, LotReport, RayWorker
+from .ray_actor import PIECE, LotReport, RayWorker, forget_lives
 from .tally import Tally
 from .work import BUNDLE, WorkOrder, is_pending, pieces_of
 
@@ -201,6 +202,8 @@ class RayWorkers:
         while any(map(self._store.is_claimed, parts)) and time.monotonic() < until_s:
             time.sleep(0.05)
         self._store.remove_attempt(f"{self._store.attempt}-*")
+        if isinstance(self._store.path, RemotePath):
+            forget_lives(self._store.path, self._store.attempt)
 
 
 @contextmanager

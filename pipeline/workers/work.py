@@ -21,8 +21,9 @@ from ...machine import fix_sums
 from ...moa.targets.bundle import hash_target
 from ...moa.targets.live import Target, pick_device, resolve_model_folder
 from ...storage.codecs.registry import StoreCodec
-from ...storage.disk.files import download, open_path
+from ...storage.disk.files import download
 from ...storage.errors import StoreMismatch
+from ...storage.names import TEXTS_NAME
 from ...storage.paths import StorePath
 from ...storage.schema import StoreManifest
 from ...storage.write.store import StoreWriter
@@ -41,7 +42,7 @@ class WorkOrder:
 
     Attributes:
         store: the store, begun by whoever directs the workers.
-        texts: the Arrow file of its sequences, local or in a bucket.
+        texts: the Arrow file of its sequences; None for the store's own, wherever that lies.
         model: the target: a folder or a hub id, as this worker's machine sees it.
         revision: commit of a hub id.
         n_weight_bytes: bytes of the target's weights, for progress.
@@ -51,7 +52,7 @@ class WorkOrder:
     """
 
     store: str
-    texts: str
+    texts: str | None
     model: str
     revision: str | None
     n_weight_bytes: int
@@ -153,7 +154,7 @@ class Worker:
             extraction = store.manifest.extraction
             device = pick_device(order.device)
             target = load_target(folder, str(extraction["compute_dtype"]), device, order.n_weight_bytes, progress)
-            sequences = Sequences.from_arrow(map_texts(open_path(order.texts)))
+            sequences = Sequences.from_arrow(map_texts(Path(order.texts) if order.texts else store.path / TEXTS_NAME))
             forwards = forwards_of(store.manifest, target, store.codec, sequences, order.n_encode_threads)
         except BaseException:
             store.close()
