@@ -44,9 +44,10 @@ def test_a_store_is_inspected_where_it_is(store: Path, url: str) -> None:
     assert any("committed" in line for line in shown[0])
 
 
-def test_a_store_is_checked_where_it_is(store: Path, url: str) -> None:
+def test_what_cannot_be_written_says_so(store: Path, url: str) -> None:
     assert run("verify", f"file://{store}").exit_code == 0
-    assert run("repair", url).exit_code == 0  # nothing is damaged, so nothing is written
+    assert run("repair", url).exit_code == 0
+    refused(run("recode", url, "--codec", "int8", "--out", f"{url}-int8"), f"{url}-int8 can be read but not written")
 
 
 def test_files_without_sizes_are_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
