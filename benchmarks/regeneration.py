@@ -56,7 +56,8 @@ def store_of(options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int 
     if n_tokens is not None:
         with ActivationStore(options.out / f"store-{kind}-all") as store:
             table = store.sequences.sort_by("source_row")
-        total, kept = 0, []
+        total = 0
+        kept: list[int] = []
         for row, length in zip(table["source_row"].to_pylist(), table["n_tokens"].to_pylist(), strict=True):
             if total + length > n_tokens:
                 break
