@@ -90,6 +90,7 @@ class TestRecurrentHead(DrafterContract):
     sizes = SMALL | {"markov_rank": 8, "markov_head": "rnn", "fused_layers": (-1, 1)}
 
 
+@pytest.mark.slow
 class TestDFlash(DrafterContract):
     kind = "dflash"
     sizes = SMALL

@@ -20,6 +20,7 @@ class TestEagle(DrafterContract):
     export_sizes = {name: {} for name in ("eagle", "vllm-eagle", "sglang-eagle", "moa-eagle")}
 
 
+@pytest.mark.slow
 class TestTwoLayers(DrafterContract):
     """Other programs get it without the first norm, which they lack."""
 

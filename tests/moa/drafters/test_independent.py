@@ -21,6 +21,7 @@ class TestIndependent(DrafterContract):
     kind = "independent"
 
 
+@pytest.mark.slow
 class TestThreeLayers(DrafterContract):
     kind = "independent"
     sizes = {"independent_layers": 3, "independent_width": 24}

@@ -22,6 +22,7 @@ class TestMedusa(DrafterContract):
     draws_weights = False
 
 
+@pytest.mark.slow
 class TestTwoLayersPerHead(DrafterContract):
     kind = "medusa"
     sizes = {"medusa_layers": 2}

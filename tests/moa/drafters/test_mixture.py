@@ -36,12 +36,14 @@ class TestOurs(DrafterContract):
     kind = "moa"
 
 
+@pytest.mark.slow
 class TestPaperThroughTargetLayers(DrafterContract):
     kind = "moa"
     sizes = PAPER | {"target_layer_inference": 2}
     export_sizes = {"moa": {}}
 
 
+@pytest.mark.slow
 class TestOursThroughTargetLayers(DrafterContract):
     kind = "moa"
     sizes = {"target_layer_inference": 1}
