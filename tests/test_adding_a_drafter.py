@@ -46,9 +46,10 @@ def changed(text: str, diff: str) -> str:
     return text.replace(old, new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tests", [
     ("tests/trainer/fit/test_linear_run.py",),
-    pytest.param(("tests/moa/drafters/test_linear.py",), marks=pytest.mark.slow),
+    ("tests/moa/drafters/test_linear.py",),
 ], ids=["run", "contract"])  # fmt: skip
 def test_the_page_word_for_word(tmp_path: Path, tests: tuple[str, ...]) -> None:
     package = tmp_path / "moa_data"
