@@ -141,7 +141,8 @@ class Load:
             self.counts[what] += 1
 
     def _check(self, who: str, question: str, text: str) -> None:
-        if text != self._texts[question]:
+        # An answer may end within a character, which HTTP leaves out and the client shows as a replacement.
+        if text.rstrip("\ufffd") != self._texts[question].rstrip("\ufffd"):
             with self._lock:
                 self.wrong.append((who, question, text))
 
