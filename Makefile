@@ -34,7 +34,7 @@ demo: $(STAMP) ## Run the whole idea on this machine: chats, target, store, draf
 	$(BIN)/moa-data demo --out $(DEMO_OUT)
 
 test: $(STAMP) ## Run the tests (offline, a few minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -12,6 +12,7 @@ import pytest
 
 from moa_data.storage.care.verify import verify_store
 from moa_data.tests.kit.command import DEMO_OPTIONS, error_line
+from moa_data.tests.kit.variants import quick
 
 MOA_DATA = f"exec {sys.executable} -m moa_data"
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -51,8 +52,9 @@ def ends_well(done: subprocess.CompletedProcess[str], codes: tuple[int, ...] = (
         error_line(done.returncode, done.stderr)
 
 
-@pytest.mark.parametrize(("streams", "code"), [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 2)])
-def test_a_stream_that_cannot_be_written(room: Path, streams: str, code: int) -> None:
+@pytest.mark.parametrize("streams", quick([">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full"], [">&-", ">/dev/full"]))
+def test_a_stream_that_cannot_be_written(room: Path, streams: str) -> None:
+    code = 2 if "full" in streams else 0
     done = shell(f"{MOA_DATA} verify {room / 'store'} {streams}", room)
     assert done.returncode == code, done.stderr
     if code == 2:

@@ -16,6 +16,7 @@ import pytest
 
 from moa_data.tests.kit.command import DEMO_OPTIONS, error_line
 from moa_data.tests.kit.runs import assert_same_run
+from moa_data.tests.kit.variants import quick
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -35,7 +36,7 @@ def struck(*args, **kwargs):
     calls.append(name)
     if len(calls) == 3 or name != "training_step":
         os.kill(os.getpid(), number)
-        time.sleep(5)
+        time.sleep(1)
     return real(*args, **kwargs)
 setattr(owner, name, struck)
 main()
@@ -182,9 +183,7 @@ MIDDLES: dict[str, tuple[str, str, str]] = {
 """Command -> a function in the middle of its work, its arguments, and what it says when SIGTERM arrives there."""
 
 
-@pytest.mark.parametrize(
-    "command", ["plan", *(pytest.param(name, marks=pytest.mark.slow) for name in MIDDLES if name != "plan")]
-)
+@pytest.mark.parametrize("command", quick(MIDDLES, ["verify"]))
 def test_sigterm_in_the_middle_of_a_command_ends_it_in_one_line(
     room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -115,6 +115,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
     refused(run("chat", *gone), "127.0.0.1:1 cannot be reached")
 
 
+@pytest.mark.slow
 def test_another_authority_is_refused_in_one_line(live: Target, folder: Path, tmp_path: Path) -> None:
     """As a process: gRPC has lines of its own."""
     (tmp_path / "ca.pem").write_bytes(Authority.make("other").certificate)
@@ -159,6 +160,7 @@ def read_until(end: int, pattern: str, timeout_s: float = 60.0) -> str:
     return came
 
 
+@pytest.mark.slow
 def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
     """The plug is pulled: dim text comes, and is taken back when the network returns."""
     with (

@@ -92,6 +92,7 @@ def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
     assert (request["status"], request["new_tokens"], request["finish"]) == (200, 80, "length")
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(model: Path) -> None:
     with (
         serving(model, "--target-ms", "500") as (process, _, address),

@@ -67,7 +67,7 @@ print(n_struck, "kills,", n_done, "stores")
 """
 
 
-@pytest.mark.parametrize("n_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_kills", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_kill_at_random_instants(tmp_path: Path, n_kills: int) -> None:
     command = [sys.executable, "-c", RANDOM_KILLS, str(tmp_path), str(n_kills)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)

@@ -22,7 +22,8 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
-from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, written_by_transformers
+from moa_data.tests.kit.models import SIZES, build_model, written_by_transformers
+from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
 
 VOCABULARY, EOS, N_POSITIONS = SIZES["vocab_size"], SIZES["eos_token_id"], SIZES["max_position_embeddings"]
 Script = Callable[[list[int], list[int]], list[int]]
@@ -233,7 +234,7 @@ def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch
     assert max(n_accepted for _, n_accepted in of_rounds) > 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_plain_equals_transformers_generate(family: str) -> None:
     target = Target(build_model(family, num_hidden_layers=2))
     n_ended = 0
@@ -264,8 +265,12 @@ def test_token_zero_is_a_token_like_any_other(monkeypatch: pytest.MonkeyPatch) -
         assert fast.tokens == plain.tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tree", [None, TreeShape(4), TreeShape(2, 3), TreeShape(3, 3, 8)], ids=str)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
+@pytest.mark.parametrize(
+    "tree",
+    quick([None, TreeShape(4), TreeShape(2, 3), TreeShape(3, 3, 8)], [None, TreeShape(4), TreeShape(3, 3, 8)]),
+    ids=str,
+)
 def test_a_batch_gives_what_each_prompt_gives_alone(family: str, tree: TreeShape | None) -> None:
     target = Target(build_model(family, num_hidden_layers=2))
     target.eos_token_ids = frozenset({3, 24, 28, 40})

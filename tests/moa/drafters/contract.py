@@ -33,7 +33,8 @@ from moa_data.moa.nn import losses, masks
 from moa_data.moa.targets.context_cache import ContextCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
-from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
+from moa_data.tests.kit.models import SIZES, build_model, random_prompts
+from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 SHAPES: tuple[Shape, ...] = (
     TreeShape(1), TreeShape(4), TreeShape(6, stop_below=0.2), TreeShape(3, 3, 8),
@@ -224,7 +225,7 @@ class DrafterContract:
 
     # Training and decoding compute the same
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", QUICK_FAMILIES)
     @pytest.mark.parametrize("rounds", ROUNDS)
     def test_draft_steps_equal_what_is_validated(self, family: str, rounds: str) -> None:
         """What the forward computes for whole batches is what decoding computes, with rejected drafts between."""
@@ -255,7 +256,7 @@ class DrafterContract:
                     n_compared += 1
         assert n_compared == int(drafted.sum()) > 20
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", QUICK_FAMILIES)
     def test_nodes_of_a_tree_equal_their_paths(self, family: str) -> None:
         """In rows of different lengths at once; a node sees its ancestors alone."""
         target = Target(build_model(family))
@@ -278,7 +279,7 @@ class DrafterContract:
                 got = torch.stack((root[row, 0], level_1[row, parent], level_2[row, node]))
                 torch.testing.assert_close(got, alone, rtol=1e-5, atol=self.close)
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", QUICK_FAMILIES)
     def test_rows_join_and_leave(self, family: str) -> None:
         """Rows of two states, after rounds of different lengths, draft in one state as they do in their own."""
         target = Target(build_model(family))
@@ -334,7 +335,7 @@ class DrafterContract:
         assert sum(committed) / len(committed) > 1.2, "it has learned something"
         assert max(committed) > 1
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", QUICK_FAMILIES)
     @pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
     def test_rows_of_a_batch_are_each_alone(self, family: str, shape: Shape) -> None:
         """Answers end at different times; drafts of a random drafter are mostly rejected."""
@@ -428,7 +429,7 @@ class DrafterContract:
 
     # Where the target is on another machine
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", QUICK_FAMILIES)
     def test_contexts_stand_for_the_target(self, family: str) -> None:
         target = Target(build_model(family))
         drafter = self.build(target.model)

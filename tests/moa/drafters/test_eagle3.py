@@ -19,7 +19,8 @@ from moa_data.moa.nn.limits import LIMITS
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_eagle3, stored, token_counts
-from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
+from moa_data.tests.kit.models import SIZES, build_model
+from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 from .contract import CLOSE, DrafterContract, Rows, batch_of, one_row
 
@@ -33,6 +34,7 @@ class TestEagle3(DrafterContract):
     export_sizes = {"eagle3": {"fused_layers": (0, 1, 3)}}
 
 
+@pytest.mark.slow
 class TestSmallVocabulary(DrafterContract):
     """Thirty tokens that can be drafted; the others are sampled and decoded all the same. With EAGLE-3.1's norms."""
 
@@ -127,7 +129,7 @@ def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, n_r
     assert n_calls[0] > 2 * n_whole
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 @torch.no_grad()
 def test_decoding_equals_training_time_test(family: str) -> None:
     """Step j of a draft round has the features of step j of training."""

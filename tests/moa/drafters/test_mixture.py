@@ -20,6 +20,7 @@ from moa_data.moa.nn.layers import rotate
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import PAPER, build_drafter, frozen_for, stored
 from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import quick
 
 from .contract import CLOSE, DrafterContract, Rows, check_contexts
 
@@ -49,6 +50,7 @@ class TestOursThroughTargetLayers(DrafterContract):
     sizes = {"target_layer_inference": 1}
 
 
+@pytest.mark.slow
 class TestLastLayerAlone(DrafterContract):
     kind = "moa"
     sizes = {"layer_attention": False, "target_layer_inference": 2}
@@ -92,7 +94,7 @@ def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -
         torch.testing.assert_close(stepped[-1], trained[query], rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("n_target_layers", [0, 1, 3])
+@pytest.mark.parametrize("n_target_layers", quick([0, 1, 3], [0, 1]))
 @pytest.mark.parametrize("sizes", [{}, OURS, {"layer_attention": False}], ids=["paper", "ours", "last layer"])
 def test_contexts_hold_the_narrower_of_means_and_memory(n_target_layers: int, sizes: dict[str, Any]) -> None:
     """And the KV of the target layers, which the drafted features pass through."""

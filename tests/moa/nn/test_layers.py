@@ -13,7 +13,8 @@ from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate
 from moa_data.moa.nn.masks import causal_mask
 from moa_data.moa.targets.bundle import FrozenTarget, layer_sizes, save_target_bundle
 from moa_data.tests.kit.drafters import build_eagle3
-from moa_data.tests.kit.models import FAMILIES, build_model
+from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 
 class NoTokenizer:
@@ -21,7 +22,7 @@ class NoTokenizer:
         """Nothing to save."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_frozen_layers_equal_the_target(family: str) -> None:
     model = build_model(family)
     tokens = torch.randint(0, 67, (2, 20))
@@ -134,7 +135,7 @@ def test_llama3_rope_scaling_reaches_the_frozen_layers() -> None:
     torch.testing.assert_close(FrozenTarget.from_model(model).rotary.inv_freq, model.model.rotary_emb.inv_freq)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_cache_packing_round_trips(family: str) -> None:
     model, cache = build_model(family), kv_layout.new_cache()
     model(torch.randint(0, 67, (1, 20)), past_key_values=cache)
@@ -153,7 +154,7 @@ def test_only_silu_layers_are_kept() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_bundle_round_trip(family: str, tied: bool, tmp_path: Path) -> None:
     model = build_model(family, tie_word_embeddings=tied)
     save_target_bundle(model, NoTokenizer(), tmp_path, 2)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from moa_data.moa.errors import TargetError
 from moa_data.moa.targets import live as target_module
 from moa_data.moa.targets.live import Target, load_target_model, resolve_model_folder
-from moa_data.tests.kit.models import FAMILIES, build_model
+from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import QUICK_FAMILIES
 
 
 def with_full_mask(target: Any, tokens: Any, cache: Any) -> Any:
@@ -23,7 +24,7 @@ def with_full_mask(target: Any, tokens: Any, cache: Any) -> Any:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
 def test_causal_runs_equal_one_call_with_the_mask(
     family: str, attention: str, chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +65,7 @@ class LargestBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("n_rows", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
     family: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_caches_that_live_at_once_share_nothing() -> None:
     assert not torch.equal(caches[0].packed([0], 3), caches[1].packed([0], 3))
 
 
+@pytest.mark.slow
 def test_layer_outputs_come_out_of_the_compiled_calls_too() -> None:
     """Of whichever layers the drafter reads, and beside calls of which none are wanted."""
     model = build_model(eos_token_id=None, num_hidden_layers=3)
@@ -149,6 +150,7 @@ def test_layer_outputs_of_a_compiled_call_are_those_of_any_other() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_text_of_the_given_length_fits_with_what_fills_up_its_calls() -> None:
     model = build_model(eos_token_id=None, num_hidden_layers=1)
     target, _ = compiled(model, n_slots=48)

@@ -33,6 +33,7 @@ def elsewhere(config: ExtractConfig, name: str = "whole") -> ExtractConfig:
     return config.replaced(out=str(Path(config.out).with_name(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers by /proc")
 def test_a_worker_is_killed_and_the_store_has_the_bytes_of_one_process(config: ExtractConfig) -> None:
     extract(elsewhere(config))

@@ -27,6 +27,7 @@ from moa_data.serving.server.handshake import Identities
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+from moa_data.tests.kit.variants import quick
 
 from ..server.drafting import Server
 from .room import DRAFTERS, HASTY, PROMPTS, Watched, mended, model, plain, target
@@ -47,7 +48,7 @@ def client(address: str, name: str = "moa", **settings: Any) -> DraftingClient:
 # Modes, drafters, sampling, codecs
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", quick(DRAFTERS, ["moa with 1 layer", "eagle"]))
 def test_every_mode_gives_the_plain_answer(name: str) -> None:
     with Server(target(), {"d": model(name).drafter}) as own:
         for mode in MODES:
@@ -60,7 +61,7 @@ def test_every_mode_gives_the_plain_answer(name: str) -> None:
                     assert "RolledBack" not in watched.kinds(), "without a cut nothing unverified is shown"
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", quick(DRAFTERS, ["moa", "independent"]))
 def test_a_taught_drafter_is_often_right_far_from_its_target(name: str) -> None:
     """Acceptance over the wire in bfloat16, which is about that beside the target."""
     with Server(target(), {"d": model(name).drafter}) as own, client(own.address, name, mode="sync") as connected:
@@ -160,7 +161,7 @@ def test_goes_on_alone_and_takes_back(server: Server) -> None:
 
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "silence"])
 @pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("mode", ["stream", "ahead"])
+@pytest.mark.parametrize("mode", quick(["stream", "ahead"], ["ahead"]))
 def test_cut_after_any_byte(mode: Any, way: Any, reset: bool, server: Server) -> None:
     """Some of the byte boundaries of an exchange; the slow test cuts at each."""
     cut_everywhere(server, mode, way, reset, step=997 if way == "down" else 233)

@@ -20,7 +20,8 @@ from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.serving.engine.thread import EngineThread
 from moa_data.serving.errors import Overloaded, RequestInvalid, ServingError
 from moa_data.tests.kit.drafters import build, build_drafter, teach
-from moa_data.tests.kit.models import FAMILIES, build_model, random_prompts
+from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
 
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, top_k=20, repetition_penalty=1.2)
 N_NEW = 12
@@ -96,7 +97,7 @@ def write(target: Target, prompt: Sequence[int], drafters: Any = None, work: Wor
     return reader.tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 @pytest.mark.parametrize("n_texts", [1, 3, 8])
 def test_texts_are_those_of_plain_decoding(family: str, n_texts: int) -> None:
     target = Target(build_model(family))
@@ -126,7 +127,7 @@ SPECULATING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPECULATING)
+@pytest.mark.parametrize("name", quick(SPECULATING, ["moa", "eagle", "independent", "dspark", "memory"]))
 def test_every_drafter_speculates_for_several_texts(name: str) -> None:
     target, (kind, sizes) = never_ending(), SPECULATING[name]
     drafter = build(kind, target.model, **sizes)

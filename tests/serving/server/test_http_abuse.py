@@ -96,7 +96,7 @@ def check_refusal(answer: httpx.Response) -> None:
 def test_fuzzed_settings(server: LiveServer, target: Target) -> None:
     with httpx.Client(base_url=server.address, timeout=60) as client:
 
-        @settings(max_examples=60)
+        @settings(max_examples=30)
         @given(st.dictionaries(st.sampled_from(SETTINGS) | st.text(string.ascii_letters, max_size=8), JSON, max_size=4))
         def fuzz(changes: dict[str, Any]) -> None:
             for path, own in ((CHAT, {}), ("/v1/completions", {"prompt": "a"})):
@@ -116,7 +116,7 @@ def test_fuzzed_messages(server: LiveServer, target: Target) -> None:
     )
     with httpx.Client(base_url=server.address, timeout=60) as client:
 
-        @settings(max_examples=60)
+        @settings(max_examples=30)
         @given(st.lists(message | JSON, max_size=4))
         def fuzz(messages: list[Any]) -> None:
             check_refusal(client.post(CHAT, content=json.dumps(body(messages=messages, max_tokens=2))))
@@ -130,7 +130,7 @@ def test_fuzzed_bytes(server: LiveServer, target: Target) -> None:
     """Of whole requests: cut, with bytes changed, and none of HTTP at all."""
     whole = request_bytes(body(max_tokens=2))
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(st.integers(0, len(whole)), st.binary(min_size=1, max_size=6), st.booleans())
     def fuzz(at: int, noise: bytes, is_cut: bool) -> None:
         data = whole[:at] + noise + (b"" if is_cut else whole[at + len(noise) :])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.tests.kit.ranks import free_port, run_ranks
 from moa_data.tests.kit.training import build_store
+from moa_data.tests.kit.variants import quick
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.errors import TrainingError
 from moa_data.trainer.fit.curves import read_metrics
@@ -34,6 +35,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "glide": {"block_size": 4},
     "medusa": {"medusa_heads": 3},
     "independent": {"independent_width": 24},
+    "dspark": {"fused_layers": (0, 1), "block_layers": 1, "markov_rank": 8},
+    "dspark on keys and values": {"context": "kv", "fused_layers": (1,), "block_layers": 1, "markov_rank": 8},
+    "dflash": {"fused_layers": (0, 1), "block_layers": 1, "block_size": 8},
+    "dflash on a memory": {"context": "memory", "block_layers": 1, "block_size": 8},
 }
 MOST_OFF = 1e-5
 """Of the loss of each step and of each weight tensor, in its norm."""
@@ -91,33 +96,29 @@ def initial_weights(store: Path, out: Path, **changes: Any) -> dict[str, torch.T
     return dict(last_state(out)["state_dict"])
 
 
-def test_two_machines_train_as_one(store_path: Path, tmp_path: Path) -> None:
-    """With ddp and fsdp, from the start and from a checkpoint of one device; three validation batches are dealt."""
-    one, halves = tmp_path / "one", [tmp_path / "half-ddp", tmp_path / "half-fsdp"]
+@pytest.mark.parametrize("strategy", quick(["ddp", "fsdp"], ["ddp"]))
+def test_two_machines_train_as_one(store_path: Path, tmp_path: Path, strategy: str) -> None:
+    """From the start and from a checkpoint of one device, and on with one; three validation batches are dealt."""
+    one, whole, half = tmp_path / "one", tmp_path / "whole", tmp_path / "half"
     run(store_path, one, **STEPS)
     init = initial_weights(store_path, tmp_path / "init", **STEPS)
-    for half in halves:
-        run(store_path, half, stop_after_steps=2, **STEPS)
-    two = {"devices": 1, "num_nodes": 2}
-    runs = []
-    for strategy, half in zip(("ddp", "fsdp"), halves, strict=True):
-        runs.append(settings(store_path, tmp_path / strategy, strategy=strategy, **two, **STEPS))
-        runs.append(settings(store_path, half, strategy=strategy, resume=True, **two, **STEPS))
+    run(store_path, half, stop_after_steps=2, **STEPS)
+    two = STEPS | {"devices": 1, "num_nodes": 2, "strategy": strategy}
+    runs = [settings(store_path, whole, **two), settings(store_path, half, resume=True, **two)]
     run_ranks(2, train_all, runs, folder=tmp_path, n_nodes=2)
     for config in runs:
         assert_like(Path(config.out), one, init)
     n_all = sum(weight.numel() for weight in load_drafter(one).parameters())
-    n_own = {
-        name: [int((tmp_path / name / f"n_own-{rank}").read_text()) for rank in (0, 1)] for name in ("ddp", "fsdp")
-    }
-    assert n_own["ddp"] == [n_all, n_all]
-    assert sum(n_own["fsdp"]) == n_all
-    assert max(n_own["fsdp"]) < 0.55 * n_all
+    n_own = [int((whole / f"n_own-{rank}").read_text()) for rank in (0, 1)]
+    if strategy == "ddp":
+        assert n_own == [n_all, n_all]
+    else:
+        assert sum(n_own) == n_all
+        assert max(n_own) < 0.55 * n_all
     # And back: what two devices have left is gone on with by one.
-    for name in ("ddp", "fsdp"):
-        more = STEPS | {"max_steps": 6, "decay_steps": 4}
-        run(store_path, tmp_path / name, resume=True, **more)
-    ends = [last_state(tmp_path / name)["state_dict"] for name in ("ddp", "fsdp")]
+    for out in (one, whole):
+        run(store_path, out, resume=True, **STEPS | {"max_steps": 6, "decay_steps": 4})
+    ends = [last_state(out)["state_dict"] for out in (one, whole)]
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
 
 

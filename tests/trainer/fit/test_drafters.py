@@ -20,6 +20,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.pipeline.jobs.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
+from moa_data.tests.kit.variants import quick
 from moa_data.trainer.batches.batch import Batch
 from moa_data.trainer.batches.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.batches.datamodule import StoreDataModule, draw
@@ -54,7 +55,7 @@ def hidden_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("hidden") / "store", activations=activations)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, ["eagle", "glide", "dflash"]))
 def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp_path: Path, kind: str) -> None:
     store = store_path if kind == "glide" else hidden_store
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -82,7 +83,7 @@ def test_it_learns_resumes_and_decodes(store_path: Path, hidden_store: Path, tmp
             assert got.tokens == plain_generate(target, prompt, max_new_tokens=12).tokens
 
 
-@pytest.mark.parametrize("kind", ["moa", "moa with a target layer", *KINDS])
+@pytest.mark.parametrize("kind", quick(["moa", "moa with a target layer", *KINDS], ["moa", "eagle", "dspark"]))
 def test_in_parts_and_in_low_precision(store_path: Path, hidden_store: Path, tmp_path: Path, kind: str) -> None:
     """The noise of EAGLE belongs to the sequence, however the batch is split."""
     own: dict[str, Any] = {"target_layer_inference": 1} if kind.endswith("layer") else {}

@@ -104,7 +104,11 @@ def test_no_target_is_ever_loaded(store_path: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("stop", "changes"),
-    [(8, {}), (8, {"micro_batch_size": 4, "target_layer_inference": 1}), (6, {"micro_batch_size": 4, "log_every": 3})],
+    [
+        pytest.param(8, {}, marks=pytest.mark.slow),
+        pytest.param(8, {"micro_batch_size": 4, "target_layer_inference": 1}, marks=pytest.mark.slow),
+        (6, {"micro_batch_size": 4, "log_every": 3}),
+    ],
 )
 def test_resume_is_bit_exact(
     store_path: Path, tmp_path: Path, stop: int, changes: dict[str, Any] | dict[str, int]

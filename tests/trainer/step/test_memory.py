@@ -14,6 +14,7 @@ from moa_data.moa.nn.limits import LIMITS, smallest_parts
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.memory import LiveBytes
 from moa_data.tests.kit.training import build_store
+from moa_data.tests.kit.variants import quick
 from moa_data.trainer.batches.datamodule import StoreDataModule, draw, rows_of
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.errors import MemoryShort
@@ -47,7 +48,7 @@ def settings(store: Path, kind: str = "moa", **changes: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, ["moa", "eagle", "dspark"]))
 def test_a_trial_foretells_the_peak_of_a_step(store_of_all: Path, kind: str, recomputes: bool) -> None:
     """Of four sequences three times as long as the trial's; it may say too much, but not by twice."""
     config, store = settings(store_of_all, kind), ActivationStore(store_of_all)
