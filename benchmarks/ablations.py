@@ -14,8 +14,6 @@ that are there.
 import argparse
 import dataclasses
 import json
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from drafter_options import add_size_options, chosen, small_config
+from kept import kept, trained
 from records import provenance
 
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
@@ -38,8 +36,6 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batches.batch_reader import needed_fields
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.errors import TrainingError
-from moa_data.trainer.files import REPORT_FILE, RUN_FILE
-from moa_data.trainer.fit.run import train
 
 FULL = "full"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -161,34 +157,6 @@ def unusable(options: argparse.Namespace, frozen: FrozenTarget) -> dict[str, str
                 f"kv,hidden:last,{entering} --target-layers {max(depths)}",
                 flush=True,
             )
-    return found
-
-
-def trained(config: TrainConfig) -> dict[str, Any]:
-    """Train, or go on training, unless the run is finished; returns its report."""
-    out = Path(config.out)
-    report = out / REPORT_FILE
-    if report.is_file():
-        before, now = TrainConfig(**yaml.safe_load((out / RUN_FILE).read_text())).named(), config.named()
-        changed = [name for name, value in now.items() if name != "resume" and before.get(name, value) != value]
-        if changed:
-            sys.exit(f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT.")
-        found: dict[str, Any] = json.loads(report.read_text())
-        if found["n_steps"] >= (config.schedule.max_steps or 0):
-            return found
-    resume = (out / "checkpoints" / "last.ckpt").is_file()
-    if not resume:
-        shutil.rmtree(out, ignore_errors=True)
-    return dataclasses.asdict(train(config.replaced(resume=resume), provenance=provenance()))
-
-
-def kept(config: Any, measure: Callable[..., Any]) -> dict[str, Any]:
-    """Return the report of these settings, measured first if it is not there."""
-    file = Path(config.out)
-    wanted = json.loads(json.dumps(config.named()))
-    if not file.is_file() or json.loads(file.read_text())["config"] != wanted:
-        measure(config, provenance=provenance())
-    found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 

@@ -39,6 +39,7 @@ def chosen(options: argparse.Namespace) -> dict[str, Any]:
     return {name: values[name] for name in (*SIZES, *TRAINING) if values.get(name) is not None}
 
 
-def small_config(store: str, out: str, **named: Any) -> TrainConfig:
+def small_config(store: str, out: str, drafter: str = "moa", **named: Any) -> TrainConfig:
     """Return the preset small with some settings changed, by their names."""
-    return TrainConfig.merged([("", PRESETS["small"] | {"store": store, "out": out})]).replaced(**named)
+    values = PRESETS["small"] | {"store": store, "out": out, "drafter": {"kind": drafter}}
+    return TrainConfig.merged([("", values)]).replaced(**named)
