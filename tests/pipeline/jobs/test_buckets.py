@@ -5,9 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 
 from moa_data.errors import Interrupted
 from moa_data.pipeline.config import AddConfig, ExtractConfig
+from moa_data.pipeline.exchange.config import ExportConfig
+from moa_data.pipeline.exchange.exporting import export_store
 from moa_data.pipeline.jobs.add import add
 from moa_data.pipeline.jobs.audit import audit
 from moa_data.pipeline.jobs.extract import extract
@@ -91,6 +94,25 @@ def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Pa
     assert isinstance(written, RemotePath)
     assert read_remote_tree(written) == read_tree(tmp_path / "int8")
     assert recode(remote, "int8", out).n_parts_done == 0
+
+
+def test_a_copy_on_a_disk_is_read_by_plain_libraries(local: Path, remote: RemotePath, tmp_path: Path) -> None:
+    """Shards in a bucket carry the names of attempts; those of the copy do not."""
+    recode(remote, "lossless", tmp_path / "copy")
+    found, expected = (
+        zarr.open_group(folder / "parts", mode="r")["hidden/last"][:] for folder in (tmp_path / "copy", local)
+    )
+    assert expected.any()
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_export_reads_a_bucket(local: Path, remote: RemotePath, tmp_path: Path) -> None:
+    for store, name in ((local, "one"), (remote, "other")):
+        export_store(ExportConfig.of(store=str(store), format="eagle", out=str(tmp_path / name)))
+    one, other = (read_tree(tmp_path / name) for name in ("one", "other"))
+    assert {name: data for name, data in other.items() if name.endswith(".ckpt")}
+    assert one.keys() == other.keys()
+    assert all(other[name] == data for name, data in one.items() if name.endswith(".ckpt"))
 
 
 def test_add_writes_to_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath, tmp_path: Path) -> None:
