@@ -1,0 +1,139 @@
+"""Enters a drafter in the table of all drafters for one target, docs/leaderboard.md.
+
+Any drafter that this package can load will do: a run of `moa-data train`, or a folder in the layout of another program
+(docs/interop.md). It decodes the first test prompts greedily with chains of several lengths, a chain that stops where a
+draft is unsure, and a tree; every answer must equal plain decoding's. Tokens/s are those of one prompt at a time, plain
+decoding and the drafter in turns, so measure on an idle machine. ::
+
+    python benchmarks/leaderboard.py MODEL TEST_CHATS DRAFTER --name "DSpark" --target gsm8k [--out OUT]
+        [--tokens N --seconds S --trained "how"]     of a drafter that is no run, which knows these itself
+    make figures                                     writes the page
+
+Reports are kept in OUT, and only what they lack is measured.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from kept import kept
+from records import provenance
+
+from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.run import evaluate
+from moa_data.evaluation.statistics import ratio_with_interval
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.trainer.files import REPORT_FILE
+
+TABLE = Path(__file__).parent / "results" / "leaderboard.json"
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain5": {"method": ("plain", "chain"), "draft_length": 5},
+    "chain7": {"method": ("plain", "chain"), "draft_length": 7},
+    "chain10": {"method": ("plain", "chain", "tree"), "draft_length": 10, "tree": "10@0.4"},
+    "tree": {"method": ("plain", "tree"), "tree": "6x8x62"},
+}
+"""Key -> settings of its decoding; that of ten also as a chain that stops where a draft is unsure."""
+STOPPED = "stopped"
+SPEED_LENGTH = 7
+
+
+def decoded(options: argparse.Namespace, name: str, run: str, shape: dict[str, Any], **own: Any) -> dict[str, Any]:
+    """Return the report of decoding the test prompts, measured first if it is not there."""
+    values = {
+        "model": options.model, "prompts": options.prompts, "device": options.device, "n_prompts": options.n_prompts,
+        "max_new_tokens": options.max_new_tokens, "batch_size": options.batch_size,
+    } | shape | own  # fmt: skip
+    config = EvalConfig.of(drafter=(run,), out=str(options.out / f"{name}.json"), **values)
+    found: dict[str, Any] = kept(config, evaluate)
+    return found
+
+
+def lengths(report: dict[str, Any], method: str) -> list[float]:
+    """The acceptance length of a method, and its 95 % interval over prompts."""
+    names: list[str] = []
+    pairs: list[tuple[float, float]] = []
+    for row in report["rows"]:
+        calls = row["runs"][method]["committed_per_call"]
+        names.append(row["prompt_id"])
+        pairs.append((float(sum(calls)), float(len(calls))))
+    mean, interval = ratio_with_interval(names, pairs)
+    low, high = interval or (mean, mean)
+    return [float("nan") if value is None else value for value in (mean, low, high)]
+
+
+def acceptance(options: argparse.Namespace, name: str, run: str) -> dict[str, list[float]]:
+    """Decode the test prompts with all shapes; returns acceptance lengths by key."""
+    found = {}
+    for key, shape in SHAPES.items():
+        report = decoded(options, f"{name}-{key}", run, shape)
+        found[key] = lengths(report, shape["method"][1])
+        if key == "chain10":
+            found[STOPPED] = lengths(report, "tree")
+    return found
+
+
+def speed(options: argparse.Namespace, name: str, run: str) -> dict[str, float]:
+    """Decode one prompt at a time: tokens/s over plain decoding, and milliseconds of a round's drafts."""
+    shape = {"method": ("plain", "chain"), "draft_length": SPEED_LENGTH}
+    own = {"n_prompts": options.speed_prompts, "batch_size": 1}
+    report = decoded(options, f"{name}-speed", run, shape, **own)
+    (found,) = [row for row in report["methods"] if row["method"] == "chain"]
+    return {"speed": found["ratio"], "draft_ms": found.get("draft_ms")}
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how test prompts are decoded."""
+    parser.add_argument("--n-prompts", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=10, help="prompts decoded together, but for tokens/s")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--speed-prompts", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    for name in ("model", "prompts", "drafter"):
+        parser.add_argument(name)
+    parser.add_argument("--name", required=True, help="of the drafter in the table")
+    parser.add_argument("--target", required=True, help="what the table calls the target, such as gsm8k")
+    parser.add_argument("--tokens", type=int, help="that it was trained on")
+    parser.add_argument("--seconds", type=float, help="of training")
+    parser.add_argument("--trained", default="", help="command, or where the drafter comes from")
+    parser.add_argument("--commit", help="of the code that trained it")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"))
+    add_decoding_options(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure a drafter, and put its row in the place of an older one of the same name, target, tokens and seed."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    report_file = Path(options.drafter) / REPORT_FILE
+    report = json.loads(report_file.read_text()) if report_file.is_file() else {}
+    key = f"{options.name}-{options.target}-{options.seed}".replace(" ", "-").lower()
+    row = {
+        "drafter": options.name, "target": options.target, "seed": options.seed,
+        "weights": sum(weight.numel() for weight in load_drafter(options.drafter).parameters()),
+        "tokens": options.tokens or report.get("n_tokens_total"),
+        "seconds": options.seconds or (report and report["n_tokens_total"] / report["tokens_per_s"]) or None,
+        **acceptance(options, key, options.drafter), **speed(options, key, options.drafter),
+        "commit": (options.commit or provenance()["git_sha"] or "")[:12],
+        "trained": options.trained, "command": "enter",
+    }  # fmt: skip
+    table = json.loads(TABLE.read_text())
+    same = ("drafter", "target", "tokens", "seed")
+    others = [one for one in table["rows"] if any(one[name] != row[name] for name in same)]
+    table["rows"] = sorted([*others, row], key=lambda one: (one["target"], -(one["tokens"] or 0), -one["chain10"][0]))
+    TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()
