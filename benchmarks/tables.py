@@ -1,6 +1,6 @@
-"""Writes docs/results.md from the figures in benchmarks/results: one table for each file, in order.
+"""Writes docs/results.md and docs/leaderboard.md from benchmarks/results: one table for each file, in order.
 
-    python benchmarks/tables.py [--check]       --check writes nothing and fails if the page is not current
+    python benchmarks/tables.py [--check]       --check writes nothing and fails if a page is not current
 
 A file of figures is one table::
 
@@ -10,6 +10,7 @@ A file of figures is one table::
      "commands": {"eval": "moa-data eval ..."},              by name
      "columns": {"length": {"title": "...", "form": "{:.2f}"}},
      "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}],
+     "page": "leaderboard",                                  where it is not on the page of results
      "sources": [{"commit": "...", "cpu": "...", ...}]}       which code and machines, as records.py notes them
 
 A value of three numbers is a figure with its 95 % interval. What else a file holds is for ``figures.py``.
@@ -23,8 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "results.md"
-HEAD = """\
+RESULTS_HEAD = """\
 # Results
 
 Everything that was measured, with its command and its caveats. `make figures` writes this page and its picture from
@@ -40,7 +40,22 @@ alone.
 
 ![Acceptance length of MoA and EAGLE-2 by training tokens](images/moa-and-eagle.png)
 """
+LEADERBOARD_HEAD = """\
+# Leaderboard
 
+Drafters for one target, side by side: what each was trained on, how many tokens a target call commits, and how much
+faster it makes decoding. `make figures` writes this page from `benchmarks/results/leaderboard.json`.
+
+Yours enters it by one command, in whatever format [can be loaded](interop.md):
+
+```bash
+python benchmarks/leaderboard.py MODEL TEST_CHATS DRAFTER --name "..." --target gsm8k
+```
+
+Every answer must equal plain decoding's, or nothing is entered. Brackets are 95 % intervals, bootstrap over prompts.
+"""
+
+PAGES = {"results": RESULTS_HEAD, "leaderboard": LEADERBOARD_HEAD}
 Table = dict[str, Any]
 
 
@@ -50,9 +65,10 @@ def load_tables(folder: Path = RESULTS) -> list[Table]:
     return sorted(tables, key=lambda table: int(table["order"]))
 
 
-def page(tables: list[Table]) -> str:
-    """Return the whole page as Markdown."""
-    return "\n".join([HEAD, *(section(table) for table in tables)])
+def page(name: str, tables: list[Table]) -> str:
+    """Return a whole page as Markdown: the tables that belong to it."""
+    own = [table for table in tables if table.get("page", "results") == name]
+    return "\n".join([PAGES[name], *(section(table) for table in own)])
 
 
 def section(table: Table) -> str:
@@ -93,13 +109,15 @@ def cell(value: Any, form: str) -> str:
 
 def main() -> int:
     """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description="Write docs/results.md from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="fail if the page is not what would be written")
+    parser = argparse.ArgumentParser(description="Write the pages of docs/ that show benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="fail if a page is not what would be written")
     options = parser.parse_args()
-    text = page(load_tables())
+    tables = load_tables()
+    texts = {ROOT / "docs" / f"{name}.md": page(name, tables) for name in PAGES}
     if options.check:
-        return int(PAGE.read_text() != text)
-    PAGE.write_text(text)
+        return int(any(file.read_text() != text for file, text in texts.items()))
+    for file, text in texts.items():
+        file.write_text(text)
     return 0
 
 
