@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,9 +100,8 @@ def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Pa
 def test_a_copy_on_a_disk_is_read_by_plain_libraries(local: Path, remote: RemotePath, tmp_path: Path) -> None:
     """Shards in a bucket carry the names of attempts; those of the copy do not."""
     recode(remote, "lossless", tmp_path / "copy")
-    found, expected = (
-        zarr.open_group(folder / "parts", mode="r")["hidden/last"][:] for folder in (tmp_path / "copy", local)
-    )
+    groups: list[Any] = [zarr.open_group(folder / "parts", mode="r") for folder in (tmp_path / "copy", local)]
+    found, expected = (group["hidden/last"][:] for group in groups)
     assert expected.any()
     np.testing.assert_array_equal(found, expected)
 
