@@ -105,29 +105,30 @@ class ReadCache:
             return  # the file is shorter than its commit says, which its reader will notice
         path = self._path(piece, block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        n_bytes = len(data) + _CRC.size
+        if n_bytes > self.max_bytes:
+            return
         with suppress(OSError):
             try:
-                if not self._make_room(len(data) + _CRC.size):
-                    return
                 path.parent.mkdir(parents=True, exist_ok=True)
                 partial.write_bytes(data + _CRC.pack(crc32c(data)))
-                os.replace(partial, path)
+                # Written before and named inside, so that whoever counts the files meanwhile misses none.
+                with self._counting, self._usage() as (n_used, set_used):
+                    set_used(self._make_room(n_used, n_bytes, partial) + n_bytes)
+                    os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
 
-    def _make_room(self, n_bytes: int) -> bool:
-        """Count a block that is to come, and delete old ones where it does not fit; returns whether it does."""
-        if n_bytes > self.max_bytes:
-            return False
-        with self._counting, self._usage() as (n_used, set_used):
-            if not self._is_counted or n_used + n_bytes > self.max_bytes:
-                self._is_counted = True
-                found = list(self._found())
-                n_used = sum(size for _, size, _ in found)
-                if n_used + n_bytes > self.max_bytes:
-                    n_used -= _delete_oldest(found, n_used + n_bytes - self.max_bytes + self.max_bytes // _FREED_SHARE)
-            set_used(n_used + n_bytes)
-        return True
+    def _make_room(self, n_used: int, n_bytes: int, partial: Path) -> int:
+        """Delete old blocks where one that was just written does not fit; returns the bytes of the others."""
+        if self._is_counted and n_used + n_bytes <= self.max_bytes:
+            return n_used
+        self._is_counted = True
+        found = [block for block in self._found() if block[2] != str(partial)]
+        n_used = sum(size for _, size, _ in found)
+        if n_used + n_bytes > self.max_bytes:
+            n_used -= _delete_oldest(found, n_used + n_bytes - self.max_bytes + self.max_bytes // _FREED_SHARE)
+        return n_used
 
     @contextmanager
     def _usage(self) -> Iterator[tuple[int, Callable[[int], None]]]:
