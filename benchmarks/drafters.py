@@ -53,9 +53,13 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
         "DSpark on keys and values",
         DSPARK | {"context": "kv", "fused_layers": READ, "block_layers": 3, "self_attention_mlp_width": 130},
     ),
-    "block-kv-2": (
-        "DSpark on keys and values, two layers",
-        DSPARK | {"context": "kv", "fused_layers": (3, 6), "self_attention_mlp_width": 366},
+    "block-kv-deep": (
+        "DSpark on keys and values of later layers",
+        DSPARK | {"context": "kv", "fused_layers": (2, 4, 7), "block_layers": 3, "self_attention_mlp_width": 130},
+    ),
+    "block-kv-six": (
+        "DSpark on keys and values of six layers",
+        DSPARK | {"context": "kv", "fused_layers": (1, 2, 3, 5, 6, 7), "self_attention_mlp_width": 366},
     ),
     "block-memory": ("DSpark on a memory", DSPARK | {"context": "memory", "self_attention_mlp_width": 67}),
 }  # fmt: skip

@@ -154,8 +154,8 @@ class BlockSettings(MemorySettings, DrafterSettings):
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
     """What the drafter sees of verified positions: hidden, outputs of the target's layers, as published; kv, keys and
-    values of as many layers as it has itself, as they are; memory, what Mixture of Attentions makes of all layers' keys
-    and values."""
+    values of the target's layers as they are, as many for each layer of its own; memory, what Mixture of Attentions
+    makes of all layers' keys and values."""
 
     forward_kl_weight: NonNegative = 0.0
     """Weight of the forward KL to the target's next-token distribution."""
@@ -175,8 +175,9 @@ class BlockSettings(MemorySettings, DrafterSettings):
     """How D-PACE softens a draft's probability q: (1 - this) * q + this; the less, the less later drafts weigh while
     earlier ones are unsure."""
     fused_layers: tuple[int, ...] | None = None
-    """Decoder layers of the target, from 0, that are read; with the context hidden -1, the embedding, may come first;
-    default: five, or with the context kv as many as block_layers, from 1 to L - 3; none with the context memory."""
+    """Decoder layers of the target, from 0, that are read; with the context hidden -1, the embedding, may come first,
+    with kv they are block_layers or a multiple, the lowest for the first layer; default: five, or with the context kv
+    as many as block_layers, from 1 to L - 3; none with the context memory."""
     block_layers: Count = 5
     """Decoder layers of the drafter."""
     mask_token: Natural | None = None

@@ -11,7 +11,8 @@ What the layers see of verified positions is the *context*, of one of three kind
 
     hidden    outputs of m target layers -> fc -> norm                     as published
     memory    KV of all target layers -> memory (:mod:`.layer_memory`) -> norm
-    kv        draft layer i sees keys and values of the target's layer l_i as they are, and nothing of it is projected
+    kv        each draft layer sees keys and values of one or more of the target's layers as they are, and nothing of
+              them is projected; with several, each query head of a group sees those of another one
 
 Of the first two each layer makes keys and values with its own projections, without its input norm. What a block is and
 sees stands in :mod:`.blocks`; training runs many blocks at once through :meth:`BlockDrafter.run_layers`, a round of
@@ -36,6 +37,7 @@ from typing_extensions import override
 
 from ..errors import DrafterError
 from ..nn import losses, masks
+from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.markov import ConfidenceHead, MarkovHead
@@ -278,6 +280,7 @@ class BlockDrafter(LayerMemory, Drafter):
 
         def append(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             seen = of_context[layer]
+            keys, values = (expand_heads(own, seen[0].shape[1]) for own in (keys, values))
             return torch.cat((seen[0].to(keys.dtype), keys), dim=2), torch.cat((seen[1].to(keys.dtype), values), dim=2)
 
         positions = blocks.draft_positions(anchors, size).flatten(1)
@@ -301,7 +304,8 @@ class BlockDrafter(LayerMemory, Drafter):
             )
         elif self.config.context == "kv":
             n_heads = self.config.self_attention_kv_heads
-            return [unpack_kv(inputs.kv[:, :, index].to(dtype), n_heads) for index in range(len(self.layers))]
+            packed = inputs.kv.to(dtype).tensor_split(len(self.layers), dim=2)
+            return [_side_by_side([unpack_kv(layer, n_heads) for layer in seen.unbind(2)]) for seen in packed]
         else:
             made = self.encode_memory(inputs.kv)
         context = self.context(frozen, inputs.tokens, made)
@@ -435,10 +439,10 @@ class BlockDrafter(LayerMemory, Drafter):
     def _behind_target(
         self, cache: KVSource, before: Sequence[int], layer: int, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Put the block's keys and values behind the target's own of the layer that a layer sees."""
+        """Put the block's keys and values behind the target's own of each layer that a layer sees."""
         n_slots = keys.shape[2]
-        view = cache.layer_view(self.config.fused_layers[layer], max(before) + n_slots)
-        return write_behind(view, before, n_slots, keys, values)
+        views = [cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(layer)]
+        return _side_by_side([write_behind(view, before, n_slots, keys, values) for view in views])
 
     def _extend_context(
         self, state: BlockState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
@@ -471,7 +475,7 @@ class BlockDrafter(LayerMemory, Drafter):
     @override
     def context_width(self) -> int:
         if self.config.context == "kv":
-            return len(self.layers) * self.config.kv_width
+            return len(self.config.fused_layers) * self.config.kv_width
         return self.sent_width if self.config.context == "memory" else self.config.hidden_size
 
     @property
@@ -497,7 +501,7 @@ class BlockDrafter(LayerMemory, Drafter):
         state.forget_block()
         layers, n_heads = None, self.config.self_attention_kv_heads
         if self.config.context == "kv":
-            layers = context.unflatten(1, (len(self.layers), self.config.kv_width))
+            layers = context.unflatten(1, (len(self.config.fused_layers), self.config.kv_width))
         elif self.config.context == "memory":
             self._extend_by_memory(state, context[None], [len(context)])
         else:
@@ -526,6 +530,14 @@ class BlockDrafter(LayerMemory, Drafter):
         before, memory = self.split_features(level.parent_features)
         memory = self.markov_head.follow(memory, before, level.tokens)
         return torch.cat((hidden, memory.to(hidden.dtype)), dim=-1)
+
+
+def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
+    """Join keys and values [B, H_kv, S, d] of n layers to heads of one, those of a group side by side."""
+    if len(layers) == 1:
+        return layers[0]
+    keys, values = zip(*layers, strict=True)
+    return torch.stack(keys, dim=2).flatten(1, 2), torch.stack(values, dim=2).flatten(1, 2)
 
 
 def _behind_context(state: BlockState, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

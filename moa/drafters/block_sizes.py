@@ -34,7 +34,8 @@ class BlockDrafterSizes(MemorySizes):
     """What the layers see of verified positions, see :mod:`.block`: hidden, kv or memory."""
     fused_layers: tuple[int, ...] = ()
     """Target layers that are read: those whose outputs ``fc`` takes, in this order, where -1 is the embedding; with the
-    context kv those whose keys and values each layer sees; none with the context memory."""
+    context kv those whose keys and values the layers see, as many for each (:meth:`seen_layers`); none with the context
+    memory."""
     block_layers: int = 5
     """Decoder layers."""
 
@@ -45,15 +46,35 @@ class BlockDrafterSizes(MemorySizes):
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
         if self.context == "memory" and (problems := self.memory_problems()):
             raise DrafterError("sizes of the memory do not fit: " + "; ".join(problems) + ".")
-        if self.context == "kv" and self.kv_width != 2 * self.self_attention_kv_heads * self.head_dim:
-            raise DrafterError(
-                f"with the context kv a layer has the KV heads of the target, "
-                f"{self.kv_width // (2 * self.head_dim)}, got self_attention_kv_heads {self.self_attention_kv_heads}."
-            )
+        if self.context == "kv":
+            self._check_seen_heads()
         if self.n_drafts < 1:
             raise DrafterError("a block of 1 slot drafts nothing but from its anchor; give a block_size from 2 up.")
         if not 0 <= self.mask_token < self.vocab_size:
             raise DrafterError(f"mask_token must be one of the {self.vocab_size} tokens, got {self.mask_token}.")
+
+    def _check_seen_heads(self) -> None:
+        """Refuse KV heads that are not the target's, and more seen layers than a group of query heads can share."""
+        n_kv_heads = self.kv_width // (2 * self.head_dim)
+        if self.self_attention_kv_heads != n_kv_heads:
+            raise DrafterError(
+                f"with the context kv a layer has the KV heads of the target, {n_kv_heads}, got "
+                f"self_attention_kv_heads {self.self_attention_kv_heads}."
+            )
+        if self.n_heads % (self.n_seen_layers * n_kv_heads):
+            raise DrafterError(
+                f"each layer sees the keys and values of {self.n_seen_layers} layers of the target, {n_kv_heads} KV "
+                f"heads each, which {self.n_heads} query heads cannot share evenly; give other fused_layers."
+            )
+
+    @property
+    def n_seen_layers(self) -> int:
+        """Target layers whose keys and values each layer sees with the context kv."""
+        return len(self.fused_layers) // self.block_layers
+
+    def seen_layers(self, index: int) -> tuple[int, ...]:
+        """The target layers whose keys and values a layer sees with the context kv, the first layer the lowest."""
+        return self.fused_layers[index * self.n_seen_layers : (index + 1) * self.n_seen_layers]
 
     @property
     def n_drafts(self) -> int:
@@ -130,11 +151,11 @@ def check_context(settings: Any, n_layers: int) -> None:
             raise DrafterError("the memory is made of all layers; leave fused_layers out, or give another context.")
         return
     check_read_layers(layers, n_layers)
-    if context == "kv" and (len(layers) != settings.block_layers or layers[0] == -1):
+    if context == "kv" and (len(layers) % settings.block_layers or layers[0] == -1):
         given = ",".join(map(str, layers))
         raise DrafterError(
-            f"with the context kv each of the {settings.block_layers} block_layers sees the keys and values of one "
-            f"layer of the target; give fused_layers so many layers from 0 up, got {given}."
+            f"with the context kv each of the {settings.block_layers} block_layers sees the keys and values of as many "
+            f"layers of the target; give a multiple of so many fused_layers, from 0 up, got {given}."
         )
 
 

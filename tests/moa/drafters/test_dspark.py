@@ -97,12 +97,19 @@ class TestDFlash(DrafterContract):
 
 
 KV: dict[str, Any] = {"context": "kv", "fused_layers": (1,), "block_layers": 1, "block_size": 7, "markov_rank": 8}
+SEVERAL: dict[str, Any] = KV | {"fused_layers": (0, 1)}
 MEMORY: dict[str, Any] = {"context": "memory", "fused_layers": None, "block_layers": 1, "block_size": 7}
 
 
 class TestContextOfKeysAndValues(DrafterContract):
     kind = "dspark"
     sizes = KV
+
+
+@pytest.mark.slow
+class TestContextOfSeveralLayers(DrafterContract):
+    kind = "dspark"
+    sizes = SEVERAL
 
 
 @pytest.mark.slow
@@ -121,8 +128,14 @@ def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("dspark", SMALL), ("dflash", SMALL), ("dspark", KV), ("dspark", MEMORY | {"markov_head": "product"})],
-    ids=["dspark", "dflash", "kv", "memory"],
+    [
+        ("dspark", SMALL),
+        ("dflash", SMALL),
+        ("dspark", KV),
+        ("dspark", SEVERAL | {"fused_layers": (0, 1, 2, 3), "block_layers": 2}),
+        ("dspark", MEMORY | {"markov_head": "product"}),
+    ],
+    ids=["dspark", "dflash", "kv", "several", "memory"],
 )
 def test_blocks_of_a_text_equal_rounds_one_by_one(kind: str, sizes: dict[str, Any]) -> None:
     """The loss is that of each block alone, after its own context, weighed by place; rows with fewer have padding."""
@@ -216,7 +229,8 @@ def test_unfit_sizes_are_refused() -> None:
         ({"markov_head": "gru"}, "markov_head is 'gru', expected one of none, vanilla, gated, rnn, product"),
         ({"markov_rank": 0}, "markov_rank must be at least 1, got 0"),
         ({"context": "text"}, "context is 'text', expected one of hidden, kv, memory"),
-        ({"context": "kv"}, "each of the 5 block_layers sees the keys and values of one layer of the target.*got 0,1"),
+        ({"context": "kv"}, "each of the 5 block_layers sees the keys and values of as many layers.*got 0,1"),
+        (KV | {"fused_layers": (0, 1, 2)}, "of 3 layers of the target, 2 KV heads each, which 4 query heads cannot"),
         (KV | {"self_attention_kv_heads": 4}, "has the KV heads of the target, 2, got self_attention_kv_heads 4"),
         ({"context": "memory"}, "the memory is made of all layers; leave fused_layers out"),
         (
