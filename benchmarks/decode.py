@@ -3,6 +3,7 @@
     python benchmarks/decode.py --model MODEL --drafter RUN [--prompt-tokens 200] [--device cpu] [--dtype float32]
     python benchmarks/decode.py --shape llama-3-8b --device cuda --dtype bfloat16      random weights
     python benchmarks/decode.py --shape llama-3-8b --kind eagle                        of another drafter
+    python benchmarks/decode.py --shape llama-3-8b --share-weights --parts-only        in 10 GB of memory
 
 Drafts and target calls are timed alone, in alternation, and the least of all repeats counts; rounds are timed
 while decoding. With random weights nothing is accepted, which leaves the costs as they are.
@@ -12,7 +13,7 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,6 +31,7 @@ from moa_data.moa.decoding.loop import OnRound, generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
 from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.drafters.block_sizes import CONTEXTS
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
@@ -109,12 +111,14 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def measure_costs(target: Target, proposer: Proposer, prompt: list[int], n_repeats: int = 5) -> PartCosts:
-    """Time target calls and drafts behind a prompt."""
+def measure_costs(
+    target: Target, proposer: Proposer, prompt: list[int], n_repeats: int = 5, n_verified: Sequence[int] = N_VERIFIED
+) -> PartCosts:
+    """Time target calls of so many tokens, and drafts, behind a prompt."""
     depth = min(3, proposer.max_depth or 3)
     asking = TreeShape(depth, stop_below=1e-30)  # of three drafts no chain is less likely
     shapes = {asking, *(TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth))}
-    verify_s: dict[int, list[float]] = {n: [] for n in N_VERIFIED if len(prompt) + n < target.max_positions}
+    verify_s: dict[int, list[float]] = {n: [] for n in n_verified if len(prompt) + n < target.max_positions}
     draft_s: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
     first_s = []
     for _ in range(n_repeats):
@@ -139,17 +143,35 @@ def measure_costs(target: Target, proposer: Proposer, prompt: list[int], n_repea
     )
 
 
-def random_target(shape: str, n_layers: int | None, dtype: torch.dtype, device: str) -> Target:
-    """A Llama with random weights, made on the device."""
-    config = shape_config(shape, n_layers, eos_token_id=None)
+def random_target(
+    shape: str, n_layers: int | None, dtype: torch.dtype, device: str, shares_weights: bool = False
+) -> Target:
+    """A Llama with random weights, made on the device.
+
+    Args:
+        shares_weights: all layers have the weights of the first, so that a model too large for this machine costs the
+            memory of one layer; a layer is far larger than any cache, so that a call takes as long.
+    """
+    build = partial(
+        AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+    )  # fmt: skip
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-        )
+        model = build(shape_config(shape, 1 if shares_weights else n_layers, eos_token_id=None))
+    if shares_weights:
+        first, config = model, shape_config(shape, n_layers, eos_token_id=None)
+        with torch.device("meta"):
+            model = build(config)
+        for name in ("embed_tokens", "norm", "rotary_emb"):
+            setattr(model.model, name, getattr(first.model, name))
+        model.lm_head = first.lm_head
+        for layer in model.model.layers:
+            layer.load_state_dict(first.model.layers[0].state_dict(), assign=True)
     return Target(model.eval().requires_grad_(False))
 
 
-def random_drafter(target: Target, kind: str, n_target_layers: int, as_published: bool) -> Drafter:
+def random_drafter(
+    target: Target, kind: str, n_target_layers: int, as_published: bool, context: str | None = None
+) -> Drafter:
     """A drafter of the kind's own proportions, which are those of its authors, in the form that `train` gives it."""
     build = drafter_class(kind)
     form = {name: MoASettings.model_fields[name].default for name in FORM}
@@ -157,6 +179,8 @@ def random_drafter(target: Target, kind: str, n_target_layers: int, as_published
         form |= PRESETS["paper"]["drafter"]
     own = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {name: form[name] for name in FORM if name in own}
+    if context is not None:
+        sizes["context"] = context
     if n_target_layers:
         sizes["target_layer_inference"] = n_target_layers
     drafter = build(build.config_class.from_target(target.config, **sizes))
@@ -194,8 +218,9 @@ def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
     if options.model:
         target = Target.load(options.model, dtype, options.device)
         return target, load_drafter(options.drafter, dtype, target.device)
-    target = random_target(options.shape, options.layers, dtype, options.device)
-    return target, random_drafter(target, options.kind, options.target_layers, options.preset == "paper")
+    target = random_target(options.shape, options.layers, dtype, options.device, options.share_weights)
+    as_published = options.preset == "paper"
+    return target, random_drafter(target, options.kind, options.target_layers, as_published, options.context)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -217,13 +242,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "n_layers": target.config.num_hidden_layers,
         "compiled": bool(options.compile),
         "drafter": drafter.kind,
+        "context": options.context,
         "target_layers": options.target_layers if not options.model else None,
         "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "prompt_tokens": options.prompt_tokens,
         "rounds": {},
     }
     if not options.rounds_only:
-        costs = measure_costs(target, DrafterProposer(target, drafter), prompt, options.repeats)
+        proposer = DrafterProposer(target, drafter)
+        costs = measure_costs(target, proposer, prompt, options.repeats, options.verify)
         found |= {
             "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
             "draft_root_ms": {b: 1e3 * s for b, s in costs.root_s.items()},
@@ -276,8 +303,10 @@ def main() -> None:
     parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, help="of --shape; default: all")
+    parser.add_argument("--share-weights", action="store_true", help="with --shape: all layers have those of one")
     parser.add_argument("--kind", choices=DRAFTERS, default="moa", help="of the drafter, with --shape")
     parser.add_argument("--target-layers", type=int, default=0, help="of moa, with --shape: target layer inference")
+    parser.add_argument("--context", choices=CONTEXTS, help="of dspark and dflash, with --shape")
     parser.add_argument("--preset", choices=["paper"], help="with --shape: moa as published, not as `train` makes it")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
@@ -288,6 +317,7 @@ def main() -> None:
         help="static shapes, compiled (by inductor unless said otherwise); CUDA graphs on a CUDA device",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--verify", type=int, nargs="+", default=N_VERIFIED, help="tokens of the target calls timed")
     parser.add_argument("--parts-only", action="store_true", help="no whole rounds: drafts and target calls alone")
     parser.add_argument("--rounds-only", action="store_true", help="whole rounds alone, after a generation of each")
     parser.add_argument("--drafts", nargs="+", type=TreeShape.parse, default=ROUNDS, help="shapes of rounds")

@@ -95,7 +95,7 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
     return {
         "drafter": name, "title": DRAFTERS[name][0], "seed": seed, "rate": rate, "steps": options.steps, "run": run,
         "n_parameters": training["n_parameters"], "n_tokens": training["n_tokens_total"],
-        "expected_acceptance_length": training["best_expected_acceptance_length"],
+        "expected_acceptance_length": training["best_expected_acceptance_length"], "cpu_s": training.get("cpu_s"),
         "lengths": acceptance(options, f"eval-{name}-{seed}", run),
     }  # fmt: skip
 

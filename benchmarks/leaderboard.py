@@ -105,7 +105,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--name", required=True, help="of the drafter in the table")
     parser.add_argument("--target", required=True, help="what the table calls the target, such as gsm8k")
     parser.add_argument("--tokens", type=int, help="that it was trained on")
-    parser.add_argument("--seconds", type=float, help="of training")
+    parser.add_argument("--seconds", type=float, help="processor seconds of training on one thread")
     parser.add_argument("--trained", default="", help="command, or where the drafter comes from")
     parser.add_argument("--commit", help="of the code that trained it")
     parser.add_argument("--seed", type=int)
@@ -126,7 +126,7 @@ def main() -> None:
         "drafter": options.name, "target": options.target, "seed": options.seed,
         "weights": sum(weight.numel() for weight in load_drafter(options.drafter).parameters()),
         "tokens": options.tokens or report.get("n_tokens_total"),
-        "seconds": options.seconds or (report and report["n_tokens_total"] / report["tokens_per_s"]) or None,
+        "seconds": options.seconds or report.get("cpu_s") or None,
         **acceptance(options, key, options.drafter), **speed(options, key, options.drafter),
         "commit": (options.commit or provenance()["git_sha"] or "")[:12],
         "trained": options.trained, "command": "enter",
