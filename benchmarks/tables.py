@@ -11,6 +11,7 @@ A file of figures is one table::
      "columns": {"length": {"title": "...", "form": "{:.2f}"}},
      "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}],
      "page": "leaderboard",                                  where it is not on the page of results
+     "more": [{"title": "...", "text": "...", "columns": {}}],    further tables of the same rows
      "sources": [{"commit": "...", "cpu": "...", ...}]}       which code and machines, as records.py notes them
 
 A value of three numbers is a figure with its 95 % interval. What else a file holds is for ``figures.py``.
@@ -73,13 +74,9 @@ def page(name: str, tables: list[Table]) -> str:
 
 def section(table: Table) -> str:
     """Return one table with what it needs to be read."""
-    columns = table["columns"]
-    lines = [f"## {table['title']}", "", table["text"], ""]
-    lines.append("| " + " | ".join(column["title"] for column in columns.values()) + " |")
-    lines.append("|---" * len(columns) + "|")
-    for row in table["rows"]:
-        cells = (cell(row.get(key), column["form"]) for key, column in columns.items())
-        lines.append("| " + " | ".join(cells) + " |")
+    lines = [f"## {table['title']}", "", table["text"], "", *grid(table["columns"], table["rows"])]
+    for more in table.get("more", []):
+        lines += ["", f"### {more['title']}", "", more["text"], "", *grid(more["columns"], table["rows"])]
     lines += ["", *(f"- {caveat}" for caveat in table["caveats"])]
     lines.append(f"- Data: {table['data']}. Machine: {table['machine']}. Measured: {table['measured']}.")
     lines += [f"- {source_text(source)}." for source in table.get("sources", [])]
@@ -87,6 +84,15 @@ def section(table: Table) -> str:
     others = [name for name in table["commands"] if name not in used]
     lines += ["", "```bash", *(table["commands"][name] for name in others + used), "```", ""]
     return "\n".join(lines)
+
+
+def grid(columns: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of one table."""
+    lines = ["| " + " | ".join(column["title"] for column in columns.values()) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        cells = (cell(row.get(key), column["form"]) for key, column in columns.items())
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def source_text(source: dict[str, Any]) -> str:
