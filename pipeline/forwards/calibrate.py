@@ -13,10 +13,11 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...moa.targets.live import Target
-from ...storage.chunks.field import TOKENS, Learning
+from ...storage.chunks.field import TOKENS, Learning, Observing
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform.calibration import logit_metric
 from ...storage.codecs.transform.codec import TransformCodec
+from ...storage.codecs.transform.joint import left_variances, split_bits
 from ...storage.codecs.transform.rope import Rope
 from ...storage.errors import ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing
 from ...storage.paths import StorePath
@@ -112,10 +113,11 @@ def calibrate(
     of_metric = np.linspace(0, ends[-1] - 1, min(int(ends[-1]), METRIC_TOKENS)).astype(int)
     last: list[np.ndarray] = []
     with ExitStack() as stack:
-        observations = {}
+        observations: dict[str, Observing] = {}
         for name, field in codec.learned.items():
-            if isinstance(field, TransformCodec) and field.is_kv:
-                field.rope, field.embeddings = target_rope(model_config), _Float32Rows(embeddings)
+            if isinstance(field, TransformCodec):
+                field.rope = target_rope(model_config) if field.is_kv else None
+                field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
             observations[name] = stack.enter_context(closing(field.observing(learning)))
         for i, row in enumerate(rows):
             learning.progress(i, len(rows), f"learn: sample {i + 1}/{len(rows)}")
@@ -125,15 +127,33 @@ def calibrate(
             if LAST in observations:
                 own = of_metric - (ends[i] - lengths[row])
                 last.append(values[LAST][own[(own >= 0) & (own < lengths[row])]])
-        for name, observation in observations.items():
-            learned = codec.learned[name]
+        bits = _joint_bits(codec, observations, learning)
+        for name in (name for name in codec.in_order if name in observations):
+            observation, learned = observations[name], codec.learned[name]
             if isinstance(learned, TransformCodec) and name == LAST:
                 learning.progress(0, 1, "learn: metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
                 learned.metric = logit_metric(np.concatenate(last), head, place=learning.place)
-            observation.learn()
+            below = None if learned.base is None else observations[learned.base.spec.name].decoded()
+            observation.learn(below, bits.get(name))
             if isinstance(learned, TransformCodec):
                 learned.embeddings = None  # else they would keep the target's weights in memory
+
+
+def _joint_bits(codec: StoreCodec, observations: Mapping[str, Observing], learning: Learning) -> dict[str, float]:
+    """Split the bits of joint hidden states: field -> bits per token; nothing where there are no joint ones."""
+    if not codec.bases:
+        return {}
+    top = next(name for name in codec.bases if name not in codec.bases.values())
+    learning.progress(0, 1, "learn: bits of joint hidden states")
+    chain, variances = codec.with_bases(top), []
+    below: np.ndarray | None = None
+    for name in chain:
+        values = observations[name].values()
+        variances.append(left_variances(values, below, learning.place))
+        below = values
+    bits = sum(len(own) * codec.fields[name].expected_bits() for name, own in zip(chain, variances, strict=True))
+    return dict(zip(chain, split_bits(variances, bits), strict=True))
 
 
 def learn_from_target(

@@ -48,21 +48,23 @@ class Capture:
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> Capture:
         """Encode, on the device, the fields that the store keeps encoded; errors call the sequences by ``names``."""
-        codecs = {name: codec.fields[name] for name in self.fields if not codec.fields[name].is_identity}
-        if not codecs:
+        codecs = codec.only(name for name in self.fields if not codec.fields[name].is_identity)
+        if not codecs.fields:
             return self
         self.check_finite(names)
         codes: dict[str, dict[StoredArray, Tensor]] = {}
         with torch.inference_mode():
-            for name, field_codec in codecs.items():
-                encoded = [
-                    field_codec.encode(self.fields[name][index, :n_tokens], self.tokens[index, :n_tokens])
-                    for index, n_tokens in enumerate(self.n_tokens)
-                ]
+            encoded = [
+                codecs.encode(
+                    {name: self.fields[name][index, :n_tokens] for name in codecs.fields}, self.tokens[index, :n_tokens]
+                )
+                for index, n_tokens in enumerate(self.n_tokens)
+            ]
+            for name, field_codec in codecs.fields.items():
                 codes[name] = {
-                    array: _concatenate([rows[array.name] for rows in encoded]) for array in field_codec.arrays
+                    array: _concatenate([rows[name][array.name] for rows in encoded]) for array in field_codec.arrays
                 }
-        plain = {name: values for name, values in self.fields.items() if name not in codecs}
+        plain = {name: values for name, values in self.fields.items() if name not in codecs.fields}
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self, slots: HostSlots | None = None) -> Capture:

@@ -27,7 +27,7 @@ from ...storage.write.addition import StoreAddition, load_next_basis, save_next_
 from ...storage.write.store import StoreWriter
 from ...text import Progress, activation_name, format_bytes, format_hours
 from ..chats.sequences import content_id
-from ..config import ActivationSpec, AddConfig, ExtractConfig, resolve_encode_threads
+from ..config import AddConfig, ExtractConfig, parse_fields, resolve_encode_threads
 from ..errors import AdditionRefused, RepairRefused
 from ..forwards.calibrate import learn_from_target, learning_on
 from ..forwards.capture import capture
@@ -230,10 +230,10 @@ class _Addition:
         plan, reader = self.plan, self.reader
         if LAST not in reader.fields:
             return ""
-        codec = reader.codec.only([LAST])
+        codec = reader.codec.only(reader.codec.with_bases(LAST))
         batch = next(batches(self.writer.part_sequences(part), plan.batch_tokens))
         ids = batch["sequence_id"].to_pylist()
-        spec = ActivationSpec(kv=False, last=True, layers=())
+        spec = parse_fields(codec.fields)
         live = capture(target.model, [self._text(key)[0] for key in ids], spec, self.dtype, plan.uses_cache)
         copied = live.encode(codec, ids).to_host()
         copied.wait()

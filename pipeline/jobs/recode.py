@@ -26,6 +26,7 @@ from ...storage.parts.commit import read_part_commit
 from ...storage.paths import StorePath
 from ...storage.read.store import ActivationStore
 from ...storage.schema import SCHEMA_VERSION
+from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress, format_bytes, format_hours
 from ..forwards.calibrate import calibrate, learned_before, learning_on
@@ -158,6 +159,18 @@ def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
             shutil.copytree(source.target_path, folder, dirs_exist_ok=True)
 
 
+def _write_sequence(source: ActivationStore, i: int, out: PartWriter, codec: StoreCodec, first_token: int) -> None:
+    """Write all fields of a sequence, encoded where the codec encodes them."""
+    values = {name: source.read(i, name) for name in source.fields}
+    exact = {
+        name: to_float32(values[name], spec.dtype)
+        for name, spec in source.fields.items()
+        if not codec.fields[name].is_identity
+    }
+    for name, rows in (values | codec.encode(exact, values[TOKENS])).items():
+        out.write(name, first_token, rows)
+
+
 def _write_parts(source: ActivationStore, writer: StoreWriter, progress: Progress | None) -> None:
     parts = source.sequences["part"].to_numpy()
     pending = writer.pending_parts()
@@ -166,9 +179,7 @@ def _write_parts(source: ActivationStore, writer: StoreWriter, progress: Progres
         with writer.part(part) as out:
             for i in np.flatnonzero(parts == part).tolist():
                 first_token = int(source.sequences["first_token"][i].as_py())
-                tokens = source.read(i, TOKENS)
-                for field in source.fields:
-                    out.write(field, first_token, source.read(i, field), tokens)
+                _write_sequence(source, i, out, writer.codec, first_token)
                 n_done += int(source.lengths[i])
                 if progress:
                     progress(n_done, source.manifest.n_tokens, f"recode part {part + 1}/{writer.n_parts}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -78,6 +78,7 @@ class FieldCodec(Protocol):
         is_identity: whether the one stored array is the field itself, bit for bit; such a field is read and written in
             its storage dtype without ``encode`` and ``decode``, in any pieces.
         needs_tokens: whether ``encode`` and ``decode`` need the token ids of the values.
+        base: the codec of the field that this one is predicted from; None for none.
     """
 
     spec: FieldSpec
@@ -87,18 +88,23 @@ class FieldCodec(Protocol):
     @property
     def needs_tokens(self) -> bool: ...  # noqa: D102  (above)
 
+    @property
+    def base(self) -> FieldCodec | None: ...  # noqa: D102  (above)
+
     def describe(self) -> dict[str, Any]:
         """Return the settings that ``store.json`` records for this field; a change of any changes the bytes."""
 
     def expected_bits(self) -> float:
         """Return the bits per value that the stored arrays take after the byte chain, roughly and rather too many."""
 
-    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
-        """Encode one whole sequence, position 0 first.
+    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
+        """Encode one whole sequence, position 0 first; ``StoreCodec.encode`` encodes all fields of one.
 
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
             tokens: int [n_tokens], its token ids; needed where the codec ``needs_tokens``.
+            below: float32 [n_tokens, *token_shape], what the codes of the field's ``base`` decode to; needed where
+                there is one.
 
         Returns:
             Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
@@ -108,7 +114,12 @@ class FieldCodec(Protocol):
         """
 
     def decode(
-        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, layers: list[int] | None = None
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        layers: list[int] | None = None,
+        below: Array | None = None,
     ) -> Array:
         """Decode consecutive tokens of one sequence.
 
@@ -116,10 +127,12 @@ class FieldCodec(Protocol):
             codes: array name -> the rows that cover the tokens, from ``first_position`` on. Arrays with a layer axis
                 hold the chosen layers only, in the order of ``layers``, arrays with pieces the pieces that these
                 layers need; the others hold whole rows. Where the codec
-                ``needs_tokens``, ``"tokens"`` holds the tokens' ids, int [at least n_tokens].
+                ``needs_tokens``, ``"tokens"`` holds the tokens' ids, int [at least n_tokens]. The rows of its ``base``
+                are there too, unless ``below`` is given.
             first_position: position of the first token in its sequence, a multiple of 64.
             n_tokens: tokens wanted; the last block's row may cover more.
             layers: the chosen layers, None for all in order.
+            below: what the ``base`` decodes to at these tokens, as for :meth:`encode`; None to decode that too.
 
         Returns:
             float32 [n_tokens, *token_shape], with ``len(layers)`` layers where some are chosen.
@@ -152,8 +165,21 @@ class Observing(Protocol):
             tokens: int [n_tokens], needed where the codec ``needs_tokens``.
         """
 
-    def learn(self) -> None:
-        """Let the codec learn from what was observed, and drop it; the same sample gives the same state."""
+    def values(self) -> np.ndarray:
+        """Return what was observed, one sequence after the other: float32 [n_tokens, width]."""
+        ...
+
+    def learn(self, below: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
+        """Let the codec learn from what was observed; the same sample gives the same state.
+
+        Args:
+            below: :meth:`decoded` of the field's ``base``, which has learned; needed where there is one.
+            bits: that a token of the field may take; None for what the codec's name says.
+        """
+
+    def decoded(self) -> list[np.ndarray]:
+        """Return what the sequences decode to, after :meth:`learn`: float32 [n_tokens, width] each."""
+        ...
 
     def close(self) -> None:
         """Drop what was observed."""

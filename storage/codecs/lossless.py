@@ -20,6 +20,7 @@ class LosslessCodec:
 
     is_identity = True
     needs_tokens = False
+    base = None
 
     def __init__(self, spec: FieldSpec) -> None:
         self.spec = spec
@@ -42,12 +43,17 @@ class LosslessCodec:
         """Return the bits per value that a store takes, roughly and rather too many."""
         return 8.0 * self.spec.storage_dtype.itemsize * _STORED_FRACTION[self.spec.dtype]
 
-    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
         """Return the values themselves, which must be in the storage dtype already."""
         return {self.spec.name: values}
 
     def decode(
-        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, layers: list[int] | None = None
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        layers: list[int] | None = None,
+        below: Array | None = None,
     ) -> Array:
         """Return the first ``n_tokens`` rows as float32 (NumPy storage dtype, or a torch float tensor)."""
         rows = codes[self.spec.name][:n_tokens]

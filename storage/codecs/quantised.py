@@ -80,6 +80,7 @@ class QuantisedCodec:
 
     is_identity = False
     needs_tokens = False
+    base = None
 
     def __init__(self, spec: FieldSpec, scheme: Scheme) -> None:
         self.spec = spec
@@ -121,7 +122,7 @@ class QuantisedCodec:
         """Return the bits per value that a store takes, roughly and rather too many."""
         return self.scheme.bits
 
-    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
@@ -151,7 +152,12 @@ class QuantisedCodec:
         return {part.codes.name: codes, part.scale.name: xp.squeeze(bits, axis=axis)}
 
     def decode(
-        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, layers: list[int] | None = None
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        layers: list[int] | None = None,
+        below: Array | None = None,
     ) -> Array:
         """Decode consecutive tokens of one sequence; see ``FieldCodec.decode``."""
         decoded = [self._decode_part(part, codes, n_tokens) for part in self._parts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from ..chunks.chunk import BYTE_CHAIN
-from ..chunks.field import TOKENS, FieldCodec, LearnedCodec, StoredArray
+from ..chunks.field import TOKENS, Array, FieldCodec, LearnedCodec, StoredArray
 from ..disk.checking import MISSING, exists
 from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
@@ -31,6 +31,8 @@ BASIS_NAME = "basis.safetensors"
 NEXT_BASIS_NAME = "next-basis.safetensors"
 """The basis with further fields while they are added; it is renamed to the former once store.json holds its hash."""
 _BASIS_HEADER_BYTES = 16 << 20
+
+_LAYER, _LAST_LAYER = "hidden/layer_", 1 << 20
 
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
 
@@ -52,6 +54,7 @@ class StoreCodec:
         name: e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: the store's fields. Fields of integers are lossless in every codec.
         schema_version: of the store, which decides how codes lie in arrays.
+        bases: field -> the field that it is predicted from; None to predict what the name calls for.
 
     Attributes:
         fields: field name -> its codec.
@@ -60,10 +63,18 @@ class StoreCodec:
         CodecUnknown: there is no codec of that name, or none for a field, or it needs tokens that the store lacks.
     """
 
-    def __init__(self, name: str, specs: Iterable[FieldSpec], schema_version: int = SCHEMA_VERSION) -> None:
+    def __init__(
+        self,
+        name: str,
+        specs: Iterable[FieldSpec],
+        schema_version: int = SCHEMA_VERSION,
+        bases: Mapping[str, str] | None = None,
+    ) -> None:
         self.name, self.schema_version = name, schema_version
         _check_name(name)
         self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec, schema_version) for spec in specs}
+        for field, base in (joint_bases(self.fields.values()) if bases is None else bases).items():
+            _predict(self.fields, field, base)
         for field, codec in self.fields.items():
             if codec.needs_tokens and not self._has_tokens():
                 raise CodecUnknown(
@@ -87,7 +98,7 @@ class StoreCodec:
                 "is the last that does. Read it with that, or extract again with another --codec."
             )
         try:
-            codec = cls(name, manifest.fields, manifest.schema_version)
+            codec = cls(name, manifest.fields, manifest.schema_version, _recorded_bases(manifest))
         except CodecUnknown as error:
             raise ManifestInvalid(f"{store}: {error} Install a release of moa-data that knows it.") from error
         if codec.learned:
@@ -99,6 +110,49 @@ class StoreCodec:
         part = StoreCodec(self.name, (), self.schema_version)
         part.fields = {name: self.fields[name] for name in names}
         return part
+
+    @property
+    def bases(self) -> dict[str, str]:
+        """Field -> the field that it is predicted from, of those that are."""
+        return {name: codec.base.spec.name for name, codec in self.fields.items() if codec.base is not None}
+
+    def with_bases(self, name: str) -> list[str]:
+        """List a field behind all that decoding it takes: what it is predicted from, that field's own, and so on."""
+        found, base = [name], self.fields[name].base
+        while base is not None:
+            found.insert(0, base.spec.name)
+            base = base.base
+        return found
+
+    @property
+    def in_order(self) -> list[str]:
+        """All fields, each behind the one that it is predicted from."""
+        return list(dict.fromkeys(one for name in self.fields for one in self.with_bases(name) if one in self.fields))
+
+    def encode(self, values: Mapping[str, Array], tokens: Array) -> dict[str, dict[str, Array]]:
+        """Encode fields of one whole sequence, position 0 first.
+
+        Args:
+            values: field -> [n_tokens, *token_shape], as ``FieldCodec.encode`` takes them; with a field that is
+                predicted from another, that one too.
+            tokens: int [n_tokens], its token ids.
+
+        Returns:
+            Field -> array name -> rows.
+
+        Raises:
+            WriteInvalid: a value is NaN or infinite.
+        """
+        encoded: dict[str, dict[str, Array]] = {}
+        decoded: dict[str, Array] = {}
+        bases = self.bases
+        for name in (name for name in self.in_order if name in values):
+            codec, below = self.fields[name], decoded.get(bases.get(name, ""))
+            encoded[name] = codec.encode(values[name], tokens, below)
+            if name in bases.values():
+                codes = encoded[name] | {TOKENS: tokens}
+                decoded[name] = codec.decode(codes, 0, len(values[name]), below=below)
+        return encoded
 
     @property
     def arrays(self) -> Iterator[StoredArray]:
@@ -179,6 +233,43 @@ class StoreCodec:
             self.load(content)
         except ValueError as error:
             raise ShardCorrupt(f"{path}: {error}") from error
+
+
+def joint_bases(fields: Iterable[FieldCodec]) -> dict[str, str]:
+    """Choose what joint hidden states are predicted from: each the layer below it, the last the highest layer."""
+    joint = [
+        field.spec.name
+        for field in fields
+        if isinstance(field, TransformCodec) and field.settings.is_joint and not field.is_kv
+    ]
+    order = sorted(joint, key=lambda name: int(name.removeprefix(_LAYER)) if name.startswith(_LAYER) else _LAST_LAYER)
+    return dict(zip(order[1:], order, strict=False))
+
+
+def _predict(fields: Mapping[str, FieldCodec], field: str, base: str) -> None:
+    """Let a hidden state be predicted from another; raises CodecUnknown where one of them is none."""
+    own, other = fields.get(field), fields.get(base)
+    if not isinstance(own, TransformCodec) or not isinstance(other, TransformCodec) or own.is_kv or other.is_kv:
+        raise CodecUnknown(f"Field {field!r} cannot be predicted from {base!r}.")
+    above: FieldCodec | None = other
+    while above is not None:
+        if above is own:
+            raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
+        above = above.base
+    own.base = other
+
+
+def _recorded_bases(manifest: StoreManifest) -> dict[str, str]:
+    """Read which fields of a store are predicted from which."""
+    settings = manifest.codec.get("transform")
+    if not isinstance(settings, Mapping):
+        return {}
+    found = {
+        name: of["predicted_from"]
+        for name, of in settings.items()
+        if isinstance(of, Mapping) and "predicted_from" in of
+    }
+    return {str(name): str(base) for name, base in found.items()}
 
 
 def _check_name(name: str) -> None:

@@ -60,14 +60,16 @@ def row_shape(codec: FieldCodec, array: StoredArray, layers: list[int] | None) -
 
 
 def own_arrays(codec: FieldCodec, layers: list[int] | None) -> tuple[StoredArray, ...]:
-    """Return the stored arrays of a field that these layers are decoded from; None for all layers."""
-    return codec.arrays_of(layers) if isinstance(codec, TransformCodec) else codec.arrays
+    """Return the stored arrays that these layers of a field are decoded from, those of its base too; None for all."""
+    own = codec.arrays_of(layers) if isinstance(codec, TransformCodec) else codec.arrays
+    return own if codec.base is None else (*own, *own_arrays(codec.base, None))
 
 
 def decoding_arrays(codec: FieldCodec, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
-    """Return the arrays that decoding these layers of a field reads: its own, and the tokens it predicts from."""
-    arrays = own_arrays(codec, layers)
-    return (*arrays, _TOKENS_ARRAY) if codec.needs_tokens else arrays
+    """Return the arrays that decoding these layers of a field reads, the tokens included where it needs them."""
+    arrays, base = own_arrays(codec, layers), codec.base
+    needs_tokens = codec.needs_tokens or (base is not None and _TOKENS_ARRAY in decoding_arrays(base))
+    return (*arrays, _TOKENS_ARRAY) if needs_tokens else arrays
 
 
 def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | None) -> dict[str, np.ndarray]:

@@ -135,7 +135,7 @@ class BatchReader:
         for attribute, name in self._fields.items():
             codec, layers = self.store.codec.fields[name], self._layers[name]
             if not codec.is_identity:
-                rows = {array.name: buffers.pop(array.name) for array in own_arrays(codec, layers)}
+                rows = {array.name: buffers[array.name] for array in own_arrays(codec, layers)}
                 dtype = _TORCH_DTYPES[codec.spec.dtype]
                 encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
                 buffers[name] = torch.empty(0)

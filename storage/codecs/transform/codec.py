@@ -7,8 +7,8 @@
     hidden  --------------------------+                                                  -> arrays of similar statistics
 
 Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
-rotation of the keys at the positions that are read. Where keys and values are predicted from tokens, the prediction is
-subtracted before the mean and added after it: one more matrix product.
+rotation of the keys at the positions that are read. Where values are predicted, from tokens or from another hidden
+state as it decodes, the prediction is subtracted before the mean and added after it: one more matrix product.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class TransformCodec:
         embeddings: the target's input embeddings [vocab_size, width]; :meth:`calibrate` needs them where the settings
             say ``from_tokens``.
         joins_runs: whether codes lie in one array where they are wide enough; else each run has its own (``pieces``).
+        base: the codec of the hidden state that this one is predicted from.
 
     Attributes:
         arrays: the stored arrays; empty until :meth:`calibrate` or :meth:`load_state`.
@@ -67,8 +68,10 @@ class TransformCodec:
         metric: np.ndarray | None = None,
         embeddings: Embeddings | None = None,
         joins_runs: bool = True,
+        base: TransformCodec | None = None,
     ) -> None:
         self.spec = spec
+        self.base = base
         self.settings = settings
         self.is_kv = spec.axes[1:] == ("layer", "kv_head", "key_value", "head_dim")
         if not self.is_kv and len(spec.token_shape) != 1:
@@ -97,13 +100,15 @@ class TransformCodec:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether keys and values are predicted from the tokens."""
-        return self.is_kv and self.settings.from_tokens
+        """Whether the field is predicted from the tokens: keys and values, and the first of joint hidden states."""
+        is_first = self.settings.is_joint and self.base is None
+        return self.settings.from_tokens and (self.is_kv or is_first)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings for ``store.json``."""
         in_metric = any(not _is_transposed(basis) for group in self._groups for basis in group.fit.bases)
-        return {
+        predicted = {} if self.base is None else {"predicted_from": self.base.spec.name}
+        return predicted | {
             "transform": "principal components",
             "bits_per_value": self.bits,
             "group_layers": len(self.groups[0]),
@@ -171,6 +176,7 @@ class TransformCodec:
         layer_width = math.prod(self.spec.token_shape) // n_parts // self._n_layers
         n_bytes = 8 * (self._n_layers + 1) * (self.spec.token_shape[-1] + 1)  # the rotation
         n_bytes += 2 * MAX_FEATURES * _MAX_VOCABULARY if self.needs_tokens else 0
+        n_bytes += 2 * self.base.spec.token_shape[0] * layer_width if self.base is not None else 0
         for layers in self.groups:
             width = len(layers) * layer_width
             n_components = min(width, MAX_COMPONENTS)
@@ -190,6 +196,7 @@ class TransformCodec:
             if features is not None and (features.ndim != 2 or not len(features)):
                 raise ValueError(f"tokens/features has shape {features.shape}")
             n_features = 0 if features is None else features.shape[1]
+            n_features = n_features if self.base is None else self.base.spec.token_shape[0]
             fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
             if not any(len(fit.columns.part) for fit in fits):
                 raise ValueError("it has no columns")
@@ -200,7 +207,7 @@ class TransformCodec:
             ) from error
         self.take_over(fits, features)
 
-    def encode(self, values: Array, tokens: Array | None = None) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
@@ -208,7 +215,7 @@ class TransformCodec:
                 f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
                 "whole token. Extract with codec lossless, or drop the sequence."
             )
-        features = self._features_of(tokens, len(values), values)
+        features = self._features_of(tokens, len(values), values) if self.base is None else self._from_base(below)
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), self.parts(xp.astype(values, xp.float32)), strict=True):
             codes |= transform.encode(parts, features)
@@ -220,10 +227,14 @@ class TransformCodec:
         first_position: int,
         n_tokens: int,
         layers: list[int] | None = None,
+        below: Array | None = None,
     ) -> Array:
         """Decode consecutive tokens of one sequence; only the arrays of :meth:`arrays_of` need be in ``codes``."""
         groups = self._learned()
-        features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
+        if self.base is not None:
+            features = self.base.decode(codes, first_position, n_tokens) if below is None else below
+        else:
+            features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         if self._pieces is not None:
             codes = self._pieces.split(codes[self._pieces.array.name], self._groups_of(layers))
         if not self.is_kv:
@@ -265,6 +276,15 @@ class TransformCodec:
         if not self._groups:
             raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
         return self._groups
+
+    def _from_base(self, below: Array | None) -> Array:
+        """Return what the field is predicted from: float32 [n_tokens, width of the base]."""
+        if below is None:
+            assert self.base is not None
+            raise ValueError(
+                f"Field {self.spec.name!r} is predicted from {self.base.spec.name!r}: encode both by StoreCodec.encode."
+            )
+        return below
 
     def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
         """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
@@ -363,6 +383,7 @@ class Observation:
     def __init__(self, codec: TransformCodec, learning: Learning) -> None:
         self._codec, self._learning = codec, learning
         self._sample = Sample(learning.folder)
+        self._below: Sequence[np.ndarray] | None = None
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Add a sequence to the sample; see ``Observing``.
@@ -385,24 +406,42 @@ class Observation:
         if len(values):
             self._sample.add(codec.parts(values), tokens if codec.needs_tokens else None)
 
-    def learn(self) -> None:
+    def values(self) -> np.ndarray:
+        """Read all tokens of a hidden state's sample: float32 [n_tokens, width]."""
+        return self._sample.rows(0, 0, range(len(self._sample.lengths))).values
+
+    def learn(self, below: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
         """Let the codec learn; see ``Observing``.
 
         Raises:
             WriteInvalid: nothing was observed.
+            ValueError: the field is predicted from another, which was not given.
         """
         codec, sample = self._codec, self._sample
         if not sample.lengths:
             raise WriteInvalid(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
-        features = by_token = None
+        features = given = None
+        if codec.base is not None:
+            given = [codec._from_base(values) for values in ([None] if below is None else below)]
         if codec.needs_tokens and codec.embeddings is not None:
             features = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
-            by_token = [features[ids].astype(np.float32) for ids in sample.tokens]
+            given = [features[ids].astype(np.float32) for ids in sample.tokens]
         n_parts = [len(KV_PARTS) if codec.is_kv else 1] * len(codec.groups)
-        bits = codec.bits * math.prod(codec.spec.token_shape)
-        fits = fit_groups(sample, n_parts, bits, codec.metric, by_token, self._learning)
+        bits = codec.bits * math.prod(codec.spec.token_shape) if bits is None else bits
+        fits = fit_groups(sample, n_parts, bits, codec.metric, given, self._learning)
         codec.take_over(fits, features)
-        self.close()
+        self._below = below
+
+    def decoded(self) -> list[np.ndarray]:
+        """Return what the sequences of a hidden state decode to; see ``Observing``."""
+        codec, sample, found = self._codec, self._sample, []
+        for i in range(len(sample.lengths)):
+            values = sample.rows(0, 0, [i]).values
+            tokens, below = sample.tokens[i] if sample.tokens else None, self._below[i] if self._below else None
+            codes = codec.encode(values, tokens, below)
+            codes |= {} if tokens is None else {TOKENS: tokens}
+            found.append(codec.decode(codes, 0, len(values), below=below))
+        return found
 
     def close(self) -> None:
         """Drop the sample."""

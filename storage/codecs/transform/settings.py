@@ -1,4 +1,4 @@
-"""The name of a transform codec: bits, scope, and whether keys and values are predicted from tokens.
+"""The name of a transform codec: bits, scope, and what values are predicted from.
 
 Which layers share a basis, the *scope*, trades stored bytes for the cost of reading one layer. Layers hold much the
 same information about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but
@@ -17,6 +17,11 @@ scope         a reader of one layer of L reads
 With ``,tokens`` keys and values are predicted from the token ids, and only the rest is stored: less error at equal
 bits. Decoding then needs the tokens, which every store has, and costs one more matrix product; the basis holds up to
 ``2 * 512`` bytes more for each token of the vocabulary (131 MB at the 128,256 tokens of Llama 3).
+
+With ``,joint`` each hidden state is predicted from the one stored below it, the last one from the highest layer that is
+stored; with ``,tokens`` too, the lowest from the tokens. A decoder layer adds little to the residual stream, so that
+what is left to store is small; a reader of one hidden state then reads the codes of those below it too. The bits of
+all joint states are split among them so that they err alike.
 """
 
 from __future__ import annotations
@@ -33,8 +38,11 @@ proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit
 HIDDEN_BITS_RATIO = 1.7
 """Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
 
-TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][@all|@layer|@group<layers>]"
-_NAME = re.compile(r"transform:(\d+(?:\.\d+)?)(?:,hidden=(\d+(?:\.\d+)?))?(,tokens)?(?:@(all|layer|group([1-9]\d*)))?")
+TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][,joint][@all|@layer|@group<layers>]"
+_NAME = re.compile(
+    r"transform:(?P<kv>\d+(?:\.\d+)?)(?:,hidden=(?P<hidden>\d+(?:\.\d+)?))?(?P<tokens>,tokens)?(?P<joint>,joint)?"
+    r"(?:@(?P<scope>all|layer|group(?P<layers>[1-9]\d*)))?"
+)
 
 
 @dataclass(frozen=True)
@@ -46,29 +54,31 @@ class TransformSettings:
         hidden_bits: stored bits per value of hidden states.
         group_layers: layers that share a basis; 0 for all, None to choose by width.
         from_tokens: whether keys and values are predicted from the target's embeddings of the tokens.
+        is_joint: whether hidden states are predicted from each other.
     """
 
     kv_bits: float
     hidden_bits: float
     group_layers: int | None = None
     from_tokens: bool = False
+    is_joint: bool = False
 
     @classmethod
     def parse(cls, name: str) -> TransformSettings:
-        """Read ``transform:<bits>[,hidden=<bits>][,tokens][@all|@layer|@group<layers>]``; bits are 0.05 to 10."""
+        """Read a name of :data:`TRANSFORM_GRAMMAR`; bits are 0.05 to 10."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(
                 f"Codec {name!r} is not {TRANSFORM_GRAMMAR}, in this order; for example transform:1.0, "
                 "transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
             )
-        kv_bits = float(match[1])
-        hidden_bits = float(match[2]) if match[2] else kv_bits * HIDDEN_BITS_RATIO
+        kv_bits = float(match["kv"])
+        hidden_bits = float(match["hidden"]) if match["hidden"] else kv_bits * HIDDEN_BITS_RATIO
         for bits in (kv_bits, hidden_bits):
             if not 0.05 <= bits <= 10:
                 raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
-        group_layers = {None: None, "all": 0, "layer": 1}.get(match[4], int(match[5] or 0))
-        return cls(kv_bits, hidden_bits, group_layers, match[3] is not None)
+        group_layers = {None: None, "all": 0, "layer": 1}.get(match["scope"], int(match["layers"] or 0))
+        return cls(kv_bits, hidden_bits, group_layers, match["tokens"] is not None, match["joint"] is not None)
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
         """Return the layers that share a basis, given the width of one layer's keys.
@@ -96,7 +106,7 @@ class TransformSettings:
         bits, hidden, tokens = f"{self.kv_bits:g}", "", ",tokens" if self.from_tokens else ""
         if self.hidden_bits != self.kv_bits * HIDDEN_BITS_RATIO:
             hidden = f",hidden={self.hidden_bits:g}"
-        return f"transform:{bits}{hidden}{tokens}{scope}"
+        return f"transform:{bits}{hidden}{tokens}{',joint' if self.is_joint else ''}{scope}"
 
 
 def check_width(width: int, what: str) -> None:
