@@ -1,14 +1,16 @@
 """Measures codecs: bytes, errors, the teacher's distributions, and drafters trained from each.
 
 Extracts one lossless store, recodes it with each codec, and measures on the same sequences: bytes per token, ratio to
-raw and to the order-0 entropy floor of lossless coding, relative L2 error of keys, values and hidden states, the KL of
-the teacher's next-token distribution from decoded hidden states, the KL of the target's own next-token distribution
-when it goes on from decoded KV, and the acceptance length of drafters trained from the store at equal steps and seeds.
+raw and to the order-0 entropy floor of lossless coding, relative L2 error of keys, values and hidden states (the mean
+over states), the KL of the teacher's next-token distribution from decoded hidden states, the KL of the target's own
+next-token distribution when it goes on from decoded KV, and the acceptance length of drafters trained from the store at
+equal steps and seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
 
     python benchmarks/codecs.py MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 int6 transform:1]
         [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
         [--layer-groups 1] [--no-unrotated-keys]
+        [--drafter dspark --activations hidden:last hidden:layer:1 hidden:layer:3 hidden:layer:6]
 
 Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md shows all
 results that are there.
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from codec_speed import order0_bits
 from drafter_options import add_size_options, add_training_options, chosen, small_config
+from drafters import DRAFTERS
 from records import provenance
 
 from moa_data.evaluation.prompts import load_prompts
@@ -36,7 +39,7 @@ from moa_data.moa.nn.kv import unpack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.chats.prompts import prompt_tokens
-from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.config import TEXT_FIELDS, ExtractConfig
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.recode import recode
 from moa_data.storage.care.summary import summarize_store
@@ -72,16 +75,20 @@ def floor_bytes_per_token(store: ActivationStore, sample: np.ndarray) -> float:
 
 def errors(exact: ActivationStore, coded: ActivationStore, sample: np.ndarray) -> dict[str, float]:
     """Relative L2 errors over the sampled sequences."""
-    sums = {name: np.zeros(2) for name in ("key", "value", "hidden")}
+    sums: dict[str, np.ndarray] = {}
     for i in sample.tolist():
-        for field in ("kv", "hidden/last"):
+        for field in (name for name in exact.fields if name not in TEXT_FIELDS):
             a, b = (to_float32(store.read(i, field), exact.fields[field].dtype) for store in (exact, coded))
-            pairs = {"hidden": (a, b)}
+            pairs = {field: (a, b)}
             if field == "kv":
                 pairs = {"key": (a[:, :, :, 0], b[:, :, :, 0]), "value": (a[:, :, :, 1], b[:, :, :, 1])}
             for name, (x, y) in pairs.items():
-                sums[name] += np.square(x - y, dtype=np.float64).sum(), np.square(x, dtype=np.float64).sum()
-    return {f"{name}_error": float(np.sqrt(error / total)) for name, (error, total) in sums.items()}
+                own = np.square(x - y, dtype=np.float64).sum(), np.square(x, dtype=np.float64).sum()
+                sums[name] = sums.get(name, np.zeros(2)) + own
+    found = {name: float(np.sqrt(error / total)) for name, (error, total) in sums.items()}
+    hidden = [error for name, error in found.items() if name.startswith("hidden/")]
+    own_parts = {f"{name}_error": found[name] for name in ("key", "value") if name in found}
+    return own_parts | {"hidden_error": float(np.mean(hidden))}
 
 
 def kl(logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -102,6 +109,8 @@ def divergences(target: Target, exact: ActivationStore, coded: ActivationStore, 
             for store in (exact, coded)
         ]
         teacher.append(kl(*(frozen.logits(state) for state in hidden)))
+        if "kv" not in exact.fields:
+            continue
         half = tokens.shape[1] // 2
         logits = []
         for store in (exact, coded):
@@ -113,7 +122,8 @@ def divergences(target: Target, exact: ActivationStore, coded: ActivationStore, 
             cache.commit([range(half)])
             logits.append(target.logits(target.forward(tokens[:, half:], cache))[0])
         continuation.append(kl(*logits))
-    return {"teacher_kl": float(torch.cat(teacher).mean()), "continuation_kl": float(torch.cat(continuation).mean())}
+    found = {"teacher_kl": torch.cat(teacher)} | ({"continuation_kl": torch.cat(continuation)} if continuation else {})
+    return {name: float(values.mean()) for name, values in found.items()}
 
 
 def measure_store(options: argparse.Namespace, codec: str, target: Target) -> dict[str, float]:
@@ -160,7 +170,7 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int, target: 
     run = options.out / f"run-{slug(codec)}-{seed}"
     shutil.rmtree(run, ignore_errors=True)
     values = {"validate_every": options.steps, "max_steps": options.steps, "seed": seed}
-    values |= chosen(options)
+    values |= DRAFTERS[options.drafter][1] if options.drafter else chosen(options)
     trained = train(small_config(str(store_folder(options, codec)), str(run), **values))
     return {
         "acceptance_length": acceptance_length(options, target, run),
@@ -215,6 +225,8 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", help="codecs to train a drafter from; default: all of --codecs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--n-prompts", type=int, default=80)
+    parser.add_argument("--drafter", choices=list(DRAFTERS), help="of drafters.py, with its sizes; default: MoA")
+    parser.add_argument("--activations", nargs="+", help="to extract; default: keys and values, and the last state")
     parser.add_argument("--threads", type=int, default=1)
     add_size_options(parser)
     add_training_options(parser)
@@ -227,6 +239,7 @@ def main() -> None:
             dataset=options.train_chats,
             out=str(store_folder(options, "lossless")),
             max_sequences=options.max_sequences,
+            **({"activations": tuple(options.activations)} if options.activations else {}),
         )
     )
     target = Target.load(options.model, torch.float32, "cpu")
