@@ -31,7 +31,7 @@ READ = (1, 3, 6)
 BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
 DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle": ("EAGLE-2", {"drafter": "eagle"}),
+    "eagle": ("EAGLE-2", {"drafter": "eagle", "self_attention_mlp_width": 1024}),
     "eagle3": (
         "EAGLE-3",
         {"drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024, "self_attention_mlp_width": 363},
@@ -42,6 +42,14 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
             "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
             "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
             "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224,
+        },
+    ),
+    "moa-light": (
+        "Mixture of Attentions, light",
+        {
+            "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 313,
+            "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 398, "layer_attention_heads": 4,
+            "layer_attention_kv_heads": 1, "layer_attention_mlp_width": 32, "teacher_forced_weight": 0.0,
         },
     ),
     "dflash": (
