@@ -6,7 +6,7 @@ lengths, a chain that stops where a draft is unsure, and a tree. ::
 
     moa-data extract --model MODEL --dataset TRAIN_CHATS --out STORE \
         --activations kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6
-    python benchmarks/drafters.py STORE MODEL TEST_CHATS OUT --steps 340 --seeds 0 1 [--only eagle moa ...]
+    python benchmarks/drafters.py STORE MODEL TEST_CHATS OUT --target NAME --steps 340 --seeds 0 1 [--only eagle ...]
 
 Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and running it again goes on from there;
 several processes may share OUT, each with drafters of its own. OUT/drafters.json holds all rows that are there;
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from drafter_options import small_config
 from kept import trained
-from leaderboard import acceptance, add_decoding_options
+from leaderboard import acceptance, add_decoding_options, report_name
 from records import provenance
 
 from moa_data.trainer.config import TrainConfig
@@ -104,7 +104,7 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
         "drafter": name, "title": DRAFTERS[name][0], "seed": seed, "rate": rate, "steps": options.steps, "run": run,
         "n_parameters": training["n_parameters"], "n_tokens": training["n_tokens_total"],
         "expected_acceptance_length": training["best_expected_acceptance_length"], "cpu_s": training.get("cpu_s"),
-        "lengths": acceptance(options, f"eval-{name}-{seed}", run),
+        "lengths": acceptance(options, report_name(DRAFTERS[name][0], options.target, seed), run),
     }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ stops is chosen by tokens/s on held-out chats of the training data. ::
         [--tokens N --seconds S --trained "how"]     of a drafter that is no run, which knows these itself
     make figures                                     writes the page
 
-Reports are kept in OUT, and only what they lack is measured.
+Reports are kept in OUT, and only what they lack is measured. In the OUT of ``drafters.py`` the acceptance lengths of
+its drafters are already there.
 """
 
 import argparse
@@ -60,6 +61,11 @@ def decoded(options: argparse.Namespace, name: str, run: str, shape: dict[str, A
     if wrong:
         sys.exit(f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. See {config.out}.")
     return found
+
+
+def report_name(name: str, target: str, seed: int | None) -> str:
+    """The beginning of the names of a drafter's reports."""
+    return f"{name}-{target}-{seed}".replace(" ", "-").lower()
 
 
 def lengths(report: dict[str, Any], method: str) -> list[float]:
@@ -135,6 +141,7 @@ def speeds(options: argparse.Namespace, name: str, run: str) -> dict[str, Any]:
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of how test prompts are decoded."""
+    parser.add_argument("--target", required=True, help="what the leaderboard calls the target, such as gsm8k")
     parser.add_argument("--n-prompts", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=10, help="prompts decoded together, but for tokens/s")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -149,7 +156,6 @@ def parse_options() -> argparse.Namespace:
     for name in ("model", "prompts", "drafter"):
         parser.add_argument(name)
     parser.add_argument("--name", required=True, help="of the drafter in the table")
-    parser.add_argument("--target", required=True, help="what the table calls the target, such as gsm8k")
     parser.add_argument("--tokens", type=int, help="that it was trained on")
     parser.add_argument("--seconds", type=float, help="processor seconds of training on one thread")
     parser.add_argument("--trained", default="", help="command, or where the drafter comes from")
@@ -168,7 +174,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     report_file = Path(options.drafter) / REPORT_FILE
     report = json.loads(report_file.read_text()) if report_file.is_file() else {}
-    key = f"{options.name}-{options.target}-{options.seed}".replace(" ", "-").lower()
+    key = report_name(options.name, options.target, options.seed)
     row = {
         "drafter": options.name, "target": options.target, "seed": options.seed,
         "weights": sum(weight.numel() for weight in load_drafter(options.drafter).parameters()),

@@ -49,8 +49,8 @@ def test_chats_are_laid_out(tmp_path: Path) -> None:
     assert again == train
     assert len(held_out) == 2
     texts = sorted(row["messages"][0]["content"] for row in train + held_out)
-    assert texts == sorted(
-        row["messages"][0]["content"] for name in "ab" for row in target.chats(tmp_path / name)
-    ), "each chat is in one of the two"
+    assert texts == sorted(row["messages"][0]["content"] for name in "ab" for row in target.chats(tmp_path / name)), (
+        "each chat is in one of the two"
+    )
     written = [row["messages"][0]["content"][:3] for row in target.chats(tmp_path / "test.jsonl")]
     assert written == ["c 0", "d 0", "d 1", "d 2"], "the files of test chats in turns"
