@@ -37,7 +37,7 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.trainer.config import PRESETS, MoASettings
 
-FORM = ("cross_attention_drafts", "layer_groups", "unrotated_keys")
+FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
 """The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
 ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
 

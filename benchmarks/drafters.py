@@ -45,11 +45,12 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "moa-light": (
-        "Mixture of Attentions, light",
+        "Mixture of Attentions of every second layer, one pass",
         {
-            "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 313,
-            "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 398, "layer_attention_heads": 4,
-            "layer_attention_kv_heads": 1, "layer_attention_mlp_width": 32, "teacher_forced_weight": 0.0,
+            "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
+            "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
+            "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224, "layer_stride": 2,
+            "teacher_forced_weight": 0.0,
         },
     ),
     "dflash": (

@@ -77,6 +77,9 @@ class MemorySettings(Config):
     layer_groups: Count = 2
     """Groups of consecutive layers; the memory is made from the mean over each group, concatenated; 1 in the paper and
     in what the MoA authors' code and vLLM run (docs/decisions/0006)."""
+    layer_stride: Count = 1
+    """The memory is made of the last layer and every so many below it: 2 halves what is read of a store and the work of
+    layer self-attention; 1, as in the paper, is all."""
     unrotated_keys: bool = True
     """The memory is made from the target's keys as they were before RoPE, which look alike at every position; in the
     paper, and in what the MoA authors' code and vLLM run, from those after (docs/decisions/0006)."""

@@ -47,7 +47,7 @@ from ..targets.context_cache import ContextCache
 from . import blocks
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .block_sizes import BlockDrafterSizes, read_layers
-from .layer_memory import LayerMemory
+from .layer_memory import LayerMemory, read_kv_layers
 from .rounds import Draws, at_queries, loss_queries
 from .target_layers import write_behind
 from .training import LossTerms, Reads, TrainingInputs, TrainingStep, loss_scale
@@ -166,7 +166,7 @@ class BlockDrafter(LayerMemory, Drafter):
             return Reads(outputs=tuple(layer for layer in layers if layer >= 0))
         if settings.context == "kv":
             return Reads(kv=True, kv_layers=layers)
-        return Reads(kv=True, kv_layers=None if settings.layer_attention else (-1,))
+        return Reads(kv=True, kv_layers=read_kv_layers(settings, n_layers))
 
     @classmethod
     @override

@@ -8,7 +8,9 @@ E target width, G groups of layers.
 Layer self-attention looks at one position at a time. With several ``layer_groups`` the mean of each goes into the
 linear layer on its own: one mean has D numbers for all that L layers know, fewer than E in targets with few KV heads.
 With ``unrotated_keys`` the memory is made from the target's keys as they were before RoPE: layer self-attention isn't
-told the position, so that after RoPE the same content looks different everywhere. Neither is the paper's.
+told the position, so that after RoPE the same content looks different everywhere. With a ``layer_stride`` the memory is
+made of every so many layers, counted from the last: less is read, and layer self-attention, at the widths of an 8B
+target most of a training step, has fewer rows. None of the three is the paper's.
 """
 
 from collections.abc import Mapping
@@ -51,6 +53,15 @@ class MemorySizes(DrafterSizes):
     unrotated_keys: bool = True
     """Whether the memory is made from the target's keys before RoPE; in the paper it is made from those after it."""
 
+    layer_stride: int = 1
+    """The memory is made of the last layer and of every so many below it; 1 is all, as in the paper. Not used without
+    layer self-attention."""
+
+    @property
+    def memory_layers(self) -> tuple[int, ...]:
+        """The target layers that the memory is made of, ascending."""
+        return strided_layers(self.n_layers, self.layer_stride) if self.layer_attention else (self.n_layers - 1,)
+
     def memory_problems(self) -> list[str]:
         """List what does not fit of a drafter with a memory; empty if all does."""
         names = ("kv_width", *(f"layer_attention_{name}" for name in ("heads", "head_dim", "kv_heads", "mlp_width")))
@@ -64,8 +75,11 @@ class MemorySizes(DrafterSizes):
             )
         if self.layer_attention_head_dim % 2:
             problems.append(f"layer_attention_head_dim ({self.layer_attention_head_dim}) must be even")
-        if not 1 <= self.layer_groups <= max(1, self.n_layers):
-            problems.append(f"layer_groups ({self.layer_groups}) must be between 1 and the {self.n_layers} layers")
+        if not 1 <= self.layer_stride <= max(1, self.n_layers):
+            return [*problems, f"layer_stride ({self.layer_stride}) must be between 1 and the {self.n_layers} layers"]
+        n_layers = len(strided_layers(self.n_layers, self.layer_stride))
+        if not 1 <= self.layer_groups <= max(1, n_layers):
+            problems.append(f"layer_groups ({self.layer_groups}) must be between 1 and the {n_layers} layers")
         return problems
 
     @staticmethod
@@ -104,6 +118,18 @@ class MemorySizes(DrafterSizes):
         )
 
 
+def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
+    """The last of ``n_layers`` layers and every so many below it, ascending."""
+    return tuple(range((n_layers - 1) % stride, n_layers, stride))
+
+
+def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
+    """The layers whose keys and values training with some settings of a memory reads; None for all."""
+    if not settings.layer_attention:
+        return (-1,)
+    return None if settings.layer_stride == 1 else strided_layers(n_layers, settings.layer_stride)
+
+
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
     """The largest head count up to the target's that divides kv_width with an even head dim."""
     return next(h for h in range(min(n_heads, kv_width), 0, -1) if kv_width % h == 0 and (kv_width // h) % 2 == 0)
@@ -138,7 +164,7 @@ class LayerMemory(nn.Module):
         layer takes the place of the mean. With ``unrotated_keys`` the keys are those before RoPE.
 
         Args:
-            kv: [B, T, L, D]; without layer self-attention the last layer is enough.
+            kv: [B, T, L, D]; those layers that the memory is made of are enough.
             positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
 
         Returns:
@@ -155,6 +181,8 @@ class LayerMemory(nn.Module):
         Returns:
             [B, T, G * D].
         """
+        if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_layers:
+            kv = kv[:, :, list(self.config.memory_layers)]
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:

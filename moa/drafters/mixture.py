@@ -43,7 +43,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.context_cache import ContextCache
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .layer_memory import LayerMemory
+from .layer_memory import LayerMemory, read_kv_layers
 from .mixture_sizes import MoASizes
 from .rounds import Draws, Rounds, at_queries
 from .sizes import DrafterSizes
@@ -149,8 +149,9 @@ class MoADrafter(LayerMemory, Drafter):
     @override
     def reads(cls, n_layers: int, settings: Any) -> Reads:
         n_last = settings.target_layer_inference
-        # Without layer self-attention the last layer, and those that target layer inference attends to.
-        layers = None if settings.layer_attention else tuple(range(-max(1, n_last), 0))
+        layers = read_kv_layers(settings, n_layers)
+        if n_last > 1 and layers is not None:  # those that target layer inference attends to, besides the last
+            layers = None if settings.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, n_layers - n_last - 1 if n_last else None)
 
     @classmethod

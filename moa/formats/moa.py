@@ -49,6 +49,11 @@ def _unlike_the_paper(sizes: MoASizes, who: str) -> list[str]:
             f"its memory is made from {sizes.layer_groups} means over layers, in {who} from one (train with "
             "--set drafter.layer_groups=1)"
         )
+    if sizes.layer_stride > 1:
+        found.append(
+            f"its memory is made of {len(sizes.memory_layers)} of the target's layers, in {who} of all (train with "
+            "--set drafter.layer_stride=1)"
+        )
     if sizes.unrotated_keys:
         found.append(
             f"its memory is made from keys before RoPE, in {who} from those after (train with "

@@ -56,6 +56,12 @@ class TestLastLayerAlone(DrafterContract):
     sizes = {"layer_attention": False, "target_layer_inference": 2}
 
 
+@pytest.mark.slow
+class TestEverySecondLayer(DrafterContract):
+    kind = "moa"
+    sizes = {"layer_stride": 2, "layer_groups": 1, "target_layer_inference": 1}
+
+
 N_TOKENS, PROMPT = 22, 9
 NO_STAIRCASE = torch.zeros(1, dtype=torch.bool)
 DRAWS = {
@@ -184,6 +190,22 @@ def test_memory_in_one_go_equals_the_means_over_layers(n_groups: int) -> None:
         torch.testing.assert_close(got, goal)
 
 
+@pytest.mark.parametrize(("stride", "layers"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [0, 3]), (4, [3])])
+def test_memory_of_some_layers(stride: int, layers: list[int]) -> None:
+    """It depends on these layers alone, so that they are enough, and is of the last one whatever the stride."""
+    drafter = build_drafter(build_model(), layer_stride=stride, layer_groups=1 if stride == 4 else 2)
+    assert drafter.config.memory_layers == tuple(layers)
+    kv = torch.randn(2, 5, 4, 48)
+    others = [layer for layer in range(4) if layer not in layers]
+    changed = kv.clone()
+    changed[:, :, others] = torch.nan
+    memory = drafter.encode_memory(kv)
+    assert torch.equal(drafter.encode_memory(changed), memory)
+    assert torch.equal(drafter.encode_memory(kv[:, :, layers]), memory)
+    changed[:, :, layers[0]] += 1
+    assert not torch.equal(drafter.encode_memory(changed), memory)
+
+
 @pytest.mark.parametrize("most", [1, 4, 10])
 def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     drafter = build_drafter(build_model()).double()
@@ -246,6 +268,7 @@ def test_what_a_batch_lacks_is_named() -> None:
     [
         ({"layer_attention": False}, "no layer self-attention"),
         ({"cross_attention_drafts": True}, "train with --set drafter.cross_attention_drafts=false"),
+        ({"layer_stride": 2}, "of 2 of the target's layers.*train with --set drafter.layer_stride=1"),
         (
             {"unrotated_keys": True, "layer_groups": 2},
             r"drafter.layer_groups=1.*train with --set drafter.unrotated_keys=false",
@@ -260,6 +283,12 @@ def test_layouts_of_the_authors_hold_the_papers_form_alone(tmp_path: Path, sizes
 
 
 def test_sizes_are_checked_together() -> None:
+    for stride, message in (
+        (5, "layer_stride .5. must be between 1 and the 4"),
+        (3, "layer_groups .3. .* the 2 layers"),
+    ):
+        with pytest.raises(DrafterError, match=message):
+            build_drafter(build_model(), layer_stride=stride, layer_groups=3)
     config = build_model().config
     with pytest.raises(DrafterError, match=r"must divide the 4 query heads.*layer_attention_heads"):
         MoASizes.from_target(config, self_attention_kv_heads=3, layer_attention_kv_heads=7)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batches.batch_reader import BatchReader, sequence_bytes
@@ -21,6 +22,7 @@ PAPER = PRESETS["paper"]["drafter"]
     "changes",
     [
         {"layer_attention": False, "target_layer_inference": 1},
+        {"layer_stride": 2, "target_layer_inference": 1},
         {"step_bound": False},
         {"step_bound_min": 4, "step_bound_max": 4},
         {"on_policy": False, "target_layer_inference": 1},
@@ -39,11 +41,24 @@ def test_each_variant_trains(store_path: Path, tmp_path: Path, changes: Any) -> 
     assert drafter.config.unrotated_keys == changes.get("unrotated_keys", True)
 
 
-def test_without_layer_attention_one_layer_is_read(store_path: Path) -> None:
+def test_layers_that_the_memory_is_made_of_are_read(store_path: Path) -> None:
     store = ActivationStore(store_path)
     rows = torch.arange(3).numpy()
-    for layer_attention, n_layers in ((True, 3), (False, 1)):
-        config = settings(store_path, layer_attention=layer_attention)
+    strided: dict[str, Any] = {"layer_stride": 2}
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 3),
+        ({"layer_attention": False}, 1),
+        (strided, 2),
+        (strided | {"target_layer_inference": 1}, 2),
+        (strided | {"target_layer_inference": 2}, 3),
+    ]
+    for changes, n_layers in cases:
+        if changes.get("target_layer_inference"):
+            assert MoADrafter.reads(3, settings(store_path, **changes).drafter).kv_layers == (
+                (0, 2) if n_layers == 2 else None
+            )
+            continue
+        config = settings(store_path, **changes)
         inputs, _ = BatchReader(store, config, torch.device("cpu")).read(rows, store.lengths[rows])
         assert inputs.kv is not None
         assert inputs.kv.shape[2] == n_layers
