@@ -34,8 +34,9 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.block_sizes import CONTEXTS
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.targets.bundle import target_sizes
 from moa_data.moa.targets.live import Target
-from moa_data.trainer.config import PRESETS, MoASettings
+from moa_data.trainer.config import PRESETS, MoASettings, default_drafters
 
 FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
 """The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
@@ -188,6 +189,19 @@ def random_drafter(
     return drafter.to(device=target.device, dtype=target.model.dtype).eval()
 
 
+def read_bytes(target: Target, options: argparse.Namespace) -> int:
+    """The bytes of activations that training reads for a token with the default settings of a kind, before a codec."""
+    (settings,) = [one for one in default_drafters() if one.kind == options.kind]
+    changes = {"context": options.context, "target_layer_inference": options.target_layers or None}
+    settings = settings.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    facts = target_sizes(target.config)
+    reads = drafter_class(options.kind).reads(facts["n_layers"], settings)
+    n_layers = facts["n_layers"] if reads.kv_layers is None else len(reads.kv_layers)
+    kv = n_layers * 2 * facts["n_kv_heads"] * facts["head_dim"] if reads.kv else 0
+    n_states = len(reads.fields) - reads.kv + len(reads.outputs)
+    return 2 * int(kv + n_states * facts["hidden_size"])
+
+
 def rounds(
     target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape | None, n_tokens: int
 ) -> dict[str, Any]:
@@ -246,6 +260,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "target_layers": options.target_layers if not options.model else None,
         "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "prompt_tokens": options.prompt_tokens,
+        "read_bytes_per_token": None if options.model else read_bytes(target, options),
         "rounds": {},
     }
     if not options.rounds_only:
@@ -293,6 +308,8 @@ def describe(found: dict[str, Any]) -> str:
             f"Target call by tokens, ms: {verify}.",
             f"First level of drafts by breadth, ms: {root}; each further one: {level}.",
         ]
+    if found["read_bytes_per_token"]:
+        lines.append(f"Training reads {found['read_bytes_per_token']:,} bytes of a token, before a codec.")
     return "\n".join(lines)
 
 
