@@ -67,9 +67,9 @@ class StorageSettings(Config):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype in which activations are stored, and computed on an accelerator."""
     codec: str = "lossless"
-    """Codec of the activations: lossless, int8, int6, or transform:B[,hidden=B][,tokens][,joint][@all, @layer or
-    @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's embeddings,
-    `joint` each hidden state from the one below it."""
+    """Codec of the activations: lossless, int8, int6, or transform:B[,hidden=B][,tokens][,from-kv][,joint][@all,
+    @layer or @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's
+    embeddings, `from-kv` hidden states from keys and values, `joint` each hidden state from the one below it."""
     part_tokens: Count = 65_536
     """Tokens per part, the unit of work, resume and loss."""
     target_license: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...moa.targets.live import Target
 from ...storage.chunks.field import TOKENS, Learning, Observing
-from ...storage.codecs.registry import StoreCodec
+from ...storage.codecs.registry import StoreCodec, joint_order
 from ...storage.codecs.transform.calibration import logit_metric
 from ...storage.codecs.transform.codec import TransformCodec
 from ...storage.codecs.transform.joint import left_variances, split_bits
@@ -112,6 +112,7 @@ def calibrate(
     ends = np.cumsum(lengths[rows])
     of_metric = np.linspace(0, ends[-1] - 1, min(int(ends[-1]), METRIC_TOKENS)).astype(int)
     last: list[np.ndarray] = []
+    joint = joint_order(codec.fields.values()) if codec.sources else []
     with ExitStack() as stack:
         observations: dict[str, Observing] = {}
         for name, field in codec.learned.items():
@@ -127,33 +128,55 @@ def calibrate(
             if LAST in observations:
                 own = of_metric - (ends[i] - lengths[row])
                 last.append(values[LAST][own[(own >= 0) & (own < lengths[row])]])
-        bits = _joint_bits(codec, observations, learning)
+        bits: dict[str, float] = {}
+        offered: dict[str, list[np.ndarray]] = {}
+        used = {name for names in codec.sources.values() for name in names}
         for name in (name for name in codec.in_order if name in observations):
             observation, learned = observations[name], codec.learned[name]
+            if name in joint and not bits:
+                bits = _joint_bits(codec, joint, observations, offered, learning)
             if isinstance(learned, TransformCodec) and name == LAST:
                 learning.progress(0, 1, "learn: metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
                 learned.metric = logit_metric(np.concatenate(last), head, place=learning.place)
-            below = None if learned.base is None else observations[learned.base.spec.name].decoded()
-            observation.learn(below, bits.get(name))
+            observation.learn(_features(codec, name, offered), bits.get(name))
+            if name in used:
+                offered[name] = observation.as_features()
             if isinstance(learned, TransformCodec):
                 learned.embeddings = None  # else they would keep the target's weights in memory
 
 
-def _joint_bits(codec: StoreCodec, observations: Mapping[str, Observing], learning: Learning) -> dict[str, float]:
-    """Split the bits of joint hidden states: field -> bits per token; nothing where there are no joint ones."""
-    if not codec.bases:
-        return {}
-    top = next(name for name in codec.bases if name not in codec.bases.values())
+def _features(codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]) -> list[np.ndarray] | None:
+    """Join what a field is predicted from, sequence by sequence; None where it is predicted from no other field."""
+    found = [offered[source] for source in codec.sources.get(name, ())]
+    return [np.concatenate(own, axis=1) for own in zip(*found, strict=True)] if found else None
+
+
+def _joint_bits(
+    codec: StoreCodec,
+    joint: Sequence[str],
+    observations: Mapping[str, Observing],
+    offered: Mapping[str, Sequence[np.ndarray]],
+    learning: Learning,
+) -> dict[str, float]:
+    """Split the bits of joint hidden states: field -> bits per token.
+
+    Args:
+        joint: the fields, the lowest first.
+        offered: what the fields offer that are not joint and have learned, of each sequence.
+    """
     learning.progress(0, 1, "learn: bits of joint hidden states")
-    chain, variances = codec.with_bases(top), []
-    below: np.ndarray | None = None
-    for name in chain:
+    variances: list[np.ndarray] = []
+    below: list[np.ndarray] = []
+    for name in joint:
         values = observations[name].values()
-        variances.append(left_variances(values, below, learning.place))
-        below = values
-    bits = sum(len(own) * codec.fields[name].expected_bits() for name, own in zip(chain, variances, strict=True))
-    return dict(zip(chain, split_bits(variances, bits), strict=True))
+        others = [np.concatenate(offered[source]) for source in codec.sources.get(name, ()) if source not in joint]
+        features = [*others, *below]
+        known = np.concatenate(features, axis=1) if features else None
+        variances.append(left_variances(values, known, learning.place))
+        below = [values]
+    bits = sum(len(own) * codec.fields[name].expected_bits() for name, own in zip(joint, variances, strict=True))
+    return dict(zip(joint, split_bits(variances, bits), strict=True))
 
 
 def learn_from_target(

@@ -92,9 +92,8 @@ def _field_cost(field: TransformCodec, n: int) -> _FieldCost:
     widths = [len(layers) * layer_width for layers in field.groups]
     kept = [min(width, MAX_COMPONENTS) for width in widths]
     n_statistics, n_basis = n * _STATISTICS, n * (1 - _STATISTICS)
-    n_features = MAX_FEATURES if field.needs_tokens else 0
-    if field.base is not None:
-        n_features = field.base.spec.token_shape[0]
+    n_given = sum(source.n_features for source in field.sources)
+    n_features = n_given or (MAX_FEATURES if field.needs_tokens else 0)
     flops = n_parts * sum(
         _axes_flops(n_basis, w, c) + 2 * n_statistics * w * c + 4 * n * w * n_features
         for w, c in zip(widths, kept, strict=True)
@@ -106,7 +105,7 @@ def _field_cost(field: TransformCodec, n: int) -> _FieldCost:
     of_codes: float = _OPTION_BYTES * n_components
     of_codes += max(4 * n_statistics * _N_CODE_ARRAYS, 4 * n_statistics + _MEASURING_BYTES) * of_group
     return _FieldCost(
-        memory_bytes=int(bases + max(of_part, of_codes) + (12 * n * n_features if field.base is not None else 0)),
+        memory_bytes=int(bases + max(of_part, of_codes) + 12 * n * n_given),
         disk_bytes=int(4 * (n * n_parts * sum(widths) + 2 * n_statistics * n_components)),
         seconds=_QUANTISER_S * n_statistics * n_components,
         flops=flops,

@@ -159,7 +159,7 @@ class SpeedProbe:
         layers = self._layers_within(n_layers)
         names = ActivationSpec(False, self.spec.last, layers).hidden_fields
         fields += [hidden_field(name.removeprefix("hidden/"), sizes["hidden_size"], kept) for name in names]
-        return StoreCodec(self.codec, fields)
+        return StoreCodec(self.codec, fields, sources={})
 
     def _layers_within(self, n_layers: int) -> tuple[int, ...]:
         return tuple(sorted({min(layer, n_layers - 1) for layer in self.spec.layers}))

@@ -230,7 +230,7 @@ class _Addition:
         plan, reader = self.plan, self.reader
         if LAST not in reader.fields:
             return ""
-        codec = reader.codec.only(reader.codec.with_bases(LAST))
+        codec = reader.codec.only(reader.codec.with_sources(LAST))
         batch = next(batches(self.writer.part_sequences(part), plan.batch_tokens))
         ids = batch["sequence_id"].to_pylist()
         spec = parse_fields(codec.fields)

@@ -78,7 +78,7 @@ class FieldCodec(Protocol):
         is_identity: whether the one stored array is the field itself, bit for bit; such a field is read and written in
             its storage dtype without ``encode`` and ``decode``, in any pieces.
         needs_tokens: whether ``encode`` and ``decode`` need the token ids of the values.
-        base: the codec of the field that this one is predicted from; None for none.
+        sources: the codecs of the fields that this one is predicted from, in the order of their features.
     """
 
     spec: FieldSpec
@@ -89,7 +89,7 @@ class FieldCodec(Protocol):
     def needs_tokens(self) -> bool: ...  # noqa: D102  (above)
 
     @property
-    def base(self) -> FieldCodec | None: ...  # noqa: D102  (above)
+    def sources(self) -> Sequence[LearnedCodec]: ...  # noqa: D102  (above)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that ``store.json`` records for this field; a change of any changes the bytes."""
@@ -97,14 +97,14 @@ class FieldCodec(Protocol):
     def expected_bits(self) -> float:
         """Return the bits per value that the stored arrays take after the byte chain, roughly and rather too many."""
 
-    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence, position 0 first; ``StoreCodec.encode`` encodes all fields of one.
 
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
             tokens: int [n_tokens], its token ids; needed where the codec ``needs_tokens``.
-            below: float32 [n_tokens, *token_shape], what the codes of the field's ``base`` decode to; needed where
-                there is one.
+            features: float32 [n_tokens, n_features], ``LearnedCodec.as_features`` of the ``sources`` side by side;
+                needed where there are any.
 
         Returns:
             Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
@@ -119,7 +119,7 @@ class FieldCodec(Protocol):
         first_position: int,
         n_tokens: int,
         layers: list[int] | None = None,
-        below: Array | None = None,
+        features: Array | None = None,
     ) -> Array:
         """Decode consecutive tokens of one sequence.
 
@@ -127,12 +127,12 @@ class FieldCodec(Protocol):
             codes: array name -> the rows that cover the tokens, from ``first_position`` on. Arrays with a layer axis
                 hold the chosen layers only, in the order of ``layers``, arrays with pieces the pieces that these
                 layers need; the others hold whole rows. Where the codec
-                ``needs_tokens``, ``"tokens"`` holds the tokens' ids, int [at least n_tokens]. The rows of its ``base``
-                are there too, unless ``below`` is given.
+                ``needs_tokens``, ``"tokens"`` holds the tokens' ids, int [at least n_tokens]. The rows of its
+                ``sources`` are there too, unless ``features`` are given.
             first_position: position of the first token in its sequence, a multiple of 64.
             n_tokens: tokens wanted; the last block's row may cover more.
             layers: the chosen layers, None for all in order.
-            below: what the ``base`` decodes to at these tokens, as for :meth:`encode`; None to decode that too.
+            features: those of these tokens, as for :meth:`encode`; None to decode the ``sources`` too.
 
         Returns:
             float32 [n_tokens, *token_shape], with ``len(layers)`` layers where some are chosen.
@@ -169,16 +169,17 @@ class Observing(Protocol):
         """Return what was observed, one sequence after the other: float32 [n_tokens, width]."""
         ...
 
-    def learn(self, below: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
+    def learn(self, features: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
         """Let the codec learn from what was observed; the same sample gives the same state.
 
         Args:
-            below: :meth:`decoded` of the field's ``base``, which has learned; needed where there is one.
+            features: :meth:`as_features` of the field's ``sources``, which have learned, side by side; needed where
+                there are any.
             bits: that a token of the field may take; None for what the codec's name says.
         """
 
-    def decoded(self) -> list[np.ndarray]:
-        """Return what the sequences decode to, after :meth:`learn`: float32 [n_tokens, width] each."""
+    def as_features(self) -> list[np.ndarray]:
+        """Return ``LearnedCodec.as_features`` of each sequence, after :meth:`learn`."""
         ...
 
     def close(self) -> None:
@@ -201,4 +202,13 @@ class LearnedCodec(FieldCodec, Protocol):
         ...
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what :meth:`state` returned."""
+        """Take over what :meth:`state` returned; those of the ``sources`` are loaded before."""
+
+    def as_features(
+        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, features: Array | None = None
+    ) -> Array:
+        """Decode what fields see that are predicted from this one; the arguments are those of :meth:`decode`.
+
+        Returns:
+            float32 [n_tokens, n_features].
+        """

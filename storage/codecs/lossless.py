@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..chunks.field import Array, StoredArray
+from ..chunks.field import Array, LearnedCodec, StoredArray
 from ..dtypes import to_float32
 from ..schema import FieldSpec
 
@@ -20,7 +20,7 @@ class LosslessCodec:
 
     is_identity = True
     needs_tokens = False
-    base = None
+    sources: tuple[LearnedCodec, ...] = ()
 
     def __init__(self, spec: FieldSpec) -> None:
         self.spec = spec
@@ -43,7 +43,7 @@ class LosslessCodec:
         """Return the bits per value that a store takes, roughly and rather too many."""
         return 8.0 * self.spec.storage_dtype.itemsize * _STORED_FRACTION[self.spec.dtype]
 
-    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         """Return the values themselves, which must be in the storage dtype already."""
         return {self.spec.name: values}
 
@@ -53,7 +53,7 @@ class LosslessCodec:
         first_position: int,
         n_tokens: int,
         layers: list[int] | None = None,
-        below: Array | None = None,
+        features: Array | None = None,
     ) -> Array:
         """Return the first ``n_tokens`` rows as float32 (NumPy storage dtype, or a torch float tensor)."""
         rows = codes[self.spec.name][:n_tokens]

@@ -27,7 +27,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from ..chunks.field import BLOCK_AXIS, Array, StoredArray
+from ..chunks.field import BLOCK_AXIS, Array, LearnedCodec, StoredArray
 from ..errors import CodecUnknown, WriteInvalid
 from ..schema import ALIGNMENT_TOKENS, LAYER_AXIS, TOKEN_AXIS, FieldSpec
 
@@ -80,7 +80,7 @@ class QuantisedCodec:
 
     is_identity = False
     needs_tokens = False
-    base = None
+    sources: tuple[LearnedCodec, ...] = ()
 
     def __init__(self, spec: FieldSpec, scheme: Scheme) -> None:
         self.spec = spec
@@ -122,7 +122,7 @@ class QuantisedCodec:
         """Return the bits per value that a store takes, roughly and rather too many."""
         return self.scheme.bits
 
-    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
@@ -157,7 +157,7 @@ class QuantisedCodec:
         first_position: int,
         n_tokens: int,
         layers: list[int] | None = None,
-        below: Array | None = None,
+        features: Array | None = None,
     ) -> Array:
         """Decode consecutive tokens of one sequence; see ``FieldCodec.decode``."""
         decoded = [self._decode_part(part, codes, n_tokens) for part in self._parts]

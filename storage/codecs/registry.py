@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..paths import StorePath
 from ..schema import SCHEMA_VERSION, FieldSpec, StoreManifest, tokens_field
 from .lossless import LosslessCodec
 from .quantised import SCHEMES, QuantisedCodec
-from .transform.codec import TransformCodec
+from .transform.codec import TransformCodec, side_by_side
 from .transform.settings import TRANSFORM_GRAMMAR, TransformSettings
 
 LOSSLESS = "lossless"
@@ -54,13 +54,13 @@ class StoreCodec:
         name: e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: the store's fields. Fields of integers are lossless in every codec.
         schema_version: of the store, which decides how codes lie in arrays.
-        bases: field -> the field that it is predicted from; None to predict what the name calls for.
+        sources: field -> the fields that it is predicted from; None to predict what the name calls for.
 
     Attributes:
         fields: field name -> its codec.
 
     Raises:
-        CodecUnknown: there is no codec of that name, or none for a field, or it needs tokens that the store lacks.
+        CodecUnknown: there is no codec of that name, or none for a field, or it needs a field that the store lacks.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class StoreCodec:
         name: str,
         specs: Iterable[FieldSpec],
         schema_version: int = SCHEMA_VERSION,
-        bases: Mapping[str, str] | None = None,
+        sources: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.name, self.schema_version = name, schema_version
         _check_name(name)
         self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec, schema_version) for spec in specs}
-        for field, base in (joint_bases(self.fields.values()) if bases is None else bases).items():
-            _predict(self.fields, field, base)
+        for field, names in (_named_sources(self) if sources is None else sources).items():
+            _predict(self.fields, field, names)
         for field, codec in self.fields.items():
             if codec.needs_tokens and not self._has_tokens():
                 raise CodecUnknown(
@@ -98,7 +98,7 @@ class StoreCodec:
                 "is the last that does. Read it with that, or extract again with another --codec."
             )
         try:
-            codec = cls(name, manifest.fields, manifest.schema_version, _recorded_bases(manifest))
+            codec = cls(name, manifest.fields, manifest.schema_version, _recorded_sources(manifest))
         except CodecUnknown as error:
             raise ManifestInvalid(f"{store}: {error} Install a release of moa-data that knows it.") from error
         if codec.learned:
@@ -112,29 +112,31 @@ class StoreCodec:
         return part
 
     @property
-    def bases(self) -> dict[str, str]:
-        """Field -> the field that it is predicted from, of those that are."""
-        return {name: codec.base.spec.name for name, codec in self.fields.items() if codec.base is not None}
+    def sources(self) -> dict[str, tuple[str, ...]]:
+        """Field -> the fields that it is predicted from, of those that are."""
+        found = {name: tuple(one.spec.name for one in codec.sources) for name, codec in self.fields.items()}
+        return {name: names for name, names in found.items() if names}
 
-    def with_bases(self, name: str) -> list[str]:
-        """List a field behind all that decoding it takes: what it is predicted from, that field's own, and so on."""
-        found, base = [name], self.fields[name].base
-        while base is not None:
-            found.insert(0, base.spec.name)
-            base = base.base
-        return found
+    def with_sources(self, name: str) -> list[str]:
+        """List a field behind all that decoding it takes: what it is predicted from, those fields' own, and so on."""
+        return [codec.spec.name for codec in _with_sources(self.fields[name])]
 
     @property
     def in_order(self) -> list[str]:
-        """All fields, each behind the one that it is predicted from."""
-        return list(dict.fromkeys(one for name in self.fields for one in self.with_bases(name) if one in self.fields))
+        """All fields, each behind those that it is predicted from."""
+        return list(dict.fromkeys(one for name in self.fields for one in self.with_sources(name) if one in self.fields))
+
+    def features(self, name: str, offered: Mapping[str, Array]) -> Array | None:
+        """Join what a field is predicted from, of the ``as_features`` of other fields; None where something lacks."""
+        names = self.sources.get(name, ())
+        return side_by_side([offered[one] for one in names]) if names and set(names) <= offered.keys() else None
 
     def encode(self, values: Mapping[str, Array], tokens: Array) -> dict[str, dict[str, Array]]:
         """Encode fields of one whole sequence, position 0 first.
 
         Args:
             values: field -> [n_tokens, *token_shape], as ``FieldCodec.encode`` takes them; with a field that is
-                predicted from another, that one too.
+                predicted from others, these too.
             tokens: int [n_tokens], its token ids.
 
         Returns:
@@ -144,14 +146,14 @@ class StoreCodec:
             WriteInvalid: a value is NaN or infinite.
         """
         encoded: dict[str, dict[str, Array]] = {}
-        decoded: dict[str, Array] = {}
-        bases = self.bases
+        offered: dict[str, Array] = {}
+        used = {name for names in self.sources.values() for name in names}
         for name in (name for name in self.in_order if name in values):
-            codec, below = self.fields[name], decoded.get(bases.get(name, ""))
-            encoded[name] = codec.encode(values[name], tokens, below)
-            if name in bases.values():
+            features = self.features(name, offered)
+            encoded[name] = self.fields[name].encode(values[name], tokens, features)
+            if name in used:
                 codes = encoded[name] | {TOKENS: tokens}
-                decoded[name] = codec.decode(codes, 0, len(values[name]), below=below)
+                offered[name] = self.learned[name].as_features(codes, 0, len(values[name]), features)
         return encoded
 
     @property
@@ -195,9 +197,9 @@ class StoreCodec:
             arrays = safetensors.numpy.load(content)
         except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
             raise ValueError(f"not a safetensors file: {error}") from error
-        for name, codec in self.learned.items():
+        for name in (name for name in self.in_order if name in self.learned):
             prefix = f"{name}:"
-            codec.load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
+            self.learned[name].load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
 
     def read_basis(self, path: StorePath) -> bytes:
         """Return the content of a file of ``codec/``; no bytes where it is too long for these fields."""
@@ -235,41 +237,63 @@ class StoreCodec:
             raise ShardCorrupt(f"{path}: {error}") from error
 
 
-def joint_bases(fields: Iterable[FieldCodec]) -> dict[str, str]:
-    """Choose what joint hidden states are predicted from: each the layer below it, the last the highest layer."""
-    joint = [
-        field.spec.name
-        for field in fields
-        if isinstance(field, TransformCodec) and field.settings.is_joint and not field.is_kv
-    ]
-    order = sorted(joint, key=lambda name: int(name.removeprefix(_LAYER)) if name.startswith(_LAYER) else _LAST_LAYER)
-    return dict(zip(order[1:], order, strict=False))
+def joint_order(fields: Iterable[FieldCodec]) -> list[str]:
+    """List the joint hidden states as they are predicted from each other: from the lowest layer to the last state."""
+    joint = [field.spec.name for field in _hidden(fields) if field.settings.is_joint]
+    return sorted(joint, key=lambda name: int(name.removeprefix(_LAYER)) if name.startswith(_LAYER) else _LAST_LAYER)
 
 
-def _predict(fields: Mapping[str, FieldCodec], field: str, base: str) -> None:
-    """Let a hidden state be predicted from another; raises CodecUnknown where one of them is none."""
-    own, other = fields.get(field), fields.get(base)
-    if not isinstance(own, TransformCodec) or not isinstance(other, TransformCodec) or own.is_kv or other.is_kv:
-        raise CodecUnknown(f"Field {field!r} cannot be predicted from {base!r}.")
-    above: FieldCodec | None = other
-    while above is not None:
-        if above is own:
-            raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
-        above = above.base
-    own.base = other
+def _hidden(fields: Iterable[FieldCodec]) -> list[TransformCodec]:
+    return [field for field in fields if isinstance(field, TransformCodec) and not field.is_kv]
 
 
-def _recorded_bases(manifest: StoreManifest) -> dict[str, str]:
+def _named_sources(codec: StoreCodec) -> dict[str, list[str]]:
+    """Choose what hidden states are predicted from, as a codec's name says: keys and values, then the state below."""
+    fields = codec.fields.values()
+    sources: dict[str, list[str]] = {}
+    for field in _hidden(fields):
+        sources[field.spec.name] = []
+        if field.settings.from_kv:
+            keys_and_values = [one.spec.name for one in fields if isinstance(one, TransformCodec) and one.is_kv]
+            if not keys_and_values:
+                raise CodecUnknown(
+                    f"Codec {codec.name!r} predicts {field.spec.name!r} from keys and values, but the store has no "
+                    "field 'kv' that is transform coded. Leave out `,from-kv`, or store kv too."
+                )
+            sources[field.spec.name] += keys_and_values
+    order = joint_order(fields)
+    for above, below in zip(order[1:], order, strict=False):
+        sources[above].append(below)
+    return {name: names for name, names in sources.items() if names}
+
+
+def _with_sources(codec: FieldCodec) -> list[FieldCodec]:
+    """List a field's codec behind those of all that it is predicted from."""
+    return list(dict.fromkeys([*(one for source in codec.sources for one in _with_sources(source)), codec]))
+
+
+def _predict(fields: Mapping[str, FieldCodec], field: str, names: Sequence[str]) -> None:
+    """Let a hidden state be predicted from other fields; raises CodecUnknown where that cannot be."""
+    own, sources = fields.get(field), [fields.get(name) for name in names]
+    known = [source for source in sources if isinstance(source, TransformCodec)]
+    if not isinstance(own, TransformCodec) or own.is_kv or len(known) < len(sources):
+        raise CodecUnknown(f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}.")
+    if any(own in _with_sources(source) for source in known):
+        raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
+    own.sources = tuple(known)
+
+
+def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     """Read which fields of a store are predicted from which."""
     settings = manifest.codec.get("transform")
     if not isinstance(settings, Mapping):
         return {}
     found = {
-        name: of["predicted_from"]
+        str(name): of["predicted_from"]
         for name, of in settings.items()
         if isinstance(of, Mapping) and "predicted_from" in of
     }
-    return {str(name): str(base) for name, base in found.items()}
+    return {name: list(map(str, of)) if isinstance(of, list) else [str(of)] for name, of in found.items()}
 
 
 def _check_name(name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -53,22 +53,37 @@ def row_indices(codec: FieldCodec, array: StoredArray, layers: list[int] | None)
     return None if array.layer_axis is None else layers
 
 
-def row_shape(codec: FieldCodec, array: StoredArray, layers: list[int] | None) -> tuple[int, ...]:
-    """Return the shape of one row of a stored array with what these layers need."""
-    indices = row_indices(codec, array, layers)
+def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
+    """Return the shape of one row of a stored array with some indices along axis 1; None for whole rows."""
     return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
 
 def own_arrays(codec: FieldCodec, layers: list[int] | None) -> tuple[StoredArray, ...]:
-    """Return the stored arrays that these layers of a field are decoded from, those of its base too; None for all."""
+    """Return the stored arrays that these layers of a field are decoded from, its sources' too; None for all."""
     own = codec.arrays_of(layers) if isinstance(codec, TransformCodec) else codec.arrays
-    return own if codec.base is None else (*own, *own_arrays(codec.base, None))
+    return tuple(dict.fromkeys([*own, *(array for source in codec.sources for array in own_arrays(source, None))]))
+
+
+def shared_arrays(
+    fields: Iterable[tuple[FieldCodec, list[int] | None]],
+) -> dict[StoredArray, list[int] | None]:
+    """Return the stored arrays that some layers of several fields are decoded from, each once.
+
+    Returns:
+        Array -> the indices along its axis 1 that are needed; None for whole rows.
+    """
+    found: dict[StoredArray, list[int] | None] = {}
+    for codec, layers in fields:
+        for array in own_arrays(codec, layers):
+            indices = row_indices(codec, array, layers)
+            found[array] = indices if found.get(array, indices) == indices else None
+    return found
 
 
 def decoding_arrays(codec: FieldCodec, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
     """Return the arrays that decoding these layers of a field reads, the tokens included where it needs them."""
-    arrays, base = own_arrays(codec, layers), codec.base
-    needs_tokens = codec.needs_tokens or (base is not None and _TOKENS_ARRAY in decoding_arrays(base))
+    arrays = own_arrays(codec, layers)
+    needs_tokens = codec.needs_tokens or any(_TOKENS_ARRAY in decoding_arrays(source) for source in codec.sources)
     return (*arrays, _TOKENS_ARRAY) if needs_tokens else arrays
 
 
@@ -76,7 +91,8 @@ def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | No
     """Return buffers for the rows of ``decoding_arrays`` that cover the tokens [start, stop) of a sequence."""
     return {
         array.name: np.empty(
-            (array.n_rows(stop) - start // array.block_tokens, *row_shape(codec, array, layers)), array.storage_dtype
+            (array.n_rows(stop) - start // array.block_tokens, *row_shape(array, row_indices(codec, array, layers))),
+            array.storage_dtype,
         )
         for array in decoding_arrays(codec, layers)
     }

@@ -13,7 +13,7 @@ from typing import Literal, overload
 import numpy as np
 import pyarrow as pa
 
-from ..chunks.field import TOKENS, FieldCodec
+from ..chunks.field import TOKENS, FieldCodec, StoredArray
 from ..codecs.registry import StoreCodec
 from ..disk.files import download, open_path, sizes_of
 from ..disk.read_cache import ReadCache, cache_at
@@ -33,7 +33,6 @@ from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..paths import StorePath
 from ..schema import FieldSpec, StoreManifest
-from . import selection
 from .arrays import PartArrays
 from .batch import RowRange, read_ranges, run_in_threads
 from .selection import (
@@ -42,7 +41,9 @@ from .selection import (
     decoding_arrays,
     empty_codes,
     layer_indices,
+    row_indices,
     row_shape,
+    shared_arrays,
     token_shape,
 )
 
@@ -302,18 +303,13 @@ class ActivationStore:
         has_layers = any(spec.layer_axis == 1 for spec in specs)
         batch: dict[str, np.ndarray] = {}
         ranges: list[RowRange] = []
+        as_stored: list[tuple[FieldCodec, list[int] | None]] = []
         undone: list[Callable[[], None]] = []
         for spec in specs:
             chosen = layer_indices(spec, layers if spec.layer_axis == 1 or not has_layers else None)
             codec = self.codec.fields[spec.name]
             if codec.is_identity or not decoded:
-                arrays = selection.own_arrays(codec, chosen)
-                for array in arrays:
-                    shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(codec, array, chosen))
-                    batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
-                for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
-                    places = {array.name: batch[array.name][b] for array in arrays}
-                    ranges += self._ranges(i, codec, 0, n_tokens, places, chosen)
+                as_stored.append((codec, chosen))
                 continue
             shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
             batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
@@ -322,6 +318,10 @@ class ActivationStore:
                 ranges += self._ranges(i, codec, 0, n_tokens, codes, chosen)
                 target = batch[spec.name][b, :n_tokens]
                 undone.append(partial(decode_tokens, codec, codes, 0, 0, n_tokens, chosen, target))
+        for array, indices in shared_arrays(as_stored).items():
+            shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
+            buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
+            ranges += [self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)]
         read_ranges(self._arrays, ranges, n_threads)
         run_in_threads(undone, n_threads)
         self._clear_padding(batch, lengths)
@@ -394,12 +394,16 @@ class ActivationStore:
         layers: list[int] | None,
     ) -> Iterator[RowRange]:
         """Yield what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
-        part, first_token = int(self._parts[i]), int(self._first_tokens[i])
         for array in (array for array in decoding_arrays(codec) if array.name in out):
-            indices = selection.row_indices(codec, array, layers)
-            first_row = first_token // array.block_tokens
-            rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)
-            yield RowRange(part, array, *rows, out[array.name], None if indices is None else tuple(indices))
+            yield self._range(i, array, row_indices(codec, array, layers), start, stop, out[array.name])
+
+    def _range(
+        self, i: int, array: StoredArray, indices: list[int] | None, start: int, stop: int, out: np.ndarray
+    ) -> RowRange:
+        """Return what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
+        first_row = int(self._first_tokens[i]) // array.block_tokens
+        rows = first_row + start // array.block_tokens, first_row + array.n_rows(stop)
+        return RowRange(int(self._parts[i]), array, *rows, out, None if indices is None else tuple(indices))
 
 
 def read_manifest(store: StorePath) -> StoreManifest:

@@ -47,7 +47,7 @@ def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]
 
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
     """Return a store's codec for more fields: the old ones keep what they learned, new ones have not learned yet."""
-    codec = StoreCodec(old.name, specs, old.schema_version, bases={})
+    codec = StoreCodec(old.name, specs, old.schema_version, sources={})
     codec.fields |= old.fields
     return codec
 
@@ -56,7 +56,7 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
     """Load into ``codec`` what an unfinished addition of the same fields has learned; returns whether there is any."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     specs = (field.spec for field in codec.fields.values())
-    found = StoreCodec(codec.name, specs, codec.schema_version, codec.bases)
+    found = StoreCodec(codec.name, specs, codec.schema_version, codec.sources)
     try:
         found.load(found.read_basis(path))
     except (FileNotFoundError, ValueError, KeyError):

@@ -358,9 +358,10 @@ def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -
             f"{spec.name!r} is predicted from tokens: give `write` the {len(values)} token ids of the sequence, "
             f"got {'none' if tokens is None else list(tokens.shape)}."
         )
-    if codec.base is not None:
+    if codec.sources:
+        names = " and ".join(repr(source.spec.name) for source in codec.sources)
         raise WriteInvalid(
-            f"{spec.name!r} is predicted from {codec.base.spec.name!r}: encode the sequence by StoreCodec.encode, and "
-            "give `write` the rows."
+            f"{spec.name!r} is predicted from {names}: encode the sequence by StoreCodec.encode, and give `write` the "
+            "rows."
         )
     return codec.encode(to_float32(values, spec.dtype), tokens)

@@ -11,7 +11,7 @@ from ...moa.drafters.registry import drafter_class
 from ...moa.drafters.training import Reads, TrainingInputs
 from ...moa.errors import DrafterError
 from ...storage.chunks.field import StoredArray
-from ...storage.read.selection import layer_indices, own_arrays, row_shape, token_shape
+from ...storage.read.selection import layer_indices, own_arrays, row_shape, shared_arrays, token_shape
 from ...storage.read.store import ActivationStore
 from ...text import add_command
 from ..config import AnyDrafter, TrainConfig, default_drafters
@@ -115,10 +115,11 @@ class BatchReader:
             The inputs, and the fields that are not decoded yet, by attribute of the inputs (see ``Batch.encoded``).
         """
         n_rows, n_tokens = len(sequences), int(lengths.max())
+        codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]
+        plain = {codec.spec.name for codec, _ in codecs if codec.is_identity}
         buffers = {
-            array.name: self._buffer(array, row_shape(codec, array, layers), codec.is_identity, n_rows, n_tokens)
-            for codec, layers in ((self.store.codec.fields[name], self._layers[name]) for name in self._layers)
-            for array in own_arrays(codec, layers)
+            array.name: self._buffer(array, row_shape(array, indices), array.name in plain, n_rows, n_tokens)
+            for array, indices in shared_arrays(codecs).items()
         }
         out = {name: _as_stored(buffer) for name, buffer in buffers.items()}
         names = _TEXT_FIELDS if response is None else ("tokens",)

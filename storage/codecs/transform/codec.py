@@ -7,8 +7,8 @@
     hidden  --------------------------+                                                  -> arrays of similar statistics
 
 Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
-rotation of the keys at the positions that are read. Where values are predicted, from tokens or from another hidden
-state as it decodes, the prediction is subtracted before the mean and added after it: one more matrix product.
+rotation of the keys at the positions that are read. Where values are predicted, from tokens or from other fields as
+they decode, the prediction is subtracted before the mean and added after it: one more matrix product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from array_api_compat import array_namespace, device
 from ...chunks.field import TOKENS, Array, Learning, StoredArray
 from ...errors import WriteInvalid
 from ...schema import FieldSpec
-from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, Embeddings, token_features
+from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, Embeddings, on_host, token_features
 from .fit import Columns, GroupFit, fit_groups
 from .group import GroupTransform
 from .packing import CODES_PER_BYTE
@@ -35,6 +35,10 @@ from .sample import Sample
 from .settings import TransformSettings, check_width
 
 KV_PARTS = ("key", "value")
+KV_FEATURES = 1_024
+"""Components of keys and values that hidden states are predicted from, at most: equal shares of all parts of all
+groups, each from its leading component on. Where parts have fewer these are all; at the width of an 8B model as many
+more would double the regression, for components that hold little of the variance. Part of the format of stores."""
 _MAX_VOCABULARY = 1 << 20
 
 
@@ -49,7 +53,7 @@ class TransformCodec:
         embeddings: the target's input embeddings [vocab_size, width]; :meth:`calibrate` needs them where the settings
             say ``from_tokens``.
         joins_runs: whether codes lie in one array where they are wide enough; else each run has its own (``pieces``).
-        base: the codec of the hidden state that this one is predicted from.
+        sources: the codecs of the fields that a hidden state is predicted from.
 
     Attributes:
         arrays: the stored arrays; empty until :meth:`calibrate` or :meth:`load_state`.
@@ -68,10 +72,10 @@ class TransformCodec:
         metric: np.ndarray | None = None,
         embeddings: Embeddings | None = None,
         joins_runs: bool = True,
-        base: TransformCodec | None = None,
+        sources: Sequence[TransformCodec] = (),
     ) -> None:
         self.spec = spec
-        self.base = base
+        self.sources = tuple(sources)
         self.settings = settings
         self.is_kv = spec.axes[1:] == ("layer", "kv_head", "key_value", "head_dim")
         if not self.is_kv and len(spec.token_shape) != 1:
@@ -101,13 +105,29 @@ class TransformCodec:
     @property
     def needs_tokens(self) -> bool:
         """Whether the field is predicted from the tokens: keys and values, and the first of joint hidden states."""
-        is_first = self.settings.is_joint and self.base is None
+        is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
+
+    @property
+    def n_features(self) -> int:
+        """Columns of :meth:`as_features`; before the codec has learned, how many they are at most."""
+        if not self.is_kv:
+            return self.spec.token_shape[0]
+        if not self._groups:
+            return KV_FEATURES + (MAX_FEATURES if self.needs_tokens else 0)
+        of_tokens = 0 if self._features is None else self._features.shape[1]
+        return sum(transform.n_leading(self._n_leading) for transform in self._groups) + of_tokens
+
+    @property
+    def _n_leading(self) -> int:
+        """Components of each part of each group that other fields are predicted from, at most."""
+        return max(1, KV_FEATURES // (len(KV_PARTS) * len(self.groups)))
 
     def describe(self) -> dict[str, Any]:
         """Return the settings for ``store.json``."""
         in_metric = any(not _is_transposed(basis) for group in self._groups for basis in group.fit.bases)
-        predicted = {} if self.base is None else {"predicted_from": self.base.spec.name}
+        names = [source.spec.name for source in self.sources]
+        predicted = {"predicted_from": names[0] if len(names) == 1 else names} if names else {}
         return predicted | {
             "transform": "principal components",
             "bits_per_value": self.bits,
@@ -176,7 +196,7 @@ class TransformCodec:
         layer_width = math.prod(self.spec.token_shape) // n_parts // self._n_layers
         n_bytes = 8 * (self._n_layers + 1) * (self.spec.token_shape[-1] + 1)  # the rotation
         n_bytes += 2 * MAX_FEATURES * _MAX_VOCABULARY if self.needs_tokens else 0
-        n_bytes += 2 * self.base.spec.token_shape[0] * layer_width if self.base is not None else 0
+        n_bytes += 2 * sum(source.n_features for source in self.sources) * layer_width
         for layers in self.groups:
             width = len(layers) * layer_width
             n_components = min(width, MAX_COMPONENTS)
@@ -196,7 +216,7 @@ class TransformCodec:
             if features is not None and (features.ndim != 2 or not len(features)):
                 raise ValueError(f"tokens/features has shape {features.shape}")
             n_features = 0 if features is None else features.shape[1]
-            n_features = n_features if self.base is None else self.base.spec.token_shape[0]
+            n_features += sum(source.n_features for source in self.sources)
             fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
             if not any(len(fit.columns.part) for fit in fits):
                 raise ValueError("it has no columns")
@@ -207,7 +227,7 @@ class TransformCodec:
             ) from error
         self.take_over(fits, features)
 
-    def encode(self, values: Array, tokens: Array | None = None, below: Array | None = None) -> dict[str, Array]:
+    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
@@ -215,9 +235,16 @@ class TransformCodec:
                 f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
                 "whole token. Extract with codec lossless, or drop the sequence."
             )
-        features = self._features_of(tokens, len(values), values) if self.base is None else self._from_base(below)
+        return self.encode_parts(self.parts(xp.astype(values, xp.float32)), tokens, features)
+
+    def encode_parts(
+        self, groups: Sequence[Sequence[Array]], tokens: Array | None = None, features: Array | None = None
+    ) -> dict[str, Array]:
+        """Encode one whole sequence as :meth:`parts` gives it."""
+        first = groups[0][0]
+        features = self._given(features) if self.sources else self._features_of(tokens, len(first), first)
         codes: dict[str, Array] = {}
-        for transform, parts in zip(self._learned(), self.parts(xp.astype(values, xp.float32)), strict=True):
+        for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
         return codes if self._pieces is None else {self._pieces.array.name: self._pieces.join(codes)}
 
@@ -227,16 +254,18 @@ class TransformCodec:
         first_position: int,
         n_tokens: int,
         layers: list[int] | None = None,
-        below: Array | None = None,
+        features: Array | None = None,
     ) -> Array:
-        """Decode consecutive tokens of one sequence; only the arrays of :meth:`arrays_of` need be in ``codes``."""
+        """Decode consecutive tokens of one sequence; only the arrays of :meth:`arrays_of` need be in ``codes``.
+
+        Of an array with pieces, the rows may also hold all pieces where fewer would do.
+        """
         groups = self._learned()
-        if self.base is not None:
-            features = self.base.decode(codes, first_position, n_tokens) if below is None else below
-        else:
+        if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
-        if self._pieces is not None:
-            codes = self._pieces.split(codes[self._pieces.array.name], self._groups_of(layers))
+        elif features is None:
+            features = side_by_side([one.as_features(codes, first_position, n_tokens) for one in self.sources])
+        codes = self._split(codes, layers)
         if not self.is_kv:
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         chosen = list(range(self._n_layers)) if layers is None else layers
@@ -256,6 +285,21 @@ class TransformCodec:
             return joined
         return xp.take(joined, xp.asarray(np.argsort(order).astype(np.int32), device=device(joined)), axis=1)
 
+    def as_features(
+        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, features: Array | None = None
+    ) -> Array:
+        """Decode what fields see that are predicted from this one; see ``LearnedCodec``.
+
+        A hidden state as it decodes. Of keys and values the leading components (:data:`KV_FEATURES`), and the features
+        of the tokens that they are themselves predicted from: keys and values before RoPE are linear in these.
+        """
+        if not self.is_kv:
+            return self.decode(codes, first_position, n_tokens, features=features)
+        of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
+        codes = self._split(codes, None)
+        found = [transform.leading(codes, n_tokens, self._n_leading) for transform in self._learned()]
+        return side_by_side(found if of_tokens is None else [*found, of_tokens])
+
     def arrays_of(self, layers: list[int] | None) -> tuple[StoredArray, ...]:
         """Return the stored arrays that :meth:`decode` needs for these layers; None for all."""
         groups = self._learned()
@@ -267,6 +311,14 @@ class TransformCodec:
         """Return the pieces that :meth:`decode` needs for these layers; None where the runs are arrays of their own."""
         return None if self._pieces is None else self._pieces.of_groups(self._groups_of(layers))
 
+    def _split(self, codes: Mapping[str, Array], layers: list[int] | None) -> Mapping[str, Array]:
+        """Return the rows of each run of the groups that hold these layers."""
+        if self._pieces is None:
+            return codes
+        rows = codes[self._pieces.array.name]
+        has_all = rows.shape[1] == self._pieces.array.row_shape[0]
+        return self._pieces.split(rows, self._groups_of(None if has_all else layers))
+
     def _groups_of(self, layers: list[int] | None) -> list[int]:
         """Return the groups that hold these layers; None for all."""
         wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
@@ -277,14 +329,14 @@ class TransformCodec:
             raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
         return self._groups
 
-    def _from_base(self, below: Array | None) -> Array:
-        """Return what the field is predicted from: float32 [n_tokens, width of the base]."""
-        if below is None:
-            assert self.base is not None
+    def _given(self, features: Array | None) -> Array:
+        """Return what the field is predicted from: float32 [n_tokens, n_features]."""
+        if features is None:
+            names = " and ".join(repr(source.spec.name) for source in self.sources)
             raise ValueError(
-                f"Field {self.spec.name!r} is predicted from {self.base.spec.name!r}: encode both by StoreCodec.encode."
+                f"Field {self.spec.name!r} is predicted from {names}: encode them together by StoreCodec.encode."
             )
-        return below
+        return features
 
     def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
         """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
@@ -383,7 +435,7 @@ class Observation:
     def __init__(self, codec: TransformCodec, learning: Learning) -> None:
         self._codec, self._learning = codec, learning
         self._sample = Sample(learning.folder)
-        self._below: Sequence[np.ndarray] | None = None
+        self._features: Sequence[np.ndarray] | None = None
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Add a sequence to the sample; see ``Observing``.
@@ -410,42 +462,51 @@ class Observation:
         """Read all tokens of a hidden state's sample: float32 [n_tokens, width]."""
         return self._sample.rows(0, 0, range(len(self._sample.lengths))).values
 
-    def learn(self, below: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
+    def learn(self, features: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
         """Let the codec learn; see ``Observing``.
 
         Raises:
             WriteInvalid: nothing was observed.
-            ValueError: the field is predicted from another, which was not given.
+            ValueError: the field is predicted from others, which were not given.
         """
         codec, sample = self._codec, self._sample
         if not sample.lengths:
             raise WriteInvalid(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
-        features = given = None
-        if codec.base is not None:
-            given = [codec._from_base(values) for values in ([None] if below is None else below)]
+        table = given = None
+        if codec.sources:
+            given = [codec._given(values) for values in ([None] if features is None else features)]
         if codec.needs_tokens and codec.embeddings is not None:
-            features = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
-            given = [features[ids].astype(np.float32) for ids in sample.tokens]
+            table = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
+            given = [table[ids].astype(np.float32) for ids in sample.tokens]
         n_parts = [len(KV_PARTS) if codec.is_kv else 1] * len(codec.groups)
         bits = codec.bits * math.prod(codec.spec.token_shape) if bits is None else bits
         fits = fit_groups(sample, n_parts, bits, codec.metric, given, self._learning)
-        codec.take_over(fits, features)
-        self._below = below
+        codec.take_over(fits, table)
+        self._features = features
 
-    def decoded(self) -> list[np.ndarray]:
-        """Return what the sequences of a hidden state decode to; see ``Observing``."""
-        codec, sample, found = self._codec, self._sample, []
-        for i in range(len(sample.lengths)):
-            values = sample.rows(0, 0, [i]).values
-            tokens, below = sample.tokens[i] if sample.tokens else None, self._below[i] if self._below else None
-            codes = codec.encode(values, tokens, below)
+    def as_features(self) -> list[np.ndarray]:
+        """Return what fields see of the sequences that are predicted from this one; see ``Observing``."""
+        codec, sample, place, found = self._codec, self._sample, self._learning.place, []
+        for i, n_tokens in enumerate(sample.lengths):
+            groups = [
+                [place(sample.rows(group, part, [i]).values) for part in range(len(KV_PARTS) if codec.is_kv else 1)]
+                for group in range(len(codec.groups))
+            ]
+            tokens = sample.tokens[i] if sample.tokens else None
+            features = None if self._features is None else place(self._features[i])
+            codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
-            found.append(codec.decode(codes, 0, len(values), below=below))
+            found.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
         return found
 
     def close(self) -> None:
         """Drop the sample."""
         self._sample.scratch.close()
+
+
+def side_by_side(arrays: Sequence[Array]) -> Array:
+    """Join the columns of arrays [n_tokens, n] of one namespace and device."""
+    return array_namespace(*arrays).concat(list(arrays), axis=1) if len(arrays) > 1 else arrays[0]
 
 
 def _is_transposed(basis: Basis) -> bool:

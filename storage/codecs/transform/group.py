@@ -82,19 +82,9 @@ class GroupTransform:
         Returns:
             Each part's values, float32 [n_tokens, width, or its share for the chosen layers].
         """
-        packed = [codes[run.array.name][:n_tokens] for run in self._runs]
-        first = packed[0] if packed else next(iter(codes.values()))
-        xp = array_namespace(first)
-        constants = self._on(first)
-        looked_up = []
-        for rows, run, table, offsets in zip(
-            packed, self._runs, constants["tables"], constants["offsets"], strict=True
-        ):
-            at = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
-            values = xp.reshape(xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1]))
-            looked_up.append(values[:, : run.last - run.first])
-        columns = xp.concat(looked_up, axis=1)
-        early = xp.asarray(mean_rows(first_position, n_tokens), device=device(first))
+        columns = self._columns(codes, n_tokens)
+        xp, constants = array_namespace(columns), self._on(columns)
+        early = xp.asarray(mean_rows(first_position, n_tokens), device=device(columns))
         decoded = []
         names = ("mean", "synthesis", "regression") if constants["regression"] else ("mean", "synthesis")
         for part, own in enumerate(constants["own"]):
@@ -108,6 +98,35 @@ class GroupTransform:
             late = mean[EARLY_POSITIONS, :] if first_position >= EARLY_POSITIONS else xp.take(mean, early, axis=0)
             decoded.append(product + late)
         return decoded
+
+    def leading(self, codes: Mapping[str, Array], n_tokens: int, most: int) -> Array:
+        """Decode the first components of each part, at most ``most``: float32 [n_tokens, :meth:`n_leading`]."""
+        columns = self._columns(codes, n_tokens)
+        xp, constants = array_namespace(columns), self._on(columns)
+        columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)  # of components without a high digit
+        found = [
+            xp.take(columns, low[:most], axis=1) + xp.take(columns, high[:most], axis=1)
+            for low, high in zip(constants["low"], constants["high"], strict=True)
+        ]
+        return xp.concat(found, axis=1)
+
+    def n_leading(self, most: int) -> int:
+        """Count the components that :meth:`leading` decodes."""
+        return sum(min(most, len(basis.synthesis)) for basis in self.fit.bases)
+
+    def _columns(self, codes: Mapping[str, Array], n_tokens: int) -> Array:
+        """Look up what each code of each token adds to its component: float32 [n_tokens, n_columns]."""
+        packed = [codes[run.array.name][:n_tokens] for run in self._runs]
+        xp = array_namespace(packed[0])
+        constants = self._on(packed[0])
+        looked_up = []
+        for rows, run, table, offsets in zip(
+            packed, self._runs, constants["tables"], constants["offsets"], strict=True
+        ):
+            at = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
+            values = xp.reshape(xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1]))
+            looked_up.append(values[:, : run.last - run.first])
+        return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
         """Return the constants as arrays of the namespace and device of ``like``."""
@@ -138,6 +157,8 @@ class GroupTransform:
             "synthesis": [np.ascontiguousarray(b.synthesis[c]) for b, c in zip(bases, component, strict=True)],
             "regression": list(self.fit.regressions),
             "own": own,
+            "low": [self._digits(part, is_high=False) for part in range(len(bases))],
+            "high": [self._digits(part, is_high=True) for part in range(len(bases))],
             "to_stored": to_stored,
             "rounding": columns.rounding,
             "limit": columns.limit.astype(np.float32),
@@ -145,6 +166,14 @@ class GroupTransform:
             "tables": [self._table(run) for run in self._runs],
             "offsets": [256 * np.arange(run.array.row_shape[0], dtype=np.int32) for run in self._runs],
         }
+
+    def _digits(self, part: int, is_high: bool) -> np.ndarray:
+        """Find the column of one digit of each component of a part: the number of columns where it has none."""
+        columns = self.fit.columns
+        at = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
+        found = np.full(len(self.fit.bases[part].synthesis), len(columns.part), np.int32)
+        found[columns.component[at]] = at
+        return found
 
     def _table(self, run: _Run) -> np.ndarray:
         """Compute the components that each value of each byte decodes to: float32 [n_bytes * 256, codes of a byte]."""

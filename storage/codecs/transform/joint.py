@@ -18,12 +18,12 @@ _RIDGE = 1e-4
 _ROUNDS = 60
 
 
-def left_variances(values: np.ndarray, below: np.ndarray | None = None, place: Place = np.asarray) -> np.ndarray:
+def left_variances(values: np.ndarray, known: np.ndarray | None = None, place: Place = np.asarray) -> np.ndarray:
     """Compute the variances of what a linear prediction leaves of a state, as shares of its energy.
 
     Args:
         values: float32 [n_tokens, width].
-        below: float32 [n_tokens, width of the state below]; None for what is predicted from nothing.
+        known: float32 [n_tokens, n], what it is predicted from; None for nothing.
         place: where the products run.
 
     Returns:
@@ -32,8 +32,8 @@ def left_variances(values: np.ndarray, below: np.ndarray | None = None, place: P
     own = place(values - values.mean(0))
     left = on_host(own.T @ own).astype(np.float64)
     energy = float(np.square(values, dtype=np.float64).sum())
-    if below is not None:
-        other = place(below - below.mean(0))
+    if known is not None:
+        other = place(known - known.mean(0))
         gram, cross = (on_host(product).astype(np.float64) for product in (other.T @ other, other.T @ own))
         gram += _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram)) + np.finfo(np.float64).tiny * np.eye(len(gram))
         left -= cross.T @ np.linalg.solve(gram, cross)

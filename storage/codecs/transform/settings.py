@@ -18,10 +18,14 @@ With ``,tokens`` keys and values are predicted from the token ids, and only the 
 bits. Decoding then needs the tokens, which every store has, and costs one more matrix product; the basis holds up to
 ``2 * 512`` bytes more for each token of the vocabulary (131 MB at the 128,256 tokens of Llama 3).
 
+With ``,from-kv`` hidden states are predicted from the keys and values of their token, as these decode. Keys and values
+are linear in what their layer reads of the residual stream, so that those of all layers tell much of any state of it.
+A reader of a hidden state then reads the codes of all keys and values too.
+
 With ``,joint`` each hidden state is predicted from the one stored below it, the last one from the highest layer that is
-stored; with ``,tokens`` too, the lowest from the tokens. A decoder layer adds little to the residual stream, so that
-what is left to store is small; a reader of one hidden state then reads the codes of those below it too. The bits of
-all joint states are split among them so that they err alike.
+stored; with ``,tokens`` but no ``,from-kv`` the lowest from the tokens. A decoder layer adds little to the residual
+stream, so that what is left to store is small; a reader of one hidden state then reads the codes of those below it too.
+The bits of all joint states are split among them so that they err alike.
 """
 
 from __future__ import annotations
@@ -38,9 +42,10 @@ proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit
 HIDDEN_BITS_RATIO = 1.7
 """Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
 
-TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][,joint][@all|@layer|@group<layers>]"
+TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][,from-kv][,joint][@all|@layer|@group<layers>]"
 _NAME = re.compile(
-    r"transform:(?P<kv>\d+(?:\.\d+)?)(?:,hidden=(?P<hidden>\d+(?:\.\d+)?))?(?P<tokens>,tokens)?(?P<joint>,joint)?"
+    r"transform:(?P<kv>\d+(?:\.\d+)?)(?:,hidden=(?P<hidden>\d+(?:\.\d+)?))?"
+    r"(?P<tokens>,tokens)?(?P<from_kv>,from-kv)?(?P<joint>,joint)?"
     r"(?:@(?P<scope>all|layer|group(?P<layers>[1-9]\d*)))?"
 )
 
@@ -54,6 +59,7 @@ class TransformSettings:
         hidden_bits: stored bits per value of hidden states.
         group_layers: layers that share a basis; 0 for all, None to choose by width.
         from_tokens: whether keys and values are predicted from the target's embeddings of the tokens.
+        from_kv: whether hidden states are predicted from keys and values.
         is_joint: whether hidden states are predicted from each other.
     """
 
@@ -61,6 +67,7 @@ class TransformSettings:
     hidden_bits: float
     group_layers: int | None = None
     from_tokens: bool = False
+    from_kv: bool = False
     is_joint: bool = False
 
     @classmethod
@@ -78,7 +85,8 @@ class TransformSettings:
             if not 0.05 <= bits <= 10:
                 raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
         group_layers = {None: None, "all": 0, "layer": 1}.get(match["scope"], int(match["layers"] or 0))
-        return cls(kv_bits, hidden_bits, group_layers, match["tokens"] is not None, match["joint"] is not None)
+        words = (match[word] is not None for word in ("tokens", "from_kv", "joint"))
+        return cls(kv_bits, hidden_bits, group_layers, *words)
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
         """Return the layers that share a basis, given the width of one layer's keys.
@@ -103,10 +111,9 @@ class TransformSettings:
 
     def spelling(self, scope: str) -> str:
         """Return the codec's name with another scope."""
-        bits, hidden, tokens = f"{self.kv_bits:g}", "", ",tokens" if self.from_tokens else ""
-        if self.hidden_bits != self.kv_bits * HIDDEN_BITS_RATIO:
-            hidden = f",hidden={self.hidden_bits:g}"
-        return f"transform:{bits}{hidden}{tokens}{',joint' if self.is_joint else ''}{scope}"
+        hidden = "" if self.hidden_bits == self.kv_bits * HIDDEN_BITS_RATIO else f",hidden={self.hidden_bits:g}"
+        words = {",tokens": self.from_tokens, ",from-kv": self.from_kv, ",joint": self.is_joint}
+        return f"transform:{self.kv_bits:g}{hidden}{''.join(word for word, is_on in words.items() if is_on)}{scope}"
 
 
 def check_width(width: int, what: str) -> None:

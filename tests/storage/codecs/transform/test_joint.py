@@ -88,7 +88,7 @@ def store(codec: StoreCodec, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decoded(codec: StoreCodec, sequence: dict[str, Any], name: str) -> np.ndarray:
     encoded = codec.encode(exact(sequence), sequence[TOKENS])
-    rows = {key: value for one in codec.with_bases(name) for key, value in encoded[one].items()}
+    rows = {key: value for one in codec.with_sources(name) for key, value in encoded[one].items()}
     values: np.ndarray = codec.fields[name].decode(rows | {TOKENS: sequence[TOKENS]}, 0, len(sequence[TOKENS]))
     return values
 
@@ -104,8 +104,8 @@ def errors(codec: StoreCodec) -> list[float]:
 
 
 def test_each_is_predicted_from_the_layer_below(codec: StoreCodec) -> None:
-    assert codec.bases == {"hidden/layer_10": "hidden/layer_2", "hidden/last": "hidden/layer_10"}
-    assert codec.with_bases("hidden/last") == ["hidden/layer_2", "hidden/layer_10", "hidden/last"]
+    assert codec.sources == {"hidden/layer_10": ("hidden/layer_2",), "hidden/last": ("hidden/layer_10",)}
+    assert codec.with_sources("hidden/last") == ["hidden/layer_2", "hidden/layer_10", "hidden/last"]
     assert codec.in_order[-3:] == ["hidden/layer_2", "hidden/layer_10", "hidden/last"]
     described = codec.describe()["transform"]
     assert described["hidden/last"]["predicted_from"] == "hidden/layer_10"
@@ -145,7 +145,7 @@ def test_every_way_of_reading_gives_the_same(codec: StoreCodec, store: Path) -> 
 
 def test_a_field_alone_says_what_it_lacks(codec: StoreCodec, store: Path, tmp_path: Path) -> None:
     values = exact(SEQUENCES[0])["hidden/last"]
-    with pytest.raises(ValueError, match="'hidden/last' is predicted from 'hidden/layer_10': encode both by"):
+    with pytest.raises(ValueError, match="'hidden/last' is predicted from 'hidden/layer_10': encode them together by"):
         codec.fields["hidden/last"].encode(values)
     manifest = replace(RECIPE.manifest, codec=codec.describe())
     with (
@@ -168,10 +168,10 @@ def test_a_damaged_record_of_what_it_is_predicted_from(store: Path, base: str) -
 
 def test_a_field_that_is_added_is_coded_alone(codec: StoreCodec) -> None:
     wider = extended_codec(codec, (*FIELDS, hidden_field("layer_4", WIDTH)))
-    assert wider.bases == codec.bases
+    assert wider.sources == codec.sources
     new = wider.fields["hidden/layer_4"]
     assert isinstance(new, TransformCodec)
-    assert new.base is None
+    assert not new.sources
 
 
 def test_the_name() -> None:

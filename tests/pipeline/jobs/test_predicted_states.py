@@ -1,4 +1,4 @@
-"""Joint hidden states from the target to training: extracted, recoded, audited, mended, added to and read."""
+"""Predicted hidden states from the target to training: extracted, recoded, audited, mended, added to and read."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import OptionInvalid
 from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.jobs.add import add
 from moa_data.pipeline.jobs.audit import audit
@@ -20,14 +21,20 @@ from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.trainer.batches.batch_reader import BatchReader
 from moa_data.trainer.config import TrainConfig
 
-CODEC = "transform:4,hidden=4,tokens,joint"
+SOURCES = {
+    "transform:4,hidden=4,tokens,joint": {"hidden/layer_1": ("hidden/layer_0",), "hidden/last": ("hidden/layer_1",)},
+    "transform:4,hidden=4,tokens,from-kv,joint": {
+        "hidden/layer_0": ("kv",), "hidden/layer_1": ("kv", "hidden/layer_0"), "hidden/last": ("kv", "hidden/layer_1"),
+    },
+}  # fmt: skip
+"""Codec -> what its hidden states are predicted from."""
 HIDDEN = ("hidden/last", "hidden/layer_0", "hidden/layer_1")
 
 
-@pytest.fixture
-def joint(config: ExtractConfig) -> ExtractConfig:
+@pytest.fixture(params=SOURCES)
+def joint(config: ExtractConfig, request: pytest.FixtureRequest) -> ExtractConfig:
     activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
-    config = config.replaced(activations=activations, codec=CODEC)
+    config = config.replaced(activations=activations, codec=request.param)
     extract(config)
     return config
 
@@ -45,12 +52,12 @@ def error(one: Path, exact: Path, field: str) -> float:
 
 def test_extracting_and_recoding(joint: ExtractConfig, tmp_path: Path) -> None:
     extract(joint.replaced(out=str(tmp_path / "lossless"), codec="lossless"))
-    recode(tmp_path / "lossless", CODEC, tmp_path / "recoded")
+    recode(tmp_path / "lossless", joint.storage.codec, tmp_path / "recoded")
     for store in (Path(joint.out), tmp_path / "recoded"):
         assert verify_store(store).ok
         assert max(error(store, tmp_path / "lossless", field) for field in HIDDEN) < 0.12
         with ActivationStore(store) as opened:
-            assert opened.codec.bases == {"hidden/layer_1": "hidden/layer_0", "hidden/last": "hidden/layer_1"}
+            assert opened.codec.sources == SOURCES[joint.storage.codec]
         report = audit(store, joint.model, samples=2, device="cpu")
         assert report.ok, report.describe()
 
@@ -73,7 +80,7 @@ def test_a_state_that_is_added_leaves_the_others_as_they_are(joint: ExtractConfi
     assert all(after[name] == content for name, content in before.items() if name.startswith("parts/"))
     assert verify_store(joint.out).ok
     with ActivationStore(joint.out) as store:
-        assert "hidden/layer_2" not in store.codec.bases
+        assert "hidden/layer_2" not in store.codec.sources
         assert all(np.array_equal(store.read(3, name), values) for name, values in states.items())
 
 
@@ -94,3 +101,20 @@ def test_training_reads_what_the_store_gives(joint: ExtractConfig, fields: tuple
                 own = decoded[row, : len(stored)]
                 torch.testing.assert_close(own, stored, rtol=2**-6, atol=1e-3, msg=f"{attribute} of {i}")
     assert len(encoded) == 1 + len(fields)
+
+
+def test_training_shares_the_codes_of_keys_and_values(joint: ExtractConfig) -> None:
+    settings = TrainConfig.of(store=joint.out, out="", batch_size=2, reader_threads=1, drafter="moa")
+    with ActivationStore(joint.out) as store:
+        reader = BatchReader(store, settings, torch.device("cpu"))
+        inputs, encoded = reader.read(np.array([2]), store.lengths[[2]])
+        for field in encoded.values():
+            name, layers = field.codec.spec.name, field.layers
+            stored = torch.from_numpy(store.read(2, name, layers)).view(torch.bfloat16)
+            torch.testing.assert_close(field.decode(inputs.tokens)[0], stored, rtol=2**-6, atol=1e-3, msg=name)
+    assert {field.codec.spec.name for field in encoded.values()} == {"kv", "hidden/last"}
+
+
+def test_a_store_without_keys_and_values_is_refused(config: ExtractConfig) -> None:
+    with pytest.raises(OptionInvalid, match=r"the store has no field 'kv' that is transform coded\. Leave out"):
+        extract(config.replaced(activations=("hidden:last",), codec="transform:4,from-kv"))
