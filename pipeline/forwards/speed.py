@@ -27,7 +27,7 @@ from ...storage.codecs.registry import StoreCodec
 from ...storage.disk.durable import write_all
 from ...storage.parts.encoding import EncodePool
 from ...storage.parts.grid import array_grid
-from ...storage.schema import hidden_field, kv_field
+from ...storage.schema import hidden_field, kv_field, tokens_field
 from ..config import ActivationSpec
 from .capture import Capture, capture
 from .host_copy import HostSlots
@@ -159,7 +159,8 @@ class SpeedProbe:
         layers = self._layers_within(n_layers)
         names = ActivationSpec(False, self.spec.last, layers).hidden_fields
         fields += [hidden_field(name.removeprefix("hidden/"), sizes["hidden_size"], kept) for name in names]
-        return StoreCodec(self.codec, fields, sources={})
+        codec = StoreCodec(self.codec, (tokens_field(), *fields), sources={})  # some codecs need tokens
+        return codec.only(field.name for field in fields)
 
     def _layers_within(self, n_layers: int) -> tuple[int, ...]:
         return tuple(sorted({min(layer, n_layers - 1) for layer in self.spec.layers}))
