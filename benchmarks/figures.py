@@ -25,6 +25,20 @@ CUTS = {
     "independent": ("independent", "#94a3b8", "-"),
 }
 SHOWN_TOKENS = 24
+ACCENT = "#c2410c"
+COMPARED_ON = "code-and-math"
+COMPARED = {
+    "Mixture of Attentions": (ACCENT, False),
+    "Mixture of Attentions of every second layer, one pass": ("#ea580c", False),
+    "EAGLE-3": ("#0f766e", False),
+    "EAGLE-2": ("#475569", False),
+    "DSpark": ("#1d4ed8", False),
+    "DSpark on keys and values of later layers": ("#7c3aed", True),
+    "DSpark on a memory": ("#9333ea", False),
+    "DFlash": ("#64748b", True),
+}
+"""Drafters of the picture: colour, and whether the name stands below its point."""
+COMPARED_TITLE = "At equal data and at equal seconds, Mixture of Attentions commits most tokens a target call"
 
 
 def main() -> None:
@@ -32,6 +46,7 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     save(drafters_by_tokens(), "moa-and-eagle.png")
     save(tokens_after_a_cut(), "after-a-cut.png")
+    save(drafters_by_seconds(), "drafters.png")
 
 
 def save(figure: Any, name: str) -> None:
@@ -51,6 +66,30 @@ def tokens_after_a_cut() -> Any:
     axes.set_ylabel("cuts with all of them right, %")
     axes.set_title("With some of the target's layers, what a client writes alone is right for longer", loc="left")
     axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e2e8f0")
+    return figure
+
+
+def drafters_by_seconds() -> Any:
+    """Draw what each drafter's training buys: acceptance length by processor seconds, a line from less to more data."""
+    rows = json.loads((RESULTS / "leaderboard.json").read_text())["rows"]
+    rows = [row for row in rows if row["target"] == COMPARED_ON and row["seed"] == 0]
+    figure, axes = pyplot.subplots(figsize=(8.5, 4.2), layout="constrained")
+    for name, (color, below) in COMPARED.items():
+        own = sorted((row for row in rows if row["drafter"] == name), key=lambda row: int(row["tokens"]))
+        seconds, lengths = [row["seconds"] for row in own], [row["chain7"][0] for row in own]
+        axes.plot(seconds, lengths, "o-", color=color, linewidth=2, markersize=5)
+        axes.annotate(
+            f"{name}, {own[-1]['speed']:.2f} x", (seconds[-1], lengths[-1]), (8, -14 if below else -3),
+            textcoords="offset points", color=color, weight="bold" if color == ACCENT else "normal",
+        )  # fmt: skip
+    axes.set(xscale="log", xlim=(100, 7000), ylim=(1.8, 4.6))
+    axes.set_xlabel("processor seconds of training; dots: 0.57 M and 2.0 M tokens of one store")
+    axes.set_xticks([100, 200, 400, 800, 1600], ["100", "200", "400", "800", "1,600"])
+    axes.minorticks_off()
+    axes.set_ylabel("tokens per target call (plain: 1)")
+    axes.set_title(COMPARED_TITLE, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e8f0")
     return figure
