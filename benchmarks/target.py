@@ -84,7 +84,10 @@ def main() -> None:
         print(f"{step} of {n_steps}: {message}", flush=True)
 
     found = train_target(train, held_out[:100], config, folder, report)
-    LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
+    )
+    model.save_pretrained(folder)
     loss = found.validation_loss[-1][1]
     print(f"{found.n_parameters:,} weights, held-out loss {loss:.3f} nats a token, {found.seconds:.0f} s")
 

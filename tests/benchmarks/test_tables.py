@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
-import re
 import shlex
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
 import pytest
@@ -52,12 +52,28 @@ def test_every_row_has_a_command_that_exists(path: Path) -> None:
         assert main.get_command(click.Context(main), first) if program == "moa-data" else (ROOT / first).is_file()
 
 
-def test_the_readme_quotes_the_figures_of_the_file() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "results" / "drafters-eagle.json").read_text(encoding="utf-8"))["rows"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"^\|[^|]*\| (chain of \d+) \| ([\d.]+), ([\d.]+) \| ([\d.]+) \(", readme, re.MULTILINE)
-    assert len(quoted) == 4
-    known = {
-        (row["drafts"], f"{row['eagle']:.2f}", f"{row['moa']:.2f}", f"{row['length_ratio'][0]:.2f}") for row in rows
+def test_the_readme_quotes_the_leaderboard() -> None:
+    """Its table, cell by cell: chains of 7 on both targets, and tokens/s."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "leaderboard.json").read_text(encoding="utf-8"))["rows"]
+    found = {(row["drafter"], row["target"], row["tokens"] > 1_000_000): row for row in rows if row["seed"] == 0}
+    names = {
+        "Mixture of Attentions": ("Mixture of Attentions",) * 2,
+        "the same of every second layer, one pass": ("Mixture of Attentions of every second layer, one pass", ""),
+        "EAGLE-2": ("EAGLE-2",) * 2,
+        "EAGLE-3": ("EAGLE-3",) * 2,
+        "DSpark": ("DSpark",) * 2,
+        "DSpark on keys and values": ("DSpark on keys and values of later layers", "DSpark on keys and values"),
     }
-    assert set(quoted) <= known
+
+    def cell(row: dict[str, Any] | None, key: str) -> str:
+        value = None if row is None else row[key]
+        return "" if value is None else f"{value[0] if isinstance(value, list) else value:.2f}"
+
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| drafter |")[1].split("\n\n")[0]
+    quoted = [[part.strip() for part in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert [row[0] for row in quoted] == list(names)
+    for title, *cells in quoted:
+        hard, easy = names[title]
+        long, short = (found.get((hard, "code-and-math", is_long)) for is_long in (True, False))
+        first = found.get((easy, "gsm8k", False))
+        assert cells == [cell(short, "chain7"), cell(long, "chain7"), cell(long, "speed"), cell(first, "chain7")]
