@@ -23,11 +23,12 @@ from moa_data.storage.errors import CodecUnknown, ManifestInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.addition import extended_codec
-from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.predicted import decoded, exact, relative_error, write_store
 from moa_data.tests.kit.stores import Recipe, make_recipe
 
 N_LAYERS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 24, 100
 KV, LAYER, LAST = "kv", "hidden/layer_1", "hidden/last"
+HIDDEN_AND_KV = (KV, LAYER, LAST)
 FIELDS = (
     tokens_field(), response_mask_field(), hidden_field("last", WIDTH), hidden_field("layer_1", WIDTH),
     kv_field(N_LAYERS, 1, HEAD_DIM),
@@ -60,33 +61,16 @@ ROWS = RECIPE.plan.to_pylist()
 SEQUENCES = [activations(row) for row in ROWS]
 
 
-def exact(sequence: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: to_float32(sequence[name], "bfloat16") for name in (KV, LAYER, LAST)}
-
-
 def learned(name: str) -> StoreCodec:
     codec = StoreCodec(name, FIELDS)
     lengths = np.array([row["n_tokens"] for row in ROWS])
     head = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def read(i: int) -> dict[str, np.ndarray]:
-        return exact(SEQUENCES[i]) | {TOKENS: SEQUENCES[i][TOKENS]}
+        return exact(SEQUENCES[i], HIDDEN_AND_KV) | {TOKENS: SEQUENCES[i][TOKENS]}
 
     calibrate(codec, lengths, read, CONFIG, head, torch.from_numpy(EMBEDDINGS), Learning())
     return codec
-
-
-def decoded(codec: StoreCodec, sequence: dict[str, Any], name: str) -> np.ndarray:
-    encoded = codec.encode(exact(sequence), sequence[TOKENS])
-    rows = {key: value for one in codec.with_sources(name) for key, value in encoded[one].items()}
-    values: np.ndarray = codec.fields[name].decode(rows | {TOKENS: sequence[TOKENS]}, 0, len(sequence[TOKENS]))
-    return values
-
-
-def error(codec: StoreCodec, name: str) -> float:
-    pairs = [(decoded(codec, sequence, name), exact(sequence)[name]) for sequence in SEQUENCES]
-    wrong = sum(np.square(got - own).sum() for got, own in pairs)
-    return float((wrong / sum(np.square(own).sum() for _, own in pairs)) ** 0.5)
 
 
 @pytest.fixture(scope="module", params=["runs", "pieces"])
@@ -100,18 +84,7 @@ def codec(request: pytest.FixtureRequest) -> Iterator[StoreCodec]:
 
 @pytest.fixture(scope="module")
 def store(codec: StoreCodec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("from_kv") / "store"
-    manifest = replace(RECIPE.manifest, codec=codec.describe())
-    with StoreWriter.create_or_resume(path, manifest, RECIPE.plan, codec.files()) as writer:
-        for part in writer.pending_parts():
-            with writer.part(part) as out:
-                for row in out.sequences.to_pylist():
-                    sequence = activations(row)
-                    plain = {name: sequence[name] for name in (TOKENS, "response_mask")}
-                    for name, rows in (plain | codec.encode(exact(sequence), sequence[TOKENS])).items():
-                        out.write(name, row["first_token"], rows)
-                out.commit()
-    return path
+    return write_store(tmp_path_factory.mktemp("from_kv") / "store", RECIPE, codec, activations)
 
 
 @pytest.fixture
@@ -124,8 +97,8 @@ def test_they_err_less_at_equal_bits_in_every_form() -> None:
         learned(f"transform:2,hidden=0.7{words}@all") for words in ("", ",from-kv", ",tokens,from-kv,joint")
     )
     for name in (LAYER, LAST):
-        assert error(from_kv, name) < 0.7 * error(alone, name)
-        assert error(both, name) < 1.05 * error(from_kv, name)
+        assert relative_error(from_kv, SEQUENCES, name) < 0.7 * relative_error(alone, SEQUENCES, name)
+        assert relative_error(both, SEQUENCES, name) < 1.05 * relative_error(from_kv, SEQUENCES, name)
     assert both.sources == {LAST: (KV, LAYER), LAYER: (KV,)}
     described = both.describe()["transform"]
     assert described[LAST]["predicted_from"] == [KV, LAYER]
@@ -170,13 +143,13 @@ def test_a_batch_of_some_layers_shares_the_codes(opened: ActivationStore, fields
 def test_only_leading_components_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_module, "KV_FEATURES", 8)
     codec = learned(NAME.replace(",tokens", ""))
-    encoded = codec.encode(exact(SEQUENCES[0]), SEQUENCES[0][TOKENS])
+    encoded = codec.encode(exact(SEQUENCES[0], HIDDEN_AND_KV), SEQUENCES[0][TOKENS])
     kv = codec.fields[KV]
     assert isinstance(kv, TransformCodec)
     features = kv.as_features(encoded[KV], 0, LENGTHS[0])
     assert features.shape == (len(SEQUENCES[0][TOKENS]), 2 * 2 * 2), "two of each part of both groups"
     assert kv.n_features == 8
-    assert error(codec, LAST) < 1
+    assert relative_error(codec, SEQUENCES, LAST) < 1
 
 
 def test_a_field_that_is_added_is_coded_alone(codec: StoreCodec) -> None:

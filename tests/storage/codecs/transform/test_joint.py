@@ -21,6 +21,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, response_mask_field, tokens_field
 from moa_data.storage.write.addition import extended_codec
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.predicted import decoded, exact, relative_error, write_store
 from moa_data.tests.kit.stores import Recipe, make_recipe
 
 WIDTH, VOCABULARY = 24, 100
@@ -48,17 +49,13 @@ ROWS = RECIPE.plan.to_pylist()
 SEQUENCES = [residual_stream(row) for row in ROWS]
 
 
-def exact(sequence: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: to_float32(sequence[name], "bfloat16") for name in HIDDEN}
-
-
 def learned(name: str, fields: Any = FIELDS) -> StoreCodec:
     codec = StoreCodec(name, fields)
     lengths = np.array([row["n_tokens"] for row in ROWS])
     given = (SimpleNamespace(), torch.randn(VOCABULARY, WIDTH), torch.from_numpy(EMBEDDINGS))
 
     def read(i: int) -> dict[str, np.ndarray]:
-        return exact(SEQUENCES[i]) | {TOKENS: SEQUENCES[i][TOKENS]}
+        return exact(SEQUENCES[i], HIDDEN) | {TOKENS: SEQUENCES[i][TOKENS]}
 
     calibrate(codec, lengths, read, *given, Learning())
     return codec
@@ -71,36 +68,12 @@ def codec() -> StoreCodec:
 
 @pytest.fixture(scope="module")
 def store(codec: StoreCodec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("joint") / "store"
-    manifest = replace(RECIPE.manifest, codec=codec.describe())
-    with StoreWriter.create_or_resume(path, manifest, RECIPE.plan, codec.files()) as writer:
-        for part in writer.pending_parts():
-            with writer.part(part) as out:
-                for row in out.sequences.to_pylist():
-                    sequence = residual_stream(row)
-                    for name, rows in codec.encode(exact(sequence), sequence[TOKENS]).items():
-                        out.write(name, row["first_token"], rows)
-                    for name in (TOKENS, "response_mask"):
-                        out.write(name, row["first_token"], sequence[name])
-                out.commit()
-    return path
-
-
-def decoded(codec: StoreCodec, sequence: dict[str, Any], name: str) -> np.ndarray:
-    encoded = codec.encode(exact(sequence), sequence[TOKENS])
-    rows = {key: value for one in codec.with_sources(name) for key, value in encoded[one].items()}
-    values: np.ndarray = codec.fields[name].decode(rows | {TOKENS: sequence[TOKENS]}, 0, len(sequence[TOKENS]))
-    return values
+    return write_store(tmp_path_factory.mktemp("joint") / "store", RECIPE, codec, residual_stream)
 
 
 def errors(codec: StoreCodec) -> list[float]:
     """The relative error of each hidden state."""
-    found = []
-    for name in HIDDEN:
-        pairs = [(decoded(codec, sequence, name), exact(sequence)[name]) for sequence in SEQUENCES]
-        wrong = sum(np.square(got - own).sum() for got, own in pairs)
-        found.append(float((wrong / sum(np.square(own).sum() for _, own in pairs)) ** 0.5))
-    return found
+    return [relative_error(codec, SEQUENCES, name) for name in HIDDEN]
 
 
 def test_each_is_predicted_from_the_layer_below(codec: StoreCodec) -> None:
@@ -144,7 +117,7 @@ def test_every_way_of_reading_gives_the_same(codec: StoreCodec, store: Path) -> 
 
 
 def test_a_field_alone_says_what_it_lacks(codec: StoreCodec, store: Path, tmp_path: Path) -> None:
-    values = exact(SEQUENCES[0])["hidden/last"]
+    values = exact(SEQUENCES[0], HIDDEN)["hidden/last"]
     with pytest.raises(ValueError, match="'hidden/last' is predicted from 'hidden/layer_10': encode them together by"):
         codec.fields["hidden/last"].encode(values)
     manifest = replace(RECIPE.manifest, codec=codec.describe())
