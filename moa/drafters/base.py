@@ -150,7 +150,7 @@ class Drafter(nn.Module, ABC):
         """Compute features of every position of ``masks.drafted_positions``, each as its draft round gives them.
 
         A round starts behind a context position; the drafter sees target activations up to that one only, and the text
-        of the batch in place of its own drafts.
+        of the batch in place of its own drafts. Gradients flow to the inputs; validation turns them off.
         """
 
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:

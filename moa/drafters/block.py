@@ -381,7 +381,6 @@ class BlockDrafter(LayerMemory, Drafter):
         return LossTerms(total, sums[2], None, n_positions, parts=found)
 
     @override
-    @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Run a block at the root of each round."""
         drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)

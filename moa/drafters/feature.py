@@ -96,7 +96,6 @@ class FeatureDrafter(Drafter):
         return outputs
 
     @override
-    @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         # All rounds at once, step by step: each step is fed with the features of the one before.
         drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)

@@ -125,7 +125,6 @@ class IndependentDrafter(Drafter):
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
     @override
-    @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         # Where rounds begin makes no difference to a model that reads tokens alone.
         drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)

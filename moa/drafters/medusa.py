@@ -158,7 +158,6 @@ class MedusaDrafter(Drafter):
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
     @override
-    @torch.no_grad()
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Ask the heads at the context position of each round."""
         drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
