@@ -138,7 +138,7 @@ def calibrate(
             if isinstance(learned, TransformCodec) and name == LAST:
                 learning.progress(0, 1, "learn: metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
-                learned.metric = logit_metric(np.concatenate(last), head, place=learning.place)
+                learned.metrics = [[logit_metric(np.concatenate(last), head, place=learning.place)]]
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()

@@ -113,6 +113,11 @@ def learn_basis(sample: Rows, metric: np.ndarray | None = None, place: Place = n
     return Basis(means, *(matrix.astype(np.float16).astype(np.float32) for matrix in (synthesis, analysis)))
 
 
+def metric_scale(metric: np.ndarray) -> float:
+    """Return what an error of 1 in one dimension counts on average; bases are in the metric divided by this."""
+    return max(float(np.trace(metric)) / len(metric), 1e-30)
+
+
 class Embeddings(Protocol):
     """A table of vectors, e.g. a NumPy array: len, shape, and float32 rows by slices and by arrays of ids."""
 
@@ -220,8 +225,7 @@ def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
 def _matrix_roots(metric: np.ndarray, place: Place) -> tuple[np.ndarray, np.ndarray]:
     """Compute the symmetric square root of a metric, regularised, and its inverse: float64 [width, width] each."""
     width = len(metric)
-    scale = np.trace(metric) / width
-    even = (1 - _METRIC_RIDGE) * np.asarray(metric, np.float64) / max(scale, 1e-30) + _METRIC_RIDGE * np.eye(width)
+    even = (1 - _METRIC_RIDGE) * np.asarray(metric, np.float64) / metric_scale(metric) + _METRIC_RIDGE * np.eye(width)
     placed = place((even + even.T) / 2)
     variances, vectors = map(on_host, array_namespace(placed).linalg.eigh(placed))
     root = np.sqrt(np.maximum(variances, _METRIC_RIDGE / 2))

@@ -48,8 +48,9 @@ class TransformCodec:
     Args:
         spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
         rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
-        metric: metric of a hidden state's errors, [width, width], e.g. ``calibration.logit_metric`` for
-            ``hidden/last``; None for relative error.
+        metrics: metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each: of a hidden
+            state one, e.g. ``calibration.logit_metric`` for ``hidden/last``, of ``kv`` one of the keys before RoPE and
+            one of the values. None for relative error.
         embeddings: the target's input embeddings [vocab_size, width]; :meth:`calibrate` needs them where the settings
             say ``from_tokens``.
         joins_runs: whether codes lie in one array where they are wide enough; else each run has its own (``pieces``).
@@ -69,7 +70,7 @@ class TransformCodec:
         spec: FieldSpec,
         settings: TransformSettings,
         rope: Rope | None = None,
-        metric: np.ndarray | None = None,
+        metrics: Sequence[Sequence[np.ndarray]] | None = None,
         embeddings: Embeddings | None = None,
         joins_runs: bool = True,
         sources: Sequence[TransformCodec] = (),
@@ -81,7 +82,7 @@ class TransformCodec:
         if not self.is_kv and len(spec.token_shape) != 1:
             raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
         self.rope = rope if self.is_kv else None
-        self.metric = metric
+        self.metrics = metrics
         self.embeddings = embeddings
         self._joins_runs = joins_runs
         self._pieces: Pieces | None = None
@@ -385,6 +386,13 @@ class TransformCodec:
             for layers in self.groups
         ]
 
+    def whole(self, groups: Sequence[list[Array]]) -> Array:
+        """Put groups and parts of a sequence together: the inverse of :meth:`parts`."""
+        if not self.is_kv:
+            return groups[0][0]
+        joined = [self._assemble(parts, 0, layers) for parts, layers in zip(groups, self.groups, strict=True)]
+        return array_namespace(*joined).concat(joined, axis=1)
+
     def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
         """Put the decoded keys and values of some layers together: [n_tokens, len(layers), n_kv_heads, 2, head_dim]."""
         _, n_heads, _, head_dim = self.spec.token_shape
@@ -480,7 +488,7 @@ class Observation:
             given = [table[ids].astype(np.float32) for ids in sample.tokens]
         n_parts = [len(KV_PARTS) if codec.is_kv else 1] * len(codec.groups)
         bits = codec.bits * math.prod(codec.spec.token_shape) if bits is None else bits
-        fits = fit_groups(sample, n_parts, bits, codec.metric, given, self._learning)
+        fits = fit_groups(sample, n_parts, bits, codec.metrics, given, self._learning)
         codec.take_over(fits, table)
         self._features = features
 

@@ -14,7 +14,7 @@ import numpy as np
 from ...chunks.chunk import encode_chunk
 from ...chunks.field import Learning
 from .allocation import DROPPED, Options, Quantisers, allocate, measure_options, split_by_statistics, water_level
-from .calibration import Basis, learn_basis, learn_regression, mean_rows, on_host
+from .calibration import Basis, learn_basis, learn_regression, mean_rows, metric_scale, on_host
 from .packing import CODES_PER_BYTE, HIGH_LEVELS, LOW_LEVELS, WIDE_LEVELS, pack, split_wide
 from .sample import Kept, Sample, Scratch
 
@@ -108,20 +108,20 @@ def fit_groups(
     sample: Sample,
     groups: Sequence[int],
     bits_per_token: float,
-    metric: np.ndarray | None = None,
+    metrics: Sequence[Sequence[np.ndarray]] | None = None,
     features: Sequence[np.ndarray] | None = None,
     learning: Learning | None = None,
 ) -> list[GroupFit]:
     """Fit all groups of a field together, so that the bits leave the least relative error.
 
-    The error is the sum over parts of squared error / sum of squares, over all layers. One part of one group is in
-    memory at a time, or the components of one group.
+    The error is the sum over parts of squared error / sum of squares, over all layers; with metrics it is the sum of
+    the errors in these. One part of one group is in memory at a time, or the components of one group.
 
     Args:
         sample: sequences of the field.
         groups: parts of each group.
         bits_per_token: bytes of the stored arrays times 8, of all groups together.
-        metric: see ``learn_basis``; for fields of one part.
+        metrics: of each part of each group, see ``learn_basis``.
         features: float32 [n_tokens, n_features] of each sequence, to predict the values from; None to do without.
         learning: where products run, and the progress callback.
 
@@ -136,14 +136,13 @@ def fit_groups(
         for part in range(n_parts):
             n_done = sum(map(len, fitted))
             learning.progress(n_done, n_steps, f"learn: basis {n_done + 1}/{sum(groups)}")
+            metric = None if metrics is None else metrics[group][part]
             fitted[-1].append(_fit_part(sample, group, part, metric, features, learning))
     learning.progress(sum(groups), n_steps, "learn: quantisers")
-    energies = [
-        max(sum(p.energy for p in parts), 1e-30) if metric is None else 1.0 for parts in zip(*fitted, strict=True)
-    ]
+    part_weights = _part_weights(fitted, metrics)
     weights = [
-        np.concatenate([np.full(len(p.variances), 1 / energy) for p, energy in zip(parts, energies, strict=True)])
-        for parts in fitted
+        np.concatenate([np.full(len(p.variances), weight) for p, weight in zip(parts, own, strict=True)])
+        for parts, own in zip(fitted, part_weights, strict=True)
     ]
     variances = [np.concatenate([p.variances for p in parts]) * w for parts, w in zip(fitted, weights, strict=True)]
     level = water_level(np.concatenate(variances), bits_per_token)
@@ -168,6 +167,19 @@ def fit_groups(
             break
         budget *= bits_per_token / stored
     return [_compact(parts, columns) for parts, (columns, _) in zip(fitted, placed, strict=True)]
+
+
+def _part_weights(
+    fitted: Sequence[Sequence[_FittedPart]], metrics: Sequence[Sequence[np.ndarray]] | None
+) -> list[list[float]]:
+    """Weigh the squared errors of the components of each part of each group.
+
+    One over the sum of squares; with metrics the scale of each, which is not in its basis.
+    """
+    if metrics is not None:
+        return [[metric_scale(metric) for metric in parts] for parts in metrics]
+    energies = [max(sum(part.energy for part in parts), 1e-30) for parts in zip(*fitted, strict=True)]
+    return [[1 / energy for energy in energies]] * len(fitted)
 
 
 def _fit_part(

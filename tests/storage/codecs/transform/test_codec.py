@@ -254,7 +254,9 @@ def test_the_metric_of_a_hidden_state_lowers_the_error_that_counts() -> None:
     metric = np.diag(4.0 ** np.arange(16) / 4.0**15)
     errors: dict[str, Any] = {}
     for name, given in (("plain", None), ("given", metric)):
-        codec = TransformCodec(hidden_field("last", 16), TransformSettings(1.0, 1.5), metric=given)
+        codec = TransformCodec(
+            hidden_field("last", 16), TransformSettings(1.0, 1.5), metrics=None if given is None else [[given]]
+        )
         codec.calibrate(sample)
         assert codec.describe()["error_metric"] == name
         restored = TransformCodec(hidden_field("last", 16), TransformSettings(1.0, 1.5))
@@ -263,6 +265,26 @@ def test_the_metric_of_a_hidden_state_lowers_the_error_that_counts() -> None:
         error = restored.decode(codec.encode(sample[0]), 0, 100) - sample[0]
         errors[name] = float(np.einsum("ni,ij,nj->", error, metric, error))
     assert errors["given"] < 0.7 * errors["plain"]
+
+
+def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
+    layer_width = N_HEADS * HEAD_DIM
+    ours = np.repeat([1.0, 100.0], layer_width)
+    keys = [np.diag(ours), np.eye(2 * layer_width)]
+    metrics = [[metric, 0.01 * np.eye(2 * layer_width)] for metric in keys]
+    errors = {}
+    for name, given in (("even", None), ("given", metrics)):
+        codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"), ROPE, given)
+        codec.calibrate(CALIBRATION)
+        restored = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"))
+        restored.load_state(codec.state())
+        wrong = np.concatenate([restored.decode(codec.encode(x), 0, len(x)) - x for x in TEST])
+        errors[name] = np.square(wrong, dtype=np.float64).mean(axis=(0, 2, 4))  # [layer, key or value]
+    of_keys, of_values = errors["given"][:, 0] / errors["even"][:, 0], errors["given"][:, 1] / errors["even"][:, 1]
+    assert of_keys.argmin() == 1
+    assert of_keys[1] < 0.6
+    assert (of_values > 2).all()
+    np.testing.assert_allclose(codec.whole(codec.parts(TEST[0])), TEST[0], atol=1e-5)
 
 
 def test_what_tokens_say_is_not_stored() -> None:
