@@ -283,6 +283,7 @@ PHASE_UNITS = {
     "tokenise": ("chat", False),
     "hash": ("B", True),
     "load": ("B", True),
+    "measure": ("sequence", False),
     "learn": ("step", False),
     **dict.fromkeys(("extract", "add", "recode"), ("tok", False)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -134,22 +135,35 @@ def add(config: AddConfig, dry_run: bool) -> None:
     help="lossless, int8, int6 or transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
 )
 @click.option("--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store.")
-def recode(store: StorePath, codec: str, folder: StorePath) -> None:
+@click.option(
+    "--drafter",
+    metavar="RUN",
+    help="A drafter that was trained from STORE: transform codecs then give bits to what it feels of keys and values.",
+)
+def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
     Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
-    go on after an interruption.
+    go on after an interruption. With --drafter keys and values are coded for drafters of that kind: errors are measured
+    by what they change of its next-token distributions.
 
     \b
     Examples:
       moa-data recode store --codec int8 --out store-int8
       moa-data recode store --codec transform:1.0 --out store-small
       moa-data recode store --codec transform:0.88,hidden=1.55,tokens@all --out store-smaller
+      moa-data recode store --codec transform:0.3,hidden=1.2,tokens,from-kv@all --drafter runs/moa --out store-smallest
     """
     from ..pipeline.jobs.recode import recode as run_recode
 
     with ProgressLine("tok") as progress:
-        report = run_recode(store, codec, folder, progress=progress, provenance=collect_provenance())
+        metrics = None
+        if drafter is not None:
+            from ..moa.formats.checkpoint import load_drafter
+            from ..trainer.fit.sensitivity import kv_metrics
+
+            metrics = partial(kv_metrics, load_drafter(drafter), progress=progress)
+        report = run_recode(store, codec, folder, progress, collect_provenance(), metrics)
     out.print(report.describe())
 
 

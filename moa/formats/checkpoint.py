@@ -91,9 +91,9 @@ def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     check_identity_fits(drafter.config, target.identity)
 
 
-def check_sizes_fit(config: DrafterSizes, sizes: dict[str, Any]) -> None:
+def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
     """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``)."""
-    sizes = sizes | {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
+    sizes = {**sizes, "kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
             raise TargetMismatch(

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ...errors import Interrupted, OptionInvalid
 from ...moa.targets.bundle import FrozenTarget
 from ...storage.chunks.field import TOKENS
 from ...storage.codecs.registry import StoreCodec
+from ...storage.codecs.transform.codec import TransformCodec
 from ...storage.disk.checking import exists
 from ...storage.disk.files import open_path
 from ...storage.dtypes import to_float32
@@ -29,8 +30,16 @@ from ...storage.schema import SCHEMA_VERSION
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress, format_bytes, format_hours
-from ..forwards.calibrate import calibrate, learned_before, learning_on
+from ..forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .plan import existing_parent
+
+METRIC_TOKENS = 60_000
+"""Tokens of the sequences on which metrics of keys and values are measured, roughly."""
+_LEAST_RESPONSE = 8
+"""Tokens of a response that draft rounds fit into."""
+
+KVMetrics = Callable[[ActivationStore, TransformCodec, Sequence[int]], Sequence[Sequence[np.ndarray]]]
+"""Measures what errors of keys and values cost, on some sequences of a store: see ``TransformCodec.metrics``."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +72,21 @@ def recode(
     out: str | os.PathLike[str] | StorePath,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
+    kv_metrics: KVMetrics | None = None,
 ) -> RecodeReport:
     """Write the content of a lossless store with another codec, or go on where an earlier run stopped.
 
-    The new store has the bytes that extracting with that codec would have given.
+    Without metrics the new store has the bytes that extracting with that codec would have given.
 
     Args:
         store: a complete lossless store.
         progress: called with (tokens done, tokens in all, message).
+        kv_metrics: gives a transform codec the metrics in which it learns keys and values; called where none has been
+            learned yet.
 
     Raises:
-        OptionInvalid: unknown codec, the source is not lossless, or source and output are one folder.
+        OptionInvalid: unknown codec, the source is not lossless, source and output are one folder, or metrics for a
+            codec that has no use for them, or for a store that was begun without.
         Interrupted: after Ctrl-C.
         StoreError: a store cannot be used.
     """
@@ -87,7 +100,7 @@ def recode(
             )
         if target_store == source.path or _is_same_folder(target_store, source.path):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
-        new = codec_for(source, codec, target_store, progress)
+        new = codec_for(source, codec, target_store, progress, kv_metrics)
         manifest = dataclasses.replace(source.manifest, codec=new.describe(), schema_version=SCHEMA_VERSION)
         with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
             pending = writer.pending_parts()
@@ -123,24 +136,36 @@ def _is_same_folder(one: StorePath, other: StorePath) -> bool:
 
 
 def codec_for(
-    source: ActivationStore, name: str, out: StorePath | None = None, progress: Progress | None = None
+    source: ActivationStore,
+    name: str,
+    out: StorePath | None = None,
+    progress: Progress | None = None,
+    kv_metrics: KVMetrics | None = None,
 ) -> StoreCodec:
     """Make a codec, and let it learn if it must.
 
     Args:
         source: a lossless store to learn from.
         out: a store that may hold what an earlier run learned.
+        kv_metrics: as for :func:`recode`.
 
     Raises:
-        OptionInvalid: no codec of that name, or not for these fields.
+        OptionInvalid: no codec of that name, or not for these fields; or not with these metrics.
     """
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
         raise OptionInvalid(f"{error} Mend --codec.") from error
+    kv = codec.fields.get("kv")
+    if kv_metrics is not None and not isinstance(kv, TransformCodec):
+        raise OptionInvalid(
+            f"Codec {name} gives all keys and values the same bits, so a drafter has nothing to say. Give "
+            "transform:<bits> for a store with keys and values, or leave --drafter out."
+        )
     if not codec.learned:
         return codec
     if out is not None and (before := learned_before(codec, out)) is not None:
+        _check_same_metric(before, kv_metrics, out)
         return before
 
     def read(row: int) -> dict[str, np.ndarray]:
@@ -148,9 +173,33 @@ def codec_for(
         return values | {TOKENS: source.read(row, TOKENS)}
 
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
+    if kv_metrics is not None and isinstance(kv, TransformCodec):
+        kv.rope = target_rope(frozen.config)
+        kv.metrics = kv_metrics(source, kv, _answered(source))
     learning = learning_on("cpu", None if out is None else existing_parent(out), progress)
     calibrate(codec, source.lengths, read, frozen.config, frozen.lm_head_weight, frozen.embed_tokens.weight, learning)
     return codec
+
+
+def _answered(source: ActivationStore) -> list[int]:
+    """Choose sequences with responses, spread evenly over a store."""
+    rows = np.flatnonzero(source.sequences["n_response_tokens"].to_numpy() >= _LEAST_RESPONSE)
+    if not len(rows):
+        raise OptionInvalid(
+            f"No sequence of {source.path} has a response of {_LEAST_RESPONSE} tokens, on which a drafter could be "
+            "measured. Leave --drafter out."
+        )
+    chosen: list[int] = rows[sample_rows(source.lengths[rows], METRIC_TOKENS)].tolist()
+    return chosen
+
+
+def _check_same_metric(before: StoreCodec, kv_metrics: KVMetrics | None, out: StorePath) -> None:
+    """Refuse to go on with a codec that learned keys and values in another way than asked for."""
+    kv = before.fields.get("kv")
+    has_metric = isinstance(kv, TransformCodec) and kv.describe()["error_metric"] != "plain"
+    if has_metric != (kv_metrics is not None):
+        how, change = ("with", "Give the same") if has_metric else ("without", "Leave out")
+        raise OptionInvalid(f"{out} was begun {how} a drafter's metric. {change} --drafter to go on, or another --out.")
 
 
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:

@@ -1,0 +1,139 @@
+"""Measures which errors of stored keys and values a drafter feels, for codecs that give bits to what counts.
+
+An error ``e`` of a token's keys or values changes a drafter's next-token distributions by about ``e @ M @ e / 2`` nats
+(the KL, summed over the positions that see the token), where ``M`` is the drafter's Gauss-Newton matrix: with ``J`` the
+derivative of its logits and ``p`` its distribution, the sum of ``J^T (diag(p) - p p^T) J`` over positions. It is the
+mean outer product of gradients of the log-probability of tokens that are drawn from the drafter itself (Martens 2020,
+"New insights and perspectives on the natural gradient method", section 5), so that one backward samples all positions.
+
+Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...moa.drafters.base import Drafter
+from ...moa.drafters.rounds import Draws
+from ...moa.drafters.training import Reads, TrainingInputs
+from ...moa.formats.checkpoint import check_identity_fits, check_sizes_fit
+from ...moa.targets.bundle import FrozenTarget
+from ...storage.chunks.field import TOKENS
+from ...storage.codecs.transform.codec import TransformCodec
+from ...storage.dtypes import to_float32
+from ...storage.read.store import ActivationStore
+from ...text import Progress
+from ..errors import MissingField, TrainingError
+
+DRAFT_LENGTH = 5
+"""Drafts of a round, where the drafter makes as many."""
+
+
+def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
+    """Return what a drafter reads of a store, or refuse a drafter that was not trained on keys and values like these.
+
+    Raises:
+        TrainingError: it reads no keys and values.
+        MissingField: the store lacks something that it reads.
+        TargetMismatch: it was trained for another target.
+    """
+    check_sizes_fit(drafter.config, store.manifest.target)
+    check_identity_fits(drafter.config, {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")})
+    reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)
+    if not reads.kv:
+        raise TrainingError(
+            f"a drafter of kind {drafter.kind} with these settings reads no keys and values, so errors of theirs cost "
+            "it nothing. Give one that does, e.g. moa."
+        )
+    missing = [f"hidden/layer_{layer}" for layer in reads.outputs] + list(reads.fields.values())
+    if missing := [name for name in missing if name not in store.fields]:
+        raise MissingField(f"{store.path} lacks {', '.join(missing)}, which the drafter reads; give its run's store.")
+    return reads
+
+
+def kv_metrics(
+    drafter: Drafter,
+    store: ActivationStore,
+    codec: TransformCodec,
+    sequences: Sequence[int],
+    progress: Progress | None = None,
+) -> list[list[np.ndarray]]:
+    """Measure what errors of a token's keys and values cost a drafter, on average over tokens.
+
+    Args:
+        drafter: in evaluation mode, in float32.
+        store: a store with the exact values.
+        codec: that of ``kv``, which cuts it into groups of layers and parts, with keys before RoPE.
+        sequences: indices of the sequences to measure on, with responses that draft rounds fit into.
+        progress: called with (sequences done, sequences in all, message).
+
+    Returns:
+        The metric of each part of each group, float64 [W, W], for ``TransformCodec.metrics``.
+
+    Raises:
+        TrainingError, MissingField, TargetMismatch: as by :func:`check_measurable`.
+    """
+    reads = check_measurable(drafter, store)
+    frozen = FrozenTarget.load(store.target_path, drafter.config.target_layer_inference, sizes=store.manifest.target)
+    generator = torch.Generator().manual_seed(0)
+    sums: list[list[Tensor]] = []
+    n_tokens = 0
+    for done, index in enumerate(sequences):
+        if progress:
+            progress(done, len(sequences), f"measure: drafter on sequence {done + 1}/{len(sequences)}")
+        inputs = _read(store, reads, index)
+        n_steps = 1 + min(DRAFT_LENGTH, drafter.config.max_depth or DRAFT_LENGTH)
+        draws = Draws(torch.tensor([n_steps]), torch.zeros(1, dtype=torch.bool), torch.tensor([done % n_steps]))
+        gradients = drawn_gradients(drafter, frozen, inputs, draws, codec, reads.kv_layers, generator)
+        outer = [[(part.T @ part).double() for part in parts] for parts in gradients]
+        if sums:
+            outer = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(sums, outer, strict=True)]
+        sums, n_tokens = outer, n_tokens + len(inputs.tokens[0])
+    return [[(total / n_tokens).numpy() for total in parts] for parts in sums]
+
+
+def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
+    """Read a sequence with all layers of its keys and values, in float32, as a batch of one."""
+
+    def states(field: str) -> Tensor:
+        return torch.from_numpy(to_float32(store.read(index, field), store.fields[field].dtype))[None]
+
+    read = {attribute: states(field) for attribute, field in reads.fields.items()}
+    return TrainingInputs(
+        tokens=torch.from_numpy(store.read(index, TOKENS).astype(np.int64))[None],
+        response_mask=torch.from_numpy(store.read(index, "response_mask").astype(bool))[None],
+        **read,
+        layer_outputs=tuple(states(f"hidden/layer_{layer}") for layer in reads.outputs),
+    )
+
+
+def drawn_gradients(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    inputs: TrainingInputs,
+    draws: Draws,
+    codec: TransformCodec,
+    kv_layers: Sequence[int] | None,
+    generator: torch.Generator,
+) -> list[list[Tensor]]:
+    """Draw gradients whose mean outer products are the Gauss-Newton matrix: [T, W] of each part of each group.
+
+    They are those of the log-probability of tokens drawn from the drafter, one for each position that it drafts. The
+    draws are independent and their gradients have mean zero, so that products between positions cancel.
+
+    Args:
+        inputs: one sequence, whose ``kv`` is [1, T, L, H, 2, d] of all layers.
+    """
+    assert inputs.kv is not None
+    parts = [[part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])]
+    kv = codec.whole(parts).flatten(2)[None]  # [1, T, L, D]
+    inputs = replace(inputs, kv=kv if kv_layers is None else kv[:, :, list(kv_layers)])
+    outputs = drafter.drafted_features(frozen, inputs, draws)
+    log_p = drafter.draft_logits(frozen, outputs.features[outputs.valid]).float().log_softmax(dim=-1)  # [P, V]
+    drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+    leaves = [part for group in parts for part in group]
+    found = iter(torch.autograd.grad(log_p.gather(-1, drawn).sum(), leaves, materialize_grads=True))
+    return [[next(found) for _ in group] for group in parts]
