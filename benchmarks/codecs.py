@@ -12,6 +12,9 @@ equal steps and seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
         [--layer-groups 1] [--no-unrotated-keys]
         [--drafter dspark --activations hidden:last hidden:layer:1 hidden:layer:3 hidden:layer:6]
 
+A codec followed by " for RUN" learns keys and values in the metric of that drafter, e.g. "transform:0.3@all for
+run-lossless-0" for the one that an earlier call with --codecs lossless has trained into OUT.
+
 Every result is kept as JSON in OUT, and running it again goes on from there; OUT/codecs.md shows all
 results that are there.
 """
@@ -20,6 +23,7 @@ import argparse
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,7 @@ from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.fit.run import train
+from moa_data.trainer.fit.sensitivity import kv_metrics
 
 CODECS = ("lossless", "int8", "int6", "transform:2", "transform:1", "transform:0.5")
 COLUMNS = {
@@ -130,7 +135,9 @@ def measure_store(options: argparse.Namespace, codec: str, target: Target) -> di
     """Sizes, errors and divergences of one codec; the recoded store stays for training."""
     folder = store_folder(options, codec)
     if codec != "lossless":
-        recode(store_folder(options, "lossless"), codec, folder)
+        name, _, run = codec.partition(" for ")
+        metrics = partial(kv_metrics, load_drafter(options.out / run)) if run else None
+        recode(store_folder(options, "lossless"), name, folder, kv_metrics=metrics)
     summary = summarize_store(folder)
     with ActivationStore(store_folder(options, "lossless")) as exact, ActivationStore(folder) as coded:
         sample = np.random.default_rng(0).choice(len(exact), options.sample, replace=False)
