@@ -88,11 +88,13 @@ def kv_metrics(
         n_steps = 1 + min(DRAFT_LENGTH, drafter.config.max_depth or DRAFT_LENGTH)
         draws = Draws(torch.tensor([n_steps]), torch.zeros(1, dtype=torch.bool), torch.tensor([done % n_steps]))
         gradients = drawn_gradients(drafter, frozen, inputs, draws, codec, reads.kv_layers, generator)
-        outer = [[(part.T @ part).double() for part in parts] for parts in gradients]
-        if sums:
-            outer = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(sums, outer, strict=True)]
-        sums, n_tokens = outer, n_tokens + len(inputs.tokens[0])
-    return [[(total / n_tokens).numpy() for total in parts] for parts in sums]
+        # In place and part by part: at the width of an 8B model all metrics together take gigabytes.
+        sums = sums or [[part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in p] for p in gradients]
+        for totals, parts in zip(sums, gradients, strict=True):
+            for total, part in zip(totals, parts, strict=True):
+                total += part.T @ part
+        n_tokens += len(inputs.tokens[0])
+    return [[total.div_(n_tokens).numpy() for total in parts] for parts in sums]
 
 
 def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
