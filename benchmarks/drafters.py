@@ -7,6 +7,7 @@ lengths, a chain that stops where a draft is unsure, and a tree. ::
     moa-data extract --model MODEL --dataset TRAIN_CHATS --out STORE \
         --activations kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6
     python benchmarks/drafters.py STORE MODEL TEST_CHATS OUT --target NAME --steps 340 --seeds 0 1 [--only eagle ...]
+        [--set anchors=72]                           other settings, in an OUT of their own
 
 Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and running it again goes on from there;
 several processes may share OUT, each with drafters of its own. OUT/drafters.json holds all rows that are there;
@@ -78,14 +79,20 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
 def train_config(options: argparse.Namespace, name: str, rate: float, seed: int) -> TrainConfig:
     """The settings of a run; ``rate`` multiplies the learning rates of the preset small."""
     out = str(options.out / f"run-{name}-{rate:g}-{seed}")
+    settings = DRAFTERS[name][1] | settings_given(options.set)
     config = small_config(
-        options.store, out, **DRAFTERS[name][1], max_steps=options.steps, validate_every=options.steps,
+        options.store, out, **settings, max_steps=options.steps, validate_every=options.steps,
         validation_sequences=options.validation_sequences, seed=seed,
     )  # fmt: skip
     rates = config.optimizer
     return config.replaced(
         learning_rate=rate * rates.learning_rate, matrix_learning_rate=rate * rates.matrix_learning_rate
     )
+
+
+def settings_given(changes: list[str]) -> dict[str, int]:
+    """The settings ``NAME=NUMBER`` by their names."""
+    return {name: int(value) for name, value in (one.split("=") for one in changes)}
 
 
 def chosen_rate(options: argparse.Namespace, name: str) -> tuple[float, dict[float, float]]:
@@ -103,6 +110,7 @@ def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> 
     training, run = trained(config), config.out
     return {
         "drafter": name, "title": DRAFTERS[name][0], "seed": seed, "rate": rate, "steps": options.steps, "run": run,
+        "set": options.set,
         "n_parameters": training["n_parameters"], "n_tokens": training["n_tokens_total"],
         "expected_acceptance_length": training["best_expected_acceptance_length"], "cpu_s": training.get("cpu_s"),
         "lengths": acceptance(options, report_name(DRAFTERS[name][0], options.target, seed), run),
@@ -119,6 +127,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0], help="times the preset's learning rates")
     parser.add_argument("--only", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS), metavar="DRAFTER")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=NUMBER", help="of every drafter of --only")
     parser.add_argument("--validation-sequences", type=int, default=150)
     add_decoding_options(parser)
     return parser.parse_args()

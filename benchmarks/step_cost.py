@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from drafter_options import small_config
-from drafters import DRAFTERS
+from drafters import DRAFTERS, settings_given
 from online_step import DrafterStep
 from records import add_out_option, settings_of, write_record
 
@@ -54,10 +54,9 @@ class Side:
         self.n_tokens += batch.n_tokens
 
 
-def changes_of(name: str, settings: list[str]) -> dict[str, Any]:
+def changes_of(name: str, settings: list[str]) -> dict[str, int]:
     """The settings ``DRAFTER.NAME=NUMBER`` of one drafter."""
-    parts = [one.replace("=", ".").split(".") for one in settings]
-    return {setting: int(value) for drafter, setting, value in parts if drafter == name}
+    return settings_given([one.removeprefix(f"{name}.") for one in settings if one.startswith(f"{name}.")])
 
 
 def main() -> None:
