@@ -7,7 +7,6 @@ Attentions) and ``drafter.safetensors``.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from torch import Tensor
 from ..drafters.base import Drafter
 from ..drafters.mixture import MoADrafter
 from ..drafters.registry import drafter_class
-from ..drafters.sizes import DrafterSizes
-from ..errors import CheckpointError, TargetMismatch
+from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
+from ..errors import CheckpointError
 from ..files.foreign import read_json
 from ..files.tensor_file import write_tensors
 from ..files.tensor_list import FLOATS, TensorSpec, check_tensors
@@ -89,30 +88,3 @@ def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that was trained for another target."""
     check_sizes_fit(drafter.config, target.sizes)
     check_identity_fits(drafter.config, target.identity)
-
-
-def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
-    """Refuse a drafter of other sizes than the target's (``bundle.target_sizes``)."""
-    sizes = {**sizes, "kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
-    for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
-            raise TargetMismatch(
-                f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
-                f"{sizes[name]}. Pass the target that its store was extracted from."
-            )
-    layers = getattr(config, "fused_layers", ())
-    if any(layer >= sizes["n_layers"] for layer in layers):
-        raise TargetMismatch(
-            f"the drafter was trained for another target: it reads layer {max(layers)}, this target has "
-            f"{sizes['n_layers']} layers. Pass the target that its store was extracted from."
-        )
-
-
-def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:
-    """Refuse a drafter that names other weights than the target's (``bundle.hash_target``)."""
-    expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
-    if expected and got and expected != got:
-        raise TargetMismatch(
-            f"the drafter was trained for a target with weights {expected[:12]}, this one has {got[:12]}. "
-            "Pass the target that its store was extracted from."
-        )

@@ -26,7 +26,8 @@ from ...moa.decoding.chain import Chain
 from ...moa.decoding.coupling import choose
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, penalised
 from ...moa.drafters.base import Drafter
-from ...moa.formats.checkpoint import check_sizes_fit, load_drafter
+from ...moa.drafters.sizes import check_sizes_fit
+from ...moa.formats.checkpoint import load_drafter
 from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids, target_sizes
 from ...moa.targets.live import load_target_tokenizer
 from ...pipeline.chats.prompts import check_template

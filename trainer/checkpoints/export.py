@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...errors import FolderOccupied
 from ...moa.drafters.base import Drafter
+from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ...moa.errors import CheckpointError
 from ...moa.files.foreign import read_header
-from ...moa.formats.checkpoint import check_identity_fits, check_sizes_fit, load_drafter
+from ...moa.formats.checkpoint import load_drafter
 from ...moa.formats.table import LAYOUTS, write_layout
 from ...moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
 from ...moa.targets.live import resolve_model_folder

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ...moa.drafters.base import Drafter
-from ...moa.formats.checkpoint import build_drafter, check_identity_fits, check_sizes_fit, load_drafter
+from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
+from ...moa.formats.checkpoint import build_drafter, load_drafter
 from ..config import DrafterSettings
 from ..errors import TrainingError
 
