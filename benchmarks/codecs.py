@@ -23,7 +23,6 @@ import argparse
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.fit.run import train
-from moa_data.trainer.fit.sensitivity import kv_metrics
+from moa_data.trainer.fit.sensitivity import DrafterMetrics
 
 CODECS = ("lossless", "int8", "int6", "transform:2", "transform:1", "transform:0.5")
 COLUMNS = {
@@ -136,7 +135,7 @@ def measure_store(options: argparse.Namespace, codec: str, target: Target) -> di
     folder = store_folder(options, codec)
     if codec != "lossless":
         name, _, run = codec.partition(" for ")
-        metrics = partial(kv_metrics, load_drafter(options.out / run)) if run else None
+        metrics = DrafterMetrics(load_drafter(options.out / run)) if run else None
         recode(store_folder(options, "lossless"), name, folder, kv_metrics=metrics)
     summary = summarize_store(folder)
     with ActivationStore(store_folder(options, "lossless")) as exact, ActivationStore(folder) as coded:

@@ -39,7 +39,7 @@ from moa_data.trainer.batches.batch_reader import BatchReader
 from moa_data.trainer.batches.datamodule import StoreDataModule, ValidationBatches
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.files import RUN_FILE
-from moa_data.trainer.fit.sensitivity import kv_metrics
+from moa_data.trainer.fit.sensitivity import DrafterMetrics, check_measurable
 from moa_data.trainer.step.validation import sum_in_order, validate_batch
 
 POSITIONS = (0, 8, 32, 64, 128, 1 << 20)
@@ -86,7 +86,7 @@ class Held:
         return cls(batches, [one["kv"] for one in sequences], [one[TOKENS] for one in sequences])
 
     def coded(self, coded: Sequence[np.ndarray], replace: Replacing) -> Iterator[Batch]:
-        """The batches with codes in place of exact keys and values."""
+        """Yield the batches with codes in place of exact keys and values."""
         done = 0
         for batch in self.batches:
             assert batch.inputs.kv is not None
@@ -100,7 +100,7 @@ class Held:
 
 
 def in_float32(batch: Batch) -> Batch:
-    """The same batch with its keys, values and hidden states in float32."""
+    """Return a batch with its keys, values and hidden states in float32."""
     inputs = batch.decode().inputs
     assert inputs.kv is not None
     return dataclasses.replace(
@@ -109,7 +109,7 @@ def in_float32(batch: Batch) -> Batch:
 
 
 def opened(options: argparse.Namespace, store: ActivationStore, run: Path) -> tuple[TrainConfig, Drafter, FrozenTarget]:
-    """A run's settings, its drafter, and the target's frozen weights."""
+    """Open a run: its settings, its drafter, and the target's frozen weights."""
     config = TrainConfig(**yaml.safe_load((run / RUN_FILE).read_text())).replaced(
         store=options.store, prefetch_mb=256, validation_sequences=options.sequences
     )
@@ -117,7 +117,7 @@ def opened(options: argparse.Namespace, store: ActivationStore, run: Path) -> tu
 
 
 def kv_codec(store: ActivationStore, name: str) -> tuple[StoreCodec, TransformCodec]:
-    """A codec of tokens, keys and values alone, of one basis for all layers, and its field."""
+    """Make a codec of tokens, keys and values alone, of one basis for all layers; also returns its field."""
     codec = StoreCodec(name, [store.fields[field] for field in (TOKENS, "kv")])
     field = codec.fields["kv"]
     assert isinstance(field, TransformCodec)
@@ -127,7 +127,7 @@ def kv_codec(store: ActivationStore, name: str) -> tuple[StoreCodec, TransformCo
 
 
 def learned(store: ActivationStore, name: str, metrics: Sequence[np.ndarray] | None) -> TransformCodec:
-    """The codec of keys and values, learned in these metrics."""
+    """Let a codec of keys and values learn in these metrics."""
     frozen = FrozenTarget.load(store.target_path, 0, sizes=store.manifest.target)
     codec, field = kv_codec(store, name)
     field.metrics = None if metrics is None else [metrics]
@@ -137,7 +137,7 @@ def learned(store: ActivationStore, name: str, metrics: Sequence[np.ndarray] | N
 
 
 def decoded_with(codec: TransformCodec, held: Held, alignment_tokens: int) -> tuple[list[np.ndarray], float]:
-    """Keys and values of the held-out sequences as a codec gives them back, and the bytes that a token takes."""
+    """Code the held-out sequences: their keys and values as they come back, and the bytes that a token takes."""
     codes = [codec.encode(values, tokens) for values, tokens in zip(held.exact, held.tokens, strict=True)]
     n_bytes = stored_bits(codec, codes, alignment_tokens) * math.prod(codec.spec.token_shape) / 8
     pairs = zip(codes, held.tokens, strict=True)
@@ -145,7 +145,7 @@ def decoded_with(codec: TransformCodec, held: Held, alignment_tokens: int) -> tu
 
 
 def replacing(layers: slice = slice(None), part: int | None = None, positions: slice = slice(None)) -> Replacing:
-    """Copy some layers, keys (0) or values (1), and positions."""
+    """Return what copies some layers, keys (0) or values (1), and positions."""
     parts = slice(None) if part is None else slice(part, part + 1)
 
     def copy(values: np.ndarray, coded: np.ndarray) -> None:
@@ -155,7 +155,7 @@ def replacing(layers: slice = slice(None), part: int | None = None, positions: s
 
 
 def arms(n_layers: int) -> dict[str, Replacing]:
-    """What the codes replace, by name."""
+    """Return what the codes replace, by name."""
     found = {"nothing": replacing(positions=slice(0, 0)), "all": replacing()}
     found |= {"keys": replacing(part=0), "values": replacing(part=1)}
     found |= {f"layer {layer}": replacing(slice(layer, layer + 1)) for layer in range(n_layers)}
@@ -182,8 +182,11 @@ def measure(options: argparse.Namespace, store: ActivationStore) -> Iterator[dic
     held = Held.of(store, config, data.validation_sequences)
     _, field = kv_codec(store, options.codecs[0])
     field.rope = target_rope(frozen.config)
-    drawn = np.random.default_rng(0).choice(data.train_sequences, options.metric_sequences, replace=False)
-    (metrics,) = kv_metrics(drafter, store, field, np.sort(drawn).tolist())
+    if check_measurable(drafter, store).kv_layers is not None:
+        raise SystemExit(f"{options.runs[0]} reads the keys and values of some layers; give drafters that read all.")
+    answered = data.train_sequences[store.sequences["n_response_tokens"].to_numpy()[data.train_sequences] >= 8]
+    drawn = np.random.default_rng(0).choice(answered, options.metric_sequences, replace=False)
+    (metrics,) = DrafterMetrics(drafter)(store, field, np.sort(drawn).tolist())
     n_layers, _, _, head_dim = field.spec.token_shape
     for name, weights in itertools.product(options.codecs, options.weights):
         chosen = coarse(metrics, weights, n_layers, head_dim)

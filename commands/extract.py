@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -138,14 +137,16 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--drafter",
     metavar="RUN",
-    help="A drafter that was trained from STORE: transform codecs then give bits to what it feels of keys and values.",
+    help="Folder of a drafter that was trained from STORE. Bits of keys and values go to the errors that change its "
+    "drafts; needs a transform codec.",
 )
 def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
     Gives what `extract --codec` would have given, with a transform codec up to rounding. Run the same command again to
-    go on after an interruption. With --drafter keys and values are coded for drafters of that kind: errors are measured
-    by what they change of its next-token distributions.
+    go on after an interruption. With --drafter the errors of keys and values are measured by what they change of that
+    drafter's next-token distributions. The store is then for drafters that read the same layers in the same way;
+    others may lose more than from an even one.
 
     \b
     Examples:
@@ -160,9 +161,9 @@ def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None)
         metrics = None
         if drafter is not None:
             from ..moa.formats.checkpoint import load_drafter
-            from ..trainer.fit.sensitivity import kv_metrics
+            from ..trainer.fit.sensitivity import DrafterMetrics
 
-            metrics = partial(kv_metrics, load_drafter(drafter), progress=progress)
+            metrics = DrafterMetrics(load_drafter(drafter), progress)
         report = run_recode(store, codec, folder, progress, collect_provenance(), metrics)
     out.print(report.describe())
 

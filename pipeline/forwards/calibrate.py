@@ -143,7 +143,7 @@ def calibrate(
             if name in used:
                 offered[name] = observation.as_features()
             if isinstance(learned, TransformCodec):
-                learned.embeddings = None  # else they would keep the target's weights in memory
+                learned.embeddings = learned.metrics = None  # else they would stay in memory while parts are written
 
 
 def _features(codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]) -> list[np.ndarray] | None:

@@ -6,15 +6,16 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...errors import Interrupted, OptionInvalid
-from ...moa.targets.bundle import FrozenTarget
+from ...machine import fix_sums
+from ...moa.targets.bundle import FrozenTarget, load_target_config
 from ...storage.chunks.field import TOKENS
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform.codec import TransformCodec
@@ -35,11 +36,23 @@ from .plan import existing_parent
 
 METRIC_TOKENS = 60_000
 """Tokens of the sequences on which metrics of keys and values are measured, roughly."""
+METRIC_IDENTITY = "drafter.weights_sha256"
+"""The identity of a store that tells whose metric its keys and values were coded in."""
 _LEAST_RESPONSE = 8
 """Tokens of a response that draft rounds fit into."""
 
-KVMetrics = Callable[[ActivationStore, TransformCodec, Sequence[int]], Sequence[Sequence[np.ndarray]]]
-"""Measures what errors of keys and values cost, on some sequences of a store: see ``TransformCodec.metrics``."""
+
+class KVMetrics(Protocol):
+    """Measures what errors of keys and values cost, on some sequences of a store: see ``TransformCodec.metrics``."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of whom they cost it, by which a resumed run is compared."""
+
+    def __call__(
+        self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
+    ) -> Sequence[Sequence[np.ndarray]]:
+        """Measure the metric of each part of each group."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +99,12 @@ def recode(
 
     Raises:
         OptionInvalid: unknown codec, the source is not lossless, source and output are one folder, or metrics for a
-            codec that has no use for them, or for a store that was begun without.
+            codec that has no use for them.
         Interrupted: after Ctrl-C.
-        StoreError: a store cannot be used.
+        StoreError: a store cannot be used, or was begun with another codec or other metrics.
+        MoaDataError: what ``kv_metrics`` raises.
     """
+    fix_sums()
     start = time.perf_counter()
     target_store = open_path(out)
     with ActivationStore(store, require_complete=True) as source:
@@ -101,7 +116,12 @@ def recode(
         if target_store == source.path or _is_same_folder(target_store, source.path):
             raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
         new = codec_for(source, codec, target_store, progress, kv_metrics)
-        manifest = dataclasses.replace(source.manifest, codec=new.describe(), schema_version=SCHEMA_VERSION)
+        identities = dict(source.manifest.identities)
+        if kv_metrics is not None:
+            identities[METRIC_IDENTITY] = kv_metrics.identity
+        manifest = dataclasses.replace(
+            source.manifest, codec=new.describe(), identities=identities, schema_version=SCHEMA_VERSION
+        )
         with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
             pending = writer.pending_parts()
             try:
@@ -150,32 +170,33 @@ def codec_for(
         kv_metrics: as for :func:`recode`.
 
     Raises:
-        OptionInvalid: no codec of that name, or not for these fields; or not with these metrics.
+        OptionInvalid: no codec of that name, or not for these fields; or metrics for a codec that has no use for them.
     """
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
         raise OptionInvalid(f"{error} Mend --codec.") from error
     kv = codec.fields.get("kv")
+    if kv_metrics is not None and kv is None:
+        raise OptionInvalid(f"{source.path} has no keys and values for a drafter to read. Leave --drafter out.")
     if kv_metrics is not None and not isinstance(kv, TransformCodec):
         raise OptionInvalid(
             f"Codec {name} gives all keys and values the same bits, so a drafter has nothing to say. Give "
-            "transform:<bits> for a store with keys and values, or leave --drafter out."
+            "transform:<bits>, or leave --drafter out."
         )
     if not codec.learned:
         return codec
     if out is not None and (before := learned_before(codec, out)) is not None:
-        _check_same_metric(before, kv_metrics, out)
         return before
 
     def read(row: int) -> dict[str, np.ndarray]:
         values = {field: to_float32(source.read(row, field), source.fields[field].dtype) for field in codec.learned}
         return values | {TOKENS: source.read(row, TOKENS)}
 
-    frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     if kv_metrics is not None and isinstance(kv, TransformCodec):
-        kv.rope = target_rope(frozen.config)
+        kv.rope = target_rope(load_target_config(source.target_path))
         kv.metrics = kv_metrics(source, kv, _answered(source))
+    frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)  # a drafter needs room before
     learning = learning_on("cpu", None if out is None else existing_parent(out), progress)
     calibrate(codec, source.lengths, read, frozen.config, frozen.lm_head_weight, frozen.embed_tokens.weight, learning)
     return codec
@@ -191,15 +212,6 @@ def _answered(source: ActivationStore) -> list[int]:
         )
     chosen: list[int] = rows[sample_rows(source.lengths[rows], METRIC_TOKENS)].tolist()
     return chosen
-
-
-def _check_same_metric(before: StoreCodec, kv_metrics: KVMetrics | None, out: StorePath) -> None:
-    """Refuse to go on with a codec that learned keys and values in another way than asked for."""
-    kv = before.fields.get("kv")
-    has_metric = isinstance(kv, TransformCodec) and kv.describe()["error_metric"] != "plain"
-    if has_metric != (kv_metrics is not None):
-        how, change = ("with", "Give the same") if has_metric else ("without", "Leave out")
-        raise OptionInvalid(f"{out} was begun {how} a drafter's metric. {change} --drafter to go on, or another --out.")
 
 
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:

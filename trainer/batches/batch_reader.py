@@ -44,7 +44,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         raise TrainingError(
             f"target_layer_inference ({n_last}) must be below the target's {n_layers} layers; lower it."
         )
-    needed = _fields(drafter_class(config.drafter.kind).reads(n_layers, config.drafter))
+    needed = read_fields(drafter_class(config.drafter.kind).reads(n_layers, config.drafter))
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
         how = f"add with {add_command(str(store.path), missing, n_last)}"
@@ -56,7 +56,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     return needed
 
 
-def _fields(reads: Reads) -> dict[str, str]:
+def read_fields(reads: Reads) -> dict[str, str]:
     """The fields to read, by the attribute of ``TrainingInputs`` that they become, layer outputs numbered."""
     outputs = {f"{LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}" for index, layer in enumerate(reads.outputs)}
     return reads.fields | outputs
@@ -68,7 +68,7 @@ def _has_all(store: ActivationStore, settings: AnyDrafter, n_layers: int) -> boo
         reads = drafter_class(settings.kind).reads(n_layers, settings)
     except DrafterError:  # the target is too small for the default
         return False
-    return set(_fields(reads).values()) <= set(store.fields)
+    return set(read_fields(reads).values()) <= set(store.fields)
 
 
 def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> list[int] | None:
