@@ -1,5 +1,6 @@
 """The command line: a group that loads the module of a command when it is asked for."""
 
+import difflib
 import importlib
 
 import click
@@ -10,7 +11,7 @@ from .commands.console import StageGroup, quiet_libraries
 GROUPS = {
     "First steps": {
         "demo": "demo", "extract": "extract", "inspect": "store", "train": "train", "generate": "generate",
-        "eval": "evaluate",
+        "eval": "evaluate", "options": "options",
     },
     "Serve": {"serve": "serve", "chat": "chat"},
     "Prepare chats": {"regenerate": "regenerate"},
@@ -61,6 +62,15 @@ class LazyGroup(StageGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order of the help page."""
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; an unknown one is an error that names the nearest."""
+        near = difflib.get_close_matches(args[0], COMMANDS, 1)
+        if args[0] not in COMMANDS and near:
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command; None where there is no such."""

@@ -1,29 +1,30 @@
 """The base of all settings: frozen pydantic models, one per stage, with groups of settings inside.
 
 A group is a model in a model; a choice between kinds of things (the drafter of a run) is a union of groups, told apart
-by their ``kind``. The text under a field is its help text, in ``--help`` and in docs/options.md::
+by their ``kind``. The text under a field is its help text, and ``Common`` puts it on the short page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
         '''AdamW, or Muon for the matrices.'''
-        learning_rate: Positive = 3e-5
+        learning_rate: Common[Positive] = 3e-5
         '''Learning rate at the end of the schedule.'''
 
     class TrainConfig(Config):
         optimizer: Optimizer = Optimizer()
 
-``optimizer.learning_rate`` is the key of a setting (of ``--set``, and by its groups in a YAML file) and
-``learning_rate`` its name (the flag ``--learning-rate``, and :meth:`Config.of`); the name of ``optimizer.kind`` is
-``optimizer``. Names are unique in a stage. Values are merged from weak to strong: defaults, a named preset, a YAML file
-(``--config``), ``--set``, flags.
+``learning_rate`` is the name of a setting, which is unique in a stage, and ``optimizer.learning_rate`` its key; the
+name of ``optimizer.kind`` is ``optimizer``. Python, YAML files and ``--set`` take either; the flag is
+``--learning-rate``. Values are merged from weak to strong: defaults, a named preset, a YAML file (``--config``),
+``--set``, flags.
 """
 
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -38,9 +39,16 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
+_Value = TypeVar("_Value")
+_COMMON = "common"
+Common = Annotated[_Value, _COMMON]
+"""The type of a setting that most people look at first."""
+
 Presets = Mapping[str, Mapping[str, Any]]
 Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 """Nested values that were given -> the name of a source for messages, and its nested values."""
+Spell = Callable[[str], str]
+"""Name of a setting -> how whoever gave the settings calls it: by its flag, or in Python by its name."""
 
 
 class Setting(NamedTuple):
@@ -51,6 +59,8 @@ class Setting(NamedTuple):
     field: FieldInfo
     kind: str | None
     """Kind of the group that has the setting; None where it is no choice between kinds."""
+    is_common: bool
+    """Whether the short page of help shows it."""
 
 
 class Config(BaseModel):
@@ -63,9 +73,9 @@ class Config(BaseModel):
 
     def __init__(self, /, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**type(self).grouped(values))
         except ValidationError as error:
-            raise OptionInvalid(_message(type(self), error, [("", values)])) from error
+            raise OptionInvalid(_message(type(self), error, [("", values)], str)) from error
 
     # Pydantic calls an __init__ that is not its own for groups too, whose errors would then have lost their places.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
@@ -99,9 +109,9 @@ class Config(BaseModel):
     def settings(cls) -> Iterator[Setting]:
         """Yield every setting, in the order of the groups; one that several kinds have comes once for each."""
         for name, field in cls.model_fields.items():
-            groups = _groups(field)
+            groups, is_common = _groups(field), _COMMON in field.metadata
             if not groups:
-                yield Setting(name, name, field, None)
+                yield Setting(name, name, field, None, is_common)
             if len(groups) > 1:
                 kinds = tuple(map(_default_kind, groups))
                 choice = FieldInfo(
@@ -109,18 +119,28 @@ class Config(BaseModel):
                     default=kinds[0],
                     description=field.description,
                 )
-                yield Setting(f"{name}.kind", name, choice, None)
+                yield Setting(f"{name}.kind", name, choice, None, is_common)
             for group in groups:
                 kind = _default_kind(group) if len(groups) > 1 else None
                 for own in group.settings():
                     if not (kind and own.name == "kind"):
-                        yield Setting(f"{name}.{own.key}", name if own.name == "kind" else own.name, own.field, kind)
+                        own_name = name if own.name == "kind" else own.name
+                        yield Setting(f"{name}.{own.key}", own_name, own.field, kind, own.is_common)
+
+    @classmethod
+    def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values with those that were given by their names in their groups."""
+        found = {name: value for name, value in values.items() if name in cls.model_fields}
+        if len(found) < len(values):
+            keys = {setting.name: setting.key for setting in cls.settings()}
+            by_name = {keys.get(name, name): value for name, value in values.items() if name not in found}
+            found = _merge(found, nested(by_name))
+        return found
 
     @classmethod
     def of(cls, **named: Any) -> Self:
-        """Make it from settings by their names, without groups: ``TrainConfig.of(learning_rate=1e-4)``."""
-        keys = {setting.name: setting.key for setting in cls.settings()}
-        return cls(**nested({keys.get(name, name): value for name, value in named.items()}))
+        """Make it from settings by their names, which type checkers do not know."""
+        return cls(**named)
 
     def named(self) -> dict[str, Any]:
         """Return the settings by their names, as :meth:`of` takes them."""
@@ -140,11 +160,12 @@ class Config(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
     @classmethod
-    def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]]) -> Self:
+    def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]], spell: Spell = str) -> Self:
         """Make it from several sources.
 
         Args:
             layers: name of the source for messages and its nested values, from weak to strong.
+            spell: how settings of a source without a name, and missing ones, are called.
 
         Raises:
             OptionInvalid: naming each setting that cannot be used, and its source.
@@ -156,7 +177,7 @@ class Config(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise OptionInvalid(_message(cls, error, layers)) from error
+            raise OptionInvalid(_message(cls, error, layers, spell)) from error
 
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
@@ -206,6 +227,7 @@ def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(weak)
     for key, value in strong.items():
         before = merged.get(key)
+        before = dict(before) if isinstance(before, Config) else before
         if isinstance(value, Mapping) and isinstance(before, str):
             before = {"kind": before}
         elif isinstance(value, str) and isinstance(before, Mapping):
@@ -252,13 +274,15 @@ def resolve(
     assignments: Iterable[str] = (),
     presets: Presets | None = None,
     earlier: Earlier | None = None,
+    spell: Spell | None = None,
 ) -> Any:
     """Merge defaults, earlier settings, preset, file, assignments and flags, from weak to strong.
 
     Args:
-        flags: key to value, those that were given.
+        flags: name or key to value, those that were given.
         presets: nested values by name; the key ``preset`` of any source picks one.
         earlier: finds the settings that an earlier run left, from the nested values of all sources.
+        spell: how flags are called in messages.
 
     Raises:
         OptionInvalid: naming each setting that cannot be used, and its source.
@@ -268,6 +292,7 @@ def resolve(
         ("--set", read_assignments(assignments)),
         ("", nested(flags)),
     ]
+    layers = [(source, config_class.grouped(layer)) for source, layer in layers]
     if presets:
         chosen = [layer.pop("preset") for _, layer in layers if "preset" in layer]
         if chosen and chosen[-1] is not None:
@@ -278,7 +303,7 @@ def resolve(
             layers.insert(0, (f"preset {chosen[-1]}", dict(presets[chosen[-1]])))
     if earlier:
         layers.insert(0, earlier(functools.reduce(_merge, (layer for _, layer in layers), {})))
-    return config_class.merged(layers)
+    return config_class.merged(layers, spell or option_name)
 
 
 def option_name(name: str) -> str:
@@ -286,21 +311,34 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _message(config_class: type[Config], error: ValidationError, layers: list[tuple[str, Mapping[str, Any]]]) -> str:
+def _message(
+    config_class: type[Config], error: ValidationError, layers: list[tuple[str, Mapping[str, Any]]], spell: Spell
+) -> str:
     """Say all that is wrong, in one line."""
+    names = {setting.key: setting.name for setting in config_class.settings()}
     problems: dict[str, list[str]] = {}
     missing = []
     for item in error.errors(include_url=False):
         key, kind = _key_of(config_class, item["loc"])
+        name = names.get(key, key)
         if item["type"] == "missing":
-            missing.append(option_name(key.rpartition(".")[2]))
+            missing.append(spell(name))
             continue
-        where = next((f"{name}: " for name, layer in reversed(layers) if name and _holds(layer, key)), "")
-        problems.setdefault(where, []).append(_problem(config_class, key, kind, item))
+        source = next((source for source, layer in reversed(layers) if _holds(layer, key)), "")
+        called = name if source or name not in names.values() else spell(name)
+        is_unknown = item["type"] == "extra_forbidden"
+        text = _unknown(config_class, name, called, kind) if is_unknown else _problem(called, item)
+        problems.setdefault(source and f"{source}: ", []).append(text)
     found = [where + "; ".join(texts) for where, texts in problems.items()]
     if missing:
-        found.append(f"missing: {', '.join(missing)}. Give it on the command line or in --config FILE")
-    return f"{'; '.join(found)}."
+        where = "" if spell is str else ". Give it on the command line or in --config FILE"
+        found.append(f"missing: {', '.join(missing)}{where}")
+
+    def spelled(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return spell(name) if name in names.values() else flag[0]
+
+    return re.sub("--([a-z][a-z-]+)", spelled, f"{'; '.join(found)}.")
 
 
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
@@ -335,28 +373,27 @@ _WANTED = {
 }  # fmt: skip
 
 
-def _problem(config_class: type[Config], key: str, kind: str | None, item: ErrorDetails) -> str:
+def _problem(name: str, item: ErrorDetails) -> str:
     """Say what is wrong with one setting: its value, and what was expected."""
     context = item.get("ctx", {})
     if item["type"] == "value_error":
         return str(context["error"])
-    if item["type"] == "extra_forbidden":
-        return _unknown(config_class, key, kind)
     given = context["tag"] if item["type"] == "union_tag_invalid" else item["input"]
     wanted = _WANTED.get(item["type"]) or _WANTED.get(item["type"].partition("_")[0]) or item["msg"]
     words = {
         name: f"{value:g}" if isinstance(value, float) else str(value).replace("'", "").replace(" or ", ", ")
         for name, value in context.items()
     }
-    return f"{key} is {given!r:.80}, expected {wanted.format(**words)}"
+    return f"{name} is {given!r:.80}, expected {wanted.format(**words)}"
 
 
-def _unknown(config_class: type[Config], key: str, kind: str | None) -> str:
+def _unknown(config_class: type[Config], name: str, called: str, kind: str | None) -> str:
     settings = list(config_class.settings())
-    owners = [setting.kind for setting in settings if setting.key == key and setting.kind]
+    owners = [setting.kind for setting in settings if setting.name == name and setting.kind]
     if owners:
-        return f"{key} is a setting of {' or '.join(owners)}, {kind} has none; leave it out"
-    keys = {setting.name: setting.key for setting in settings} | {setting.key: setting.key for setting in settings}
-    near = [key.rpartition(".")[2]] if key.rpartition(".")[2] in keys else difflib.get_close_matches(key, keys, 1, 0.5)
-    hint = f"did you mean {keys[near[0]]!r}?" if near else f"known keys: {', '.join(sorted(set(keys.values())))}"
-    return f"unknown key {key!r} ({hint})"
+        return f"{called} is a setting of {' or '.join(owners)}, {kind} has none; leave it out"
+    names = sorted({setting.name for setting in settings})
+    last = name.rpartition(".")[2]
+    near = [last] if last in names else difflib.get_close_matches(name, names, 1, 0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(names)}"
+    return f"unknown setting {name!r} ({hint})"

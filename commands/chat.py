@@ -10,45 +10,38 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 from pydantic import Field
 
-from ..config import Config, Count, Natural, Positive
+from ..config import Common, Config, Count, Natural, Positive
 from ..errors import MoaDataError
 from ..evaluation.config import Dtype, SamplingSettings
 from ..pipeline.config import TemplateKwargs
 from .answer_view import PlainAnswer, TerminalAnswer, moves_cursor
 from .console import StageFailure, out, tell
-from .options import HeadedOption, StageCommand, config_options
+from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
     from ..serving.client.client import Answer, DraftingClient
     from ..serving.client.saved import SavedAnswer
     from ..serving.client.web import OnEvent
 
-_SHOWN = {
-    "Server": "server token_file ca",
-    "Drafter": "drafter bundle dtype device",
-    "Decoding": "mode max_new_tokens codec max_alone",
-    "Sampling": "temperature top_p top_k repetition_penalty seed",
-}
-
 
 class ChatConfig(Config):
     """Settings of `moa-data chat`."""
 
-    server: str
+    server: Common[str]
     """HOST:PORT of the server's gRPC port; https://HOST:PORT for TLS with the certificates that the system trusts."""
-    token_file: str | None = None
+    token_file: Common[str | None] = None
     """File whose first line is the server's bearer token."""
     ca: str | None = None
     """Certificate authority in PEM, for TLS with a server of your own."""
-    drafter: str
+    drafter: Common[str]
     """A run of `moa-data train`, or a folder with a drafter: moa, eagle or independent."""
-    bundle: str | None = None
+    bundle: Common[str | None] = None
     """The store that the drafter was trained from, or its folder target/, which has the tokenizer and the pieces of the
     target that the drafter needs; default: the store that the run recorded."""
-    mode: Literal["auto", "stream", "server", "sync", "ahead"] = "auto"
+    mode: Common[Literal["auto", "stream", "server", "sync", "ahead"]] = "auto"
     """How tokens come. stream: the server decodes; server: it drafts, too; sync: drafts are made here and sent to be
     verified; ahead: and drafting goes on meanwhile; auto measures network, server and drafts, and takes the fastest."""
-    max_new_tokens: Count = 512
+    max_new_tokens: Common[Count] = 512
     """Stop an answer after this many tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"
     """What crosses the network for the drafter: fewer bits are fewer bytes and, at int4, somewhat worse drafts. The
@@ -71,22 +64,22 @@ class ChatConfig(Config):
 
 @click.command(cls=StageCommand)
 @click.option(
-    "--prompt", cls=HeadedOption, heading="Chat", metavar="TEXT",
+    "--prompt", metavar="TEXT",
     help="Answer this alone, and end; by default prompts are asked for, or read from standard input, one a line.",
 )  # fmt: skip
 @click.option(
-    "--session", cls=HeadedOption, heading="Chat", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    "--session", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="Keep the conversation here, for --resume, should this process end.",
 )  # fmt: skip
 @click.option(
-    "--resume", cls=HeadedOption, heading="Chat", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    "--resume", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="Go on with the conversation of a file that --session wrote, first with an answer that had not ended.",
 )  # fmt: skip
 @click.option(
-    "--web", cls=HeadedOption, heading="Chat", type=click.IntRange(0, 65535), metavar="PORT",
+    "--web", type=click.IntRange(0, 65535), metavar="PORT",
     help="Chat on a page at http://127.0.0.1:PORT, which also shows the course of an answer and can cut the network.",
 )  # fmt: skip
-@config_options(ChatConfig, shown=_SHOWN)
+@config_options(ChatConfig)
 def chat(config: ChatConfig, prompt: str | None, session: Path | None, resume: Path | None, web: int | None) -> None:
     """Chat with a target on a server; drafts are made here, where they go on without a network.
 

@@ -7,11 +7,9 @@ from .console import ProgressLine, out
 from .options import StageCommand, config_options
 from .provenance import collect_provenance
 
-_SHOWN = {"Settings": "out seed n_chats n_store_chats target_steps drafter_steps n_eval_prompts max_new_tokens"}
-
 
 @click.command(cls=StageCommand)
-@config_options(DemoConfig, shown=_SHOWN)
+@config_options(DemoConfig)
 def demo(config: DemoConfig) -> None:
     """Show the whole idea on a small machine, without network, in a few minutes.
 

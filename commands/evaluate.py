@@ -7,16 +7,9 @@ from .console import ProgressLine, out, tell
 from .options import StageCommand, config_options
 from .provenance import collect_provenance
 
-_SHOWN = {
-    "What to measure": "model drafter method prompts n_prompts out",
-    "Decoding": "max_new_tokens draft_length tree batch_size",
-    "Sampling": "temperature top_p top_k repetition_penalty seed",
-    "Measurement": "repeats warmup dtype device compile",
-}
-
 
 @click.command("eval", cls=StageCommand)
-@config_options(EvalConfig, shown=_SHOWN)
+@config_options(EvalConfig)
 def evaluate(config: EvalConfig) -> None:
     """Measure drafters: acceptance length, target calls and tokens/s beside plain decoding.
 

@@ -14,18 +14,9 @@ from .provenance import collect_provenance
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
 
-_SHOWN = {
-    "What to extract": "model revision dataset dataset_config dataset_revision split out max_sequences max_length "
-    "activations target_layers",
-    "What chats are": "columns template_kwargs",
-    "How it is stored": "dtype codec part_tokens",
-    "How it is computed": "source device compute_dtype batch_tokens encode_threads max_rejected_fraction",
-    "How many work at it": "workers engine address gpus_per_worker",
-}
-
 
 @click.command(cls=StageCommand)
-@config_options(ExtractConfig, shown=_SHOWN)
+@config_options(ExtractConfig)
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop, like `moa-data plan`.")
 def extract(config: ExtractConfig, dry_run: bool) -> None:
     """Run a target over chats and store its activations.
@@ -58,7 +49,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
 
 
 @click.command(cls=StageCommand)
-@config_options(ExtractConfig, shown=_SHOWN)
+@config_options(ExtractConfig)
 def plan(config: ExtractConfig) -> None:
     """Say what an extraction would cost: sequences, tokens, bytes, parts, hours.
 

@@ -6,31 +6,25 @@ from typing import TYPE_CHECKING
 import click
 from typing_extensions import override
 
-from ..config import Count
+from ..config import Common, Count
 from ..evaluation.config import DecodingConfig
 from ..serving.detokenizer import Detokenizer
 from .console import ProgressLine, StageFailure, out, tell
-from .options import HeadedOption, StageCommand, config_options
+from .options import StageCommand, config_options
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import OnTokens
     from ..moa.decoding.tree import Shape
 
-_SHOWN = {
-    "Models": "model drafter dtype device compile",
-    "Decoding": "max_new_tokens tree plain",
-    "Sampling": "temperature top_p top_k repetition_penalty seed",
-}
-
 
 class GenerateConfig(DecodingConfig):
     """Settings of `moa-data generate`."""
 
-    drafter: str
+    drafter: Common[str]
     """A run of `moa-data train`, or a folder with a drafter, also one of the EAGLE or MoA authors."""
-    max_new_tokens: Count = 256
+    max_new_tokens: Common[Count] = 256
     """Stop after this many tokens."""
-    tree: str = "auto"
+    tree: Common[str] = "auto"
     """Drafts per target call: a chain's length such as 5; 10@0.2 for a chain of at most 10 that stops where it is less
     likely than 0.2 to be accepted; 7c0.3 for one that dspark's confidence head cuts; a tree's DEPTHxBREADTHxNODES such
     as 6x8x62 (EAGLE-2's); static:NODES; or auto: 10@0.2 (5 where tokens are sampled), and plain decoding while drafts
@@ -45,10 +39,10 @@ class GenerateConfig(DecodingConfig):
 
 @click.command(cls=StageCommand)
 @click.option(
-    "--prompt", "prompts", cls=HeadedOption, heading="Models", required=True, multiple=True, metavar="TEXT",
+    "--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
     help="What the user says; - reads it from standard input. Given several times, the prompts are decoded together.",
 )  # fmt: skip
-@config_options(GenerateConfig, shown=_SHOWN)
+@config_options(GenerateConfig)
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     """Answer prompts with target and drafter; drafted and accepted text is green.
 

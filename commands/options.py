@@ -1,10 +1,10 @@
-"""Options of a command from the settings of its stage: some as flags under headings, all by ``--config`` and ``--set``.
+"""Options of a command from the settings of its stage: every setting is a flag, and has a place in a YAML file.
 
-A command shows what people change; docs/options.md lists every setting.
+``--help`` shows the common ones, ``--help-all`` and ``moa-data options STAGE`` all.
 """
 
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,25 +12,74 @@ import click
 
 from ..config import Config, Earlier, Presets, Setting, option_name, resolve
 from ..errors import OptionInvalid
+from .console import out
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
 
-_SOURCES, _OTHER = "Configuration", "Other"
-
 
 class StageCommand(click.Command):
-    """A command whose help lists its options under headings."""
+    """A command that makes the settings of a stage from its options."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        n_settings = len({setting.name for setting in self.config_class.settings()})
+        text = f"Show all {n_settings} settings, as `moa-data options {self.name}` does."
+        self.params.append(
+            click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help=text)
+        )
+
+    @property
+    def config_class(self) -> type[Config]:
+        """The settings."""
+        return self.callback.config_class  # type: ignore[union-attr,no-any-return]  # config_options sets it
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options by heading, those without one last."""
+        """Write the common options, or with ``--help-all`` all settings by group and the others."""
+        if not ctx.meta.get(_ALL):
+            super().format_options(ctx, formatter)
+            return
+        self.write_settings(formatter)
+        settings = {setting.name for setting in self.config_class.settings()}
+        records = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.name not in settings]
+        with formatter.section("Other"):
+            formatter.write_dl([record for record in records if record])
+
+    def write_settings(self, formatter: click.HelpFormatter) -> None:
+        """Write every setting by its group: flag, type, meaning, default."""
+        arguments = {one.name for one in self.params if isinstance(one, click.Argument)}
         sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
-                sections.setdefault(getattr(parameter, "heading", _OTHER), []).append(record)
-        for heading in sorted(sections, key=lambda heading: (heading == _OTHER, heading == _SOURCES)):
-            with formatter.section(heading):
-                formatter.write_dl(sections[heading])
+        for setting in self.config_class.settings():
+            group = setting.key.rpartition(".")[0] or "settings"
+            heading = f"{group} ({setting.kind})" if setting.kind else group
+            name = setting.name.upper() if setting.name in arguments else " ".join(filter(None, _flag(setting)))
+            sections.setdefault(heading, []).append((name, _help(setting)))
+        for heading, rows in sections.items():
+            with formatter.section(heading.capitalize()):
+                formatter.write_dl(rows)
+
+
+_ALL = "moa_data.all_options"
+
+
+@click.command()
+@click.argument("stage")
+@click.pass_context
+def options(ctx: click.Context, stage: str) -> None:
+    """Print every setting of a command: type, meaning, default.
+
+    \b
+    Example:
+      moa-data options train
+    """
+    group = ctx.find_root().command
+    assert isinstance(group, click.Group)
+    command = group.resolve_command(ctx, [stage])[1]
+    if not isinstance(command, StageCommand):
+        raise click.UsageError(f"`moa-data {stage} --help` lists all options of {stage}.")
+    formatter = ctx.make_formatter()
+    command.write_settings(formatter)
+    out.print(formatter.getvalue().rstrip())
 
 
 class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
@@ -45,18 +94,9 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]  # generic only 
         return open_path(value)
 
 
-class HeadedOption(click.Option):
-    """An option that knows its heading."""
-
-    def __init__(self, *names: Any, heading: str, **attributes: Any) -> None:
-        super().__init__(*names, **attributes)
-        self.heading = heading
-
-
 def config_options(
     config_class: type[Config],
     arguments: Sequence[str] = (),
-    shown: Mapping[str, str] | None = None,
     presets: Presets | None = None,
     earlier: Earlier | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -64,32 +104,33 @@ def config_options(
 
     Args:
         arguments: names of settings that are given by position; one that is a list takes several.
-        shown: heading to names of the settings that get a flag, separated by spaces; by default all get one.
         presets: named sets of values, offered as ``--preset``.
         earlier: finds the settings of an earlier run, which all else wins over.
     """
+    # Of settings that several kinds have, the flag shows the first one's.
     settings = {setting.name: setting for setting in reversed(list(config_class.settings()))}
-    if shown is None:
-        shown = {"Settings": " ".join(name for name in reversed(settings) if name not in arguments)}
-    flags = {name: heading for heading, names in shown.items() for name in names.split()}
+
+    def spell(name: str) -> str:
+        return name.upper() if name in arguments else option_name(name)
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any) -> Any:
-            given = {settings[name].key: kwargs.pop(name) for name in (*arguments, *flags)}
-            given |= {"preset": kwargs.pop("preset")} if presets else {}
+            given = {name: kwargs.pop(name) for name in (*settings, *(["preset"] if presets else []))}
             # () is what an argument is that takes several and got none.
-            given = {key: value for key, value in given.items() if value not in (None, ())}
+            given = {name: value for name, value in given.items() if value not in (None, ())}
             try:
-                config = resolve(config_class, given, config_path, assignments, presets, earlier)
+                config = resolve(config_class, given, config_path, assignments, presets, earlier, spell)
             except OptionInvalid as error:
                 raise click.UsageError(str(error)) from error
             return command(*args, config=config, **kwargs)
 
         wrapped.__doc__, wrapped.__name__ = command.__doc__, command.__name__
-        wrapped.config_class = config_class  # type: ignore[attr-defined]  # docs/generate.py reads it
+        wrapped.config_class = config_class  # type: ignore[attr-defined]  # StageCommand reads it
+        flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
         parameters: list[click.Parameter] = [_argument(settings[name]) for name in arguments]
-        parameters += [_option(settings[name], heading) for name, heading in flags.items()]
-        parameters += _sources(presets, len(flags) + len(arguments) < len(settings))
+        is_short = any(setting.is_common for setting in flags)
+        parameters += [_option(setting, hidden=is_short and not setting.is_common) for setting in flags]
+        parameters += _sources(presets)
         own = getattr(command, "__click_params__", [])
         wrapped.__click_params__ = own + parameters[::-1]  # type: ignore[attr-defined]  # click reverses them
         return wrapped
@@ -97,21 +138,27 @@ def config_options(
     return decorate
 
 
-def _sources(presets: Presets | None, has_more: bool) -> list[click.Parameter]:
+def _sources(presets: Presets | None) -> list[click.Parameter]:
     names = ", ".join(presets or ())
-    preset = HeadedOption(["--preset"], heading=_SOURCES, help=f"Named values, which all else wins over: {names}.")
-    more = " Settings without a flag are in docs/options.md." if has_more else ""
+    preset = click.Option(["--preset"], help=f"Named values, which all else wins over: {names}.")
     return [
         *([preset] if presets else []),
-        HeadedOption(
-            ["--config", "config_path"], heading=_SOURCES, type=click.Path(path_type=Path, dir_okay=False),
-            metavar="FILE", help="YAML file of settings in groups, as in docs/options.md; --set and flags win over it.",
+        click.Option(
+            ["--config", "config_path"], type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+            help="YAML file of settings, as `name: value`; --set and flags win over it.",
         ),
-        HeadedOption(
-            ["--set", "assignments"], heading=_SOURCES, multiple=True, metavar="KEY=VALUE",
-            help=f"Any setting by its key; may be repeated.{more}",
+        click.Option(
+            ["--set", "assignments"], multiple=True, metavar="NAME=VALUE",
+            help="Any setting by its name; `none` is no value.",
         ),
     ]  # fmt: skip
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 def help_text(setting: Setting) -> str:
@@ -152,14 +199,21 @@ def _argument(setting: Setting) -> click.Argument:
     return click.Argument([setting.name], required=False, nargs=-1 if many else 1, metavar=metavar)
 
 
-def _option(setting: Setting, heading: str) -> click.Option:
+def _option(setting: Setting, hidden: bool) -> click.Option:
     """Build an option without a default of click's, so that a flag that was not given stays weaker than the file."""
-    text, default, kind = help_text(setting), default_text(setting), type_text(setting)
+    name, kind = _flag(setting)
+    return click.Option([name, setting.name], metavar=kind, default=None, help=_help(setting), hidden=hidden)
+
+
+def _flag(setting: Setting) -> tuple[str, str | None]:
+    """Return the flag, and what it takes; nothing for one of two that switch."""
+    name, kind = option_name(setting.name), type_text(setting)
+    return (f"{name}/--no-{name[2:]}", None) if kind == "true|false" else (name, kind)
+
+
+def _help(setting: Setting) -> str:
+    """Return the help of a setting with its default."""
     if setting.field.is_required():
-        text = f"{text} [required]"
-    elif default and kind != "true|false":
-        text = f"{text} [default: {default}]"
-    name = option_name(setting.name)
-    if kind == "true|false":
-        return HeadedOption([f"{name}/--no-{name[2:]}", setting.name], heading=heading, default=None, help=text)
-    return HeadedOption([name, setting.name], heading=heading, metavar=kind, help=text)
+        return f"{help_text(setting)} [required]"
+    default = default_text(setting)
+    return f"{help_text(setting)} [default: {default}]" if default else help_text(setting)

@@ -6,15 +6,9 @@ from ..regeneration.config import RegenerateConfig
 from .console import ProgressLine, out, tell
 from .options import StageCommand, config_options
 
-_SHOWN = {
-    "Who answers": "model revision drafter server dtype device batch_size tree",
-    "What is asked": "dataset dataset_config dataset_revision split columns max_rows max_length max_rejected_fraction",
-    "How": "out template_kwargs max_new_tokens temperature top_p top_k repetition_penalty seed",
-}
-
 
 @click.command(cls=StageCommand)
-@config_options(RegenerateConfig, shown=_SHOWN)
+@config_options(RegenerateConfig)
 @click.option("--dry-run", is_flag=True, help="Say what would be asked, and stop.")
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, as chats to extract.

@@ -18,15 +18,9 @@ if TYPE_CHECKING:
     from ..serving.server.run import Drafting, Ended, Listening
     from ..serving.server.service import Service
 
-_SHOWN = {
-    "Models": "model drafter name dtype device",
-    "Address": "host port grpc_port token_file tls_cert tls_key",
-    "Engine": "kv_tokens most_sequences tree target_ms",
-}
-
 
 @click.command(cls=StageCommand)
-@config_options(ServeConfig, shown=_SHOWN)
+@config_options(ServeConfig)
 def serve(config: ServeConfig) -> None:
     """Serve a target over OpenAI's API, and to clients that draft for themselves.
 

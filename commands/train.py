@@ -12,15 +12,6 @@ from .console import ProgressLine, out, tell
 from .options import StageCommand, config_options
 from .provenance import collect_provenance
 
-_SHOWN = {
-    "Run": "out resume init_from dry_run stop_after_steps seed",
-    "Drafter": "drafter target_layer_inference",
-    "Length and learning rate": "max_steps epochs learning_rate decay_steps optimizer",
-    "Batches": "batch_size micro_batch_size cache_dir cache_gb",
-    "Validation and records": "validation_fraction validate_every draft_length log_every checkpoint_every logger",
-    "Machine": "accelerator devices num_nodes strategy precision compile",
-}
-
 
 @contextlib.contextmanager
 def _warnings_told() -> Iterator[None]:
@@ -41,7 +32,7 @@ def _warnings_told() -> Iterator[None]:
 
 
 @click.command(cls=StageCommand)
-@config_options(TrainConfig, arguments=("store",), shown=_SHOWN, presets=PRESETS, earlier=earlier_settings)
+@config_options(TrainConfig, arguments=("store",), presets=PRESETS, earlier=earlier_settings)
 def train(config: TrainConfig) -> None:
     """Train a drafter from a store; the target is never loaded.
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Config, Count, Positive, Seed
+from ..config import Common, Config, Count, Positive, Seed
 
 MIN_VOCAB_SIZE = 262
 """The 256 bytes and the special tokens."""
@@ -14,9 +14,9 @@ MIN_VOCAB_SIZE = 262
 class CorpusSettings(Config):
     """Sizes of the generated corpus."""
 
-    n_chats: Count = 4000
+    n_chats: Common[Count] = 4000
     """Generated training chats; the target learns from all of them."""
-    n_store_chats: Count = 2400
+    n_store_chats: Common[Count] = 2400
     """How many of the training chats are extracted to the store that the drafter learns from."""
     n_held_out: Count = 200
     """Generated held-out chats: the target's validation set and the pool of evaluation prompts."""
@@ -41,7 +41,7 @@ class TargetSettings(Config):
     """Attention heads of the target."""
     n_kv_heads: Count = 2
     """Key/value heads of the target (grouped-query attention)."""
-    target_steps: Count = 640
+    target_steps: Common[Count] = 640
     """Optimiser steps of the target."""
     target_batch_tokens: Count = 1024
     """Padded tokens in one training batch of the target."""
@@ -63,7 +63,7 @@ class TargetSettings(Config):
 class DrafterSettings(Config):
     """Settings of the drafter's training."""
 
-    drafter_steps: Count = 400
+    drafter_steps: Common[Count] = 400
     """Optimiser steps of the drafter."""
     drafter_batch_size: Count = 16
     """Sequences in one training batch of the drafter."""
@@ -74,9 +74,9 @@ class DrafterSettings(Config):
 class EvaluationSettings(Config):
     """Settings of the measurement."""
 
-    n_eval_prompts: Count = 40
+    n_eval_prompts: Common[Count] = 40
     """Held-out prompts that are decoded with and without the drafter."""
-    max_new_tokens: Count = 128
+    max_new_tokens: Common[Count] = 128
     """Longest answer in the evaluation, in tokens."""
     draft_length: Count = 5
     """Drafted tokens per round in the evaluation."""
@@ -85,9 +85,9 @@ class EvaluationSettings(Config):
 class DemoConfig(Config):
     """Settings of `moa-data demo`."""
 
-    out: str = "runs/demo"
+    out: Common[str] = "runs/demo"
     """Folder of the demo: corpus, target, store, drafter run and report. Running again goes on from what is there."""
-    seed: Seed = 0
+    seed: Common[Seed] = 0
     """Seed of the corpus, of the target's and of the drafter's initial weights and batches."""
     activations: tuple[str, ...] = ("kv", "hidden:last")
     """Activations that are extracted."""

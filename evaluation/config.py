@@ -1,11 +1,11 @@
 """Settings of measurements: ``moa-data eval``, ``disconnect`` and ``generate``."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Config, Count, Natural, NonNegative, Positive
+from ..config import Common, Config, Count, Natural, NonNegative, Positive
 from ..pipeline.config import TemplateKwargs
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Method = Literal["plain", "chain", "tree", "auto", "prompt-lookup"]
 class SamplingSettings(Config):
     """Settings of sampling."""
 
-    temperature: NonNegative = 0.0
+    temperature: Common[NonNegative] = 0.0
     """0 decodes greedily; above it tokens are sampled, and drafting keeps the target's distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens up to this cumulative probability."""
@@ -41,23 +41,23 @@ class SamplingSettings(Config):
 class DecodingConfig(Config):
     """Settings of every command that decodes with a target."""
 
-    model: str
+    model: Common[str]
     """The target: a folder or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
     the drafters were trained from."""
-    max_new_tokens: Count = 128
+    max_new_tokens: Common[Count] = 128
     """Stop an answer after this many tokens."""
-    tree: str = "6x8x62"
+    tree: Common[str] = "6x8x62"
     """Shape for tree: levels of drafts x breadth x most nodes verified, static:NODES, or a chain as LENGTH@PROBABILITY,
     which stops where it is less likely than that to be accepted. The default is EAGLE-2's, whose depth 7 counts the
     root."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
-    dtype: Dtype = "float32"
+    dtype: Common[Dtype] = "float32"
     """Dtype of target and drafter; only float32 promises the tokens of plain decoding."""
-    device: str = "auto"
+    device: Common[str] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     compile: Natural = 0
     """Compile the target's calls for texts of up to this many tokens: static shapes, as CUDA graphs on a CUDA device. 0
@@ -89,17 +89,21 @@ class DecodingConfig(Config):
 class EvalConfig(DecodingConfig):
     """Settings of `moa-data eval`."""
 
-    prompts: str
+    if TYPE_CHECKING:  # else they refuse names of settings in groups
+
+        def __init__(self, /, **values: Any) -> None: ...
+
+    prompts: Common[str]
     """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions."""
-    drafter: tuple[str, ...] = ()
+    drafter: Common[tuple[str, ...]] = ()
     """Runs of `moa-data train`, or folders with a drafter, also of the EAGLE or MoA authors; several, separated by
     commas, are compared."""
-    method: tuple[Method, ...] = ("plain", "chain", "auto")
+    method: Common[tuple[Method, ...]] = ("plain", "chain", "auto")
     """Methods to compare, the baseline first: plain; with each drafter chain, tree, auto (chains that stop, and plain
     decoding while they do not pay); without one prompt-lookup."""
-    out: str = "report.json"
+    out: Common[str] = "report.json"
     """The report as JSON; a Markdown file and figures are written beside it under the same name."""
-    n_prompts: Count | None = None
+    n_prompts: Common[Count | None] = None
     """Use this many prompts: the first ones of chats, taken in turn from each category of Spec-Bench; default: all."""
     draft_length: Count = 5
     """Tokens drafted per target call by chain and prompt-lookup."""
@@ -124,27 +128,27 @@ class EvalConfig(DecodingConfig):
 class DisconnectConfig(Config):
     """Settings of `moa-data disconnect`."""
 
-    model: str
+    model: Common[str]
     """The target: a folder or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
     the drafters were trained from."""
-    prompts: str
+    prompts: Common[str]
     """File of prompts, a JSON object per line: chats (the last assistant turn is left out) or Spec-Bench questions, of
     which the first turn is used."""
-    drafter: tuple[str, ...]
+    drafter: Common[tuple[str, ...]]
     """Runs of `moa-data train`, or folders with a drafter; several are separated by commas."""
-    out: str = "disconnection.json"
+    out: Common[str] = "disconnection.json"
     """The report as JSON; a Markdown file and a figure are written beside it under the same name."""
-    n_prompts: Count | None = None
+    n_prompts: Common[Count | None] = None
     """Use this many prompts: the first ones of chats, taken in turn from each category of Spec-Bench; default: all."""
-    n_tokens: Count = 32
+    n_tokens: Common[Count] = 32
     """Tokens that a drafter writes after each cut."""
-    cuts: Count = 3
+    cuts: Common[Count] = 3
     """Cuts of each answer, evenly spaced over it."""
-    max_new_tokens: Count = 128
+    max_new_tokens: Common[Count] = 128
     """Cut an answer within its first tokens up to this many."""
     scorer: str | None = None
     """Function that scores answers, module:function or file.py:function: called with the text of the prompt and that of
@@ -153,7 +157,7 @@ class DisconnectConfig(Config):
     """Cuts that are continued together."""
     dtype: Dtype = "float32"
     """Dtype of target and drafters."""
-    device: str = "auto"
+    device: Common[str] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
 
     @override

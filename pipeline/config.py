@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
-from ..config import Config, Count, Natural, Positive
+from ..config import Common, Config, Count, Natural, Positive
 from ..errors import OptionInvalid
 from ..machine import usable_cores
 
@@ -39,12 +39,12 @@ MAX_DEFAULT_ENCODE_THREADS = 16
 class DataSettings(Config):
     """Which chats are read, and how they become sequences."""
 
-    split: str | None = None
+    split: Common[str | None] = None
     """Split of the dataset, in a local folder the files or sub-folders named after it; default: train_sft, or the only
     split of a folder. A folder with several splits, none of them the one wanted, is refused."""
-    max_sequences: Count | None = None
+    max_sequences: Common[Count | None] = None
     """Stop after this many usable sequences, in the dataset's order; default: all."""
-    max_length: Count = 2048
+    max_length: Common[Count] = 2048
     """Longest sequence in tokens; longer ones are cut, tokens and mask together."""
     max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Fail when more than this fraction of the rows cannot be used."""
@@ -66,7 +66,7 @@ class StorageSettings(Config):
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype in which activations are stored, and computed on an accelerator."""
-    codec: str = "lossless"
+    codec: Common[str] = "lossless"
     """Codec of the activations: lossless, int8, int6, or transform:B[,hidden=B][,tokens][,from-kv][,joint][@all,
     @layer or @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's
     embeddings, `from-kv` hidden states from keys and values, `joint` each hidden state from the one below it."""
@@ -81,7 +81,7 @@ class StorageSettings(Config):
 class ForwardSettings(Config):
     """How the target runs."""
 
-    device: str = "auto"
+    device: Common[str] = "auto"
     """Device of the forward: auto, cpu, cuda, cuda:1, ..."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the forward; auto is `dtype` on an accelerator and float32 on a CPU, where bfloat16 is slow."""
@@ -158,17 +158,21 @@ class ScaleSettings(Config):
 class ExtractConfig(Config):
     """Settings of `moa-data extract`: what to extract, from which target and dataset, and where to."""
 
-    model: str
+    if TYPE_CHECKING:  # else they refuse names of settings in groups
+
+        def __init__(self, /, **values: Any) -> None: ...
+
+    model: Common[str]
     """The target: a folder in Hugging Face layout, or a hub id."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main. Its commit is recorded, and used by every later start."""
-    dataset: str
+    dataset: Common[str]
     """Chats: a hub id, a jsonl, json, csv, tsv, parquet or arrow file, or a folder of them."""
-    out: str
+    out: Common[str]
     """Folder of the store, or its URL (s3://, gs://, az://); the same command run again goes on where it stopped."""
-    activations: Annotated[tuple[str, ...], Field(min_length=1)] = ("kv", "hidden:last")
+    activations: Common[Annotated[tuple[str, ...], Field(min_length=1)]] = ("kv", "hidden:last")
     """What to store: kv, hidden:last (after the final norm), hidden:layer:K (output of decoder layer K, from 0)."""
-    target_layers: Natural = 0
+    target_layers: Common[Natural] = 0
     """Decoder layers kept for Target Layer Inference; the hidden state that enters them is stored too."""
     data: DataSettings = Field(default_factory=DataSettings)
     storage: StorageSettings = Field(default_factory=StorageSettings)

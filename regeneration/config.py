@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Config, Count, Positive
+from ..config import Common, Config, Count, Positive
 from ..evaluation.config import SamplingSettings
 from ..pipeline.config import TemplateKwargs
 
@@ -20,7 +20,7 @@ _DEFAULT_BATCH, _DEFAULT_REQUESTS = 8, 32
 class QuestionSettings(Config):
     """Which rows are answered, and what keeps a chat out."""
 
-    split: str | None = None
+    split: Common[str | None] = None
     """Split of the dataset, chosen as `extract` does."""
     columns: tuple[str, ...] = ()
     """Columns of rows that are no chats, as ROLE=COLUMN; or alpaca, or prompt-completion. As in `extract`."""
@@ -28,7 +28,7 @@ class QuestionSettings(Config):
     """Configuration of a Hub dataset that has several."""
     dataset_revision: str | None = None
     """Branch, tag or commit of a Hub dataset; default: main."""
-    max_rows: Count | None = None
+    max_rows: Common[Count | None] = None
     """Read this many rows, the first ones; default: all."""
     max_length: Count = 2048
     """Longest chat in tokens, answers included; as the --max-length of the extraction to come."""
@@ -48,32 +48,32 @@ class ServerSettings(Config):
 class RegenerateConfig(Config):
     """Settings of `moa-data regenerate`: who answers which questions, and where to."""
 
-    model: str | None = None
+    model: Common[str | None] = None
     """The target: a folder or a hub id. With --server its name there; default: the only model that the server has."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main."""
-    drafter: str | None = None
+    drafter: Common[str | None] = None
     """A run of `moa-data train`, or a folder with a drafter, whose drafts speed up the target."""
-    server: str | None = None
+    server: Common[str | None] = None
     """Ask a server that speaks OpenAI's API instead, such as http://HOST:8000/v1. A key is taken from the environment
     (OPENAI_API_KEY)."""
-    dataset: str
+    dataset: Common[str]
     """Chats: a hub id, a jsonl, json, csv, tsv, parquet or arrow file, or a folder of them."""
-    out: str
+    out: Common[str]
     """File of the answered chats (.jsonl), or a folder for it; the same command run again goes on where it stopped."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false of Qwen3; default: those that the
     drafter's store records. A server is sent them as chat_template_kwargs."""
-    max_new_tokens: Count = 1024
+    max_new_tokens: Common[Count] = 1024
     """Most tokens of an answer; one that has not ended by then is left out."""
     tree: str | None = None
     """Drafts per target call: a chain's length such as 5, 10@0.2 for one that stops where it is less likely than 0.2 to
     be accepted, DEPTHxBREADTHxNODES, static:NODES. Default: 10@0.2, and 5 where tokens are sampled."""
-    batch_size: Count | None = None
+    batch_size: Common[Count | None] = None
     """Chats that are answered together; default: 8, and 32 requests at once with --server."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of target and drafter."""
-    device: str = "auto"
+    device: Common[str] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     questions: QuestionSettings = Field(default_factory=QuestionSettings)
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)

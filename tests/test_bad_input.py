@@ -140,17 +140,17 @@ def test_unknown_device(room: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
-        ("--max-steps", "0", "schedule.max_steps is '0', expected at least 1"),
-        ("--micro-batch-size", "0", "micro_batch_size is '0', expected at least 1"),
-        ("--learning-rate", "nan", "learning_rate is 'nan', expected a finite number"),
-        ("--set", "optimizer.gradient_clip=-1", "--set: optimizer.gradient_clip is '-1', expected at least 0"),
+        ("--max-steps", "0", "--max-steps is '0', expected at least 1"),
+        ("--micro-batch-size", "0", "--micro-batch-size is '0', expected at least 1"),
+        ("--learning-rate", "nan", "--learning-rate is 'nan', expected a finite number"),
+        ("--set", "optimizer.gradient_clip=-1", "--set: gradient_clip is '-1', expected at least 0"),
         ("--precision", "int1", "precision is 'int1', expected one of auto, bf16-mixed"),
         ("--devices", "banana", "devices is 'banana', expected auto or a number"),
         ("--accelerator", "abacus", "accelerator is 'abacus', expected one of auto, cpu"),
         ("--set", "drafter.layer_attention_heads=0", "layer_attention_heads is '0', expected at least 1"),
         ("--set", "data.prefetch_batches", "expected KEY=VALUE"),
-        ("--set", "prefetch_batch=0", "unknown key 'prefetch_batch' (did you mean 'data.prefetch_batches'?)"),
-        ("--set", "drafter.medusa_heads=2", "drafter.medusa_heads is a setting of medusa, moa has none; leave it out"),
+        ("--set", "prefetch_batch=0", "unknown setting 'prefetch_batch' (did you mean 'prefetch_batches'?)"),
+        ("--set", "drafter.medusa_heads=2", "medusa_heads is a setting of medusa, moa has none; leave it out"),
         ("--drafter", "condor", f"drafter is 'condor', expected one of {', '.join(DRAFTERS)}"),
         ("--learning-rat", "1", "No such option"),
     ],
@@ -234,11 +234,11 @@ def test_a_folder_of_several_splits_names_them(room: Path, tmp_path: Path) -> No
     ("option", "value", "text"),
     [
         ("--temperature", "-0.5", "temperature is '-0.5', expected at least 0"),
-        ("--top-p", "0", "top_p is '0', expected above 0"),
-        ("--top-k", "-3", "top_k is '-3', expected at least 0"),
+        ("--top-p", "0", "--top-p is '0', expected above 0"),
+        ("--top-k", "-3", "--top-k is '-3', expected at least 0"),
         ("--tree", "big", "'big' is no shape of drafts; expected a chain's length such as 5"),
         ("--tree", "6x8x4", "4 nodes cannot make a draft tree 6 levels deep"),
-        ("--seed", "99999999999999999999", "sampling.seed is '99999999999999999999', expected"),
+        ("--seed", "99999999999999999999", "--seed is '99999999999999999999', expected"),
         ("--tree", "-1", "depth of a draft tree must be at least 1, got -1"),
     ],
 )
@@ -262,7 +262,7 @@ def test_prompts_and_drafters_that_do_not_fit_the_target(room: Path, tmp_path: P
 
 def test_usage_errors_are_one_line() -> None:
     result = run("extract", "--max-length", "abc", "--model", "m")
-    refused(result, "max_length is 'abc'", "--help")
+    refused(result, "--max-length is 'abc'", "--help")
     assert len(result.stderr.strip().splitlines()) == 1
     refused(run("extrakt"), "No such command 'extrakt'")
 

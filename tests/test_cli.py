@@ -47,7 +47,7 @@ def test_the_help_page_begins_with_what_is_needed_first() -> None:
     assert headings == sorted(headings)
     first = page[headings[0] : headings[1]]
     assert [line.split()[0] for line in first.splitlines() if line[:3].rstrip() and line[:2] == "  "] == [
-        "demo", "extract", "inspect", "train", "generate", "eval",
+        "demo", "extract", "inspect", "train", "generate", "eval", "options",
     ]  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_module_and_console_script_are_the_same() -> None:
 
 def test_missing_options_are_named() -> None:
     refused(run("extract", "--model", "m"), "missing: --dataset, --out", "--config FILE")
-    refused(run("train"), "missing: --store, --out")
+    refused(run("train"), "missing: STORE, --out")
 
 
 def test_model_without_config_is_one_line(tmp_path: Path) -> None:

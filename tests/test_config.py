@@ -11,7 +11,7 @@ from moa_data.config import Config, Count, Positive, resolve
 from moa_data.errors import OptionInvalid
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.trainer.config import PRESETS, TrainConfig
+from moa_data.trainer.config import PRESETS, EagleSettings, TrainConfig
 
 
 class Bird(Config):
@@ -99,30 +99,30 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("layer: 3", "^--config .*run.yaml: unknown key 'layer' .did you mean 'layers'"),
-        ("sice: 3", "unknown key 'sice' .did you mean 'steps.size'"),
-        ("size: 3", "unknown key 'size' .did you mean 'steps.size'"),
-        ("steps: {limit: 3}", "unknown key 'steps.limit' .did you mean 'limit'"),
-        ("zzz: 3", "unknown key 'zzz' .known keys: animal.fins, animal.kind, animal.wings, "),
-        ("animal: {fins: 3}", "animal.fins is a setting of fish, bird has none; leave it out"),
+        ("layer: 3", "^--config .*run.yaml: unknown setting 'layer' .did you mean 'layers'"),
+        ("sice: 3", "unknown setting 'sice' .did you mean 'size'"),
+        ("steps: {limit: 3}", "unknown setting 'steps.limit' .did you mean 'limit'"),
+        ("zzz: 3", "unknown setting 'zzz' .known settings: animal, fins, layers, "),
+        ("animal: {fins: 3}", "fins is a setting of fish, bird has none; leave it out"),
+        ("fins: 3", "fins is a setting of fish, bird has none; leave it out"),
         ("animal: cat", "animal is 'cat', expected one of bird, fish"),
         ("limit: many", "limit is 'many', expected a whole number"),
         ("limit: 1.5", "limit is 1.5, expected a whole number"),
         ("limit: true", "limit is 'true', expected a whole number"),
         ("store: false", "store is False, expected"),
-        ("steps: {size: [1]}", "steps.size is .1., expected a number"),
-        ("steps: {size: 0, n_steps: 0}", "steps.size is 0, expected above 0; steps.n_steps is 0, expected at least"),
-        ("steps: {size: .inf}", "steps.size is inf, expected a finite number"),
+        ("steps: {size: [1]}", "size is .1., expected a number"),
+        ("steps: {size: 0, n_steps: 0}", "size is 0, expected above 0; n_steps is 0, expected at least"),
+        ("steps: {size: .inf}", "size is inf, expected a finite number"),
         ("steps: [3]", "steps is .3., expected a group of settings"),
         ("layers: [1, x]", "layers is 'x', expected a whole number"),
         ("resume: 3", "resume is 3, expected true or false"),
-        ("steps: tree", "steps.kind is 'tree', expected one of short, long"),
+        ("steps: tree", "steps is 'tree', expected one of short, long"),
         ("names: [a, a]\nstore: s", "a is twice there; a is twice there"),
         ("- a", "holds a list, expected 'key: value'"),
         ("a: b: c", "is not YAML"),
         ("preset: smal", "unknown preset 'smal' .did you mean 'small'"),
         ("preset: xyz", "unknown preset 'xyz' .known presets: small, wrong"),
-        ("preset: wrong", "preset wrong: unknown key 'stebs' .did you mean 'steps"),
+        ("preset: wrong", "preset wrong: unknown setting 'stebs' .did you mean 'steps"),
         ("limit: 3", "missing: --store. Give it on the command line or in --config FILE"),
     ],
 )  # fmt: skip
@@ -133,14 +133,14 @@ def test_bad_values_say_what_was_wrong(tmp_path: Path, text: str, message: str) 
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(
-        OptionInvalid, match=r"limit is 'x'.*--set: steps.n_steps is '0', .*; unknown key 'a' .*missing: --store"
+        OptionInvalid, match=r"--limit is 'x'.*--set: n_steps is '0', .*; unknown setting 'a' .*missing: --store"
     ) as error:
         resolve(Stage, {"limit": "x"}, None, ["a=1", "steps.n_steps=0"])
     assert "\n" not in str(error.value)
     with pytest.raises(OptionInvalid, match="--set 'resume': expected KEY=VALUE"):
         resolve(Stage, {}, None, ["resume"])
     wrong: dict[str, Any] = {"steps": {"n_steps": 0}}
-    with pytest.raises(OptionInvalid, match=r"^steps.n_steps is 0, expected at least 1; missing: --store"):
+    with pytest.raises(OptionInvalid, match=r"^n_steps is 0, expected at least 1; missing: store.$"):
         Stage(**wrong)
 
 
@@ -154,8 +154,25 @@ def test_yaml_and_names_read_back_to_an_equal_configuration(tmp_path: Path) -> N
     assert resolve(Stage, {}, config_file(tmp_path, config.to_yaml())) == config
     assert Stage.of(**config.named()) == config
     assert config.replaced(fins=5).animal == Fish(fins=5)
-    with pytest.raises(OptionInvalid, match=r"unknown key 'fin' .did you mean 'animal.fins'"):
+    with pytest.raises(OptionInvalid, match=r"unknown setting 'fin' .did you mean 'fins'"):
         Stage.of(store="s", fin=3)
+
+
+def test_python_takes_names_and_groups() -> None:
+    assert TrainConfig(store="s", out="o", max_steps=3, batch_size=4, drafter="eagle", eagle_layers=2) == TrainConfig(
+        store="s", out="o", schedule={"max_steps": 3}, data={"batch_size": 4}, drafter=EagleSettings(eagle_layers=2)
+    )
+    both = TrainConfig(store="s", out="o", feature_noise=0.5, drafter=EagleSettings(eagle_layers=2))
+    assert both.drafter == EagleSettings(eagle_layers=2, feature_noise=0.5)
+    with pytest.raises(OptionInvalid) as error:
+        TrainConfig(store="s", out="o", max_steps=3, epochs=1, batch_size=0)
+    assert "batch_size" in str(error.value)
+    assert "--" not in str(error.value)
+
+
+def test_files_and_assignments_take_names_too(tmp_path: Path) -> None:
+    config = resolve(Stage, {"store": "s"}, config_file(tmp_path, "fins: 3\nanimal: fish\nsize: 2\n"), ["n-steps=5"])
+    assert config == Stage.of(store="s", animal=Fish(fins=3), size=2, n_steps=5)
 
 
 @pytest.mark.parametrize("config_class", [ExtractConfig, TrainConfig])

@@ -6,12 +6,12 @@ that its sizes have too (``drafter.json``) carry the same name there.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
+from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
 from ..errors import OptionInvalid
 from .files import RUN_FILE
 
@@ -291,9 +291,9 @@ class IndependentSettings(DrafterSettings):
 class ScheduleSettings(Config):
     """How long the run is, and how the learning rate changes."""
 
-    max_steps: Count | None = None
+    max_steps: Common[Count | None] = None
     """Optimizer steps; alternative to --epochs."""
-    epochs: Positive | None = None
+    epochs: Common[Positive | None] = None
     """Passes over the training split (40 in the paper); default 1 when --max-steps is not given."""
     warmup_steps: Natural = 50
     """Linear warm-up from 0 to the peak, in steps."""
@@ -325,7 +325,7 @@ class OptimizerSettings(Config):
 
     kind: Literal["adamw", "muon"] = "adamw"
     """adamw as in the paper, or muon for the matrices and adamw for the rest, which needs fewer steps."""
-    learning_rate: Positive = 3e-5
+    learning_rate: Common[Positive] = 3e-5
     """Learning rate at the end of the schedule."""
     matrix_learning_rate: Positive = 2e-3
     """Muon's learning rate at the end of the schedule, which it follows as --learning-rate does."""
@@ -338,7 +338,7 @@ class OptimizerSettings(Config):
 class BatchSettings(Config):
     """The sequences of a step, and how they are read."""
 
-    batch_size: Count = 32
+    batch_size: Common[Count] = 32
     """Sequences per optimizer step, over all devices and accumulation."""
     micro_batch_size: Count | None = None
     """Sequences per forward; the batch is accumulated from these. Default: as many as fit into memory."""
@@ -386,7 +386,7 @@ class MachineSettings(Config):
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     """Kind of device; auto takes an accelerator where there is one."""
-    devices: str = "auto"
+    devices: Common[str] = "auto"
     """Devices of each machine to use: auto or a number."""
     num_nodes: Count = 1
     """Machines that train together, each started by torchrun or SLURM with the same command."""
@@ -435,11 +435,15 @@ def default_drafters() -> list[AnyDrafter]:
 class TrainConfig(Config):
     """One training run; the schedule's defaults are the paper's (Table 6 and the released code)."""
 
+    if TYPE_CHECKING:  # else they refuse names of settings in groups
+
+        def __init__(self, /, **values: Any) -> None: ...
+
     store: str
     """Activation store to train from."""
-    out: str
+    out: Common[str]
     """Folder of the run: checkpoints, logs, curves and the exported drafter."""
-    drafter: AnyDrafter = Field(default_factory=MoASettings, discriminator="kind")
+    drafter: Common[AnyDrafter] = Field(default_factory=MoASettings, discriminator="kind")
     """moa (Mixture of Attentions), glide (GLIDE), which reads the keys and values of the target's last layer alone, or
     one that needs none: eagle (EAGLE-2), eagle3 (EAGLE-3), dspark and dflash (a block of drafts from one forward),
     medusa (Medusa-1), independent (a small Llama that reads tokens)."""
@@ -449,11 +453,11 @@ class TrainConfig(Config):
     validation: ValidationSettings = Field(default_factory=ValidationSettings)
     record: RecordSettings = Field(default_factory=RecordSettings)
     machine: MachineSettings = Field(default_factory=MachineSettings)
-    init_from: str | None = None
+    init_from: Common[str | None] = None
     """Start from the weights of a drafter, of a run or in another format; optimizer and schedule start afresh."""
-    resume: bool = False
+    resume: Common[bool] = False
     """Go on from the last checkpoint in --out, with the settings of that run; a later --max-steps lengthens it."""
-    dry_run: bool = False
+    dry_run: Common[bool] = False
     """Print how much memory a step takes, here and on a device of 80 GB, and train nothing."""
     seed: Seed = 0
     """Random seed of the initial weights, the order of the data and all draws."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from ...config import Config, Count, NonNegative, Positive
+from ...config import Common, Config, Count, NonNegative, Positive
 from ...pipeline.config import TemplateKwargs
 
 if TYPE_CHECKING:
@@ -113,34 +113,34 @@ class DraftingOptions(Config):
 class ServeConfig(Config):
     """Settings of `moa-data serve`."""
 
-    model: str
+    model: Common[str]
     """The target: a folder or a hub id."""
-    drafter: tuple[str, ...] = ()
+    drafter: Common[tuple[str, ...]] = ()
     """Runs of `moa-data train`, or folders with drafters; requests use the first one unless they name another."""
-    name: str | None = None
+    name: Common[str | None] = None
     """Name of the model in requests; default: the last part of --model."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; default: main."""
     template_kwargs: TemplateKwargs = ()
     """Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false; default: those of the store that
     the drafters were trained from."""
-    host: str = "127.0.0.1"
+    host: Common[str] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all of the machine's."""
-    port: Port = 8000
+    port: Common[Port] = 8000
     """Port of HTTP; 0 for any that is free."""
-    grpc_port: Port | None = 8001
+    grpc_port: Common[Port | None] = 8001
     """Port of gRPC, for `moa-data chat` and other clients that draft; 0 for any that is free, none for no gRPC."""
-    token_file: str | None = None
+    token_file: Common[str | None] = None
     """File of bearer tokens, one a line; whoever has one may use the server. Default: everybody may."""
-    tls_cert: str | None = None
+    tls_cert: Common[str | None] = None
     """File of the server's certificate chain (PEM); with --tls-key."""
-    tls_key: str | None = None
+    tls_key: Common[str | None] = None
     """File of its private key (PEM)."""
     grace_s: NonNegative = 30.0
     """Seconds that answers have to end after Ctrl-C or SIGTERM."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Common[Literal["float32", "bfloat16", "float16"]] = "float32"
     """Dtype of target and drafters; only float32 promises the tokens of plain decoding."""
-    device: str = "auto"
+    device: Common[str] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     limits: LimitOptions = Field(default_factory=LimitOptions)

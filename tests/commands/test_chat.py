@@ -106,7 +106,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
     refused(run("chat", *base, "--resume", str(tmp_path / "none")), "none cannot be read")
     refused(run("chat", *base, "--token-file", str(tmp_path / "empty")), "holds no token")
     refused(run("chat", *base, "--token-file", str(tmp_path / "none")), "cannot be read")
-    refused(run("chat", *base, "--mode", "fast"), "mode is 'fast'")
+    refused(run("chat", *base, "--mode", "fast"), "--mode is 'fast'")
     refused(run("chat", *base, "--set", "alone_below=1"), "alone_below")
     refused(run("chat", *base, "--prompt", "<|eot_id|>"), "<|eot_id|>")
     refused(run("chat", *options("nowhere", folder), "--prompt", "a"), "is no address of a server")

@@ -9,8 +9,10 @@ import pytest
 from click.testing import CliRunner
 from pydantic import Field
 
+from moa_data.cli import main
 from moa_data.commands.options import StageCommand, config_options
-from moa_data.config import Config, Count
+from moa_data.config import Common, Config, Count, option_name
+from moa_data.trainer.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +22,7 @@ class Steps(Config):
 
     kind: Literal["short", "long"] = "short"
     """Which steps."""
-    n_steps: Count | None = None
+    n_steps: Common[Count | None] = None
     """How many steps."""
     hidden: int = 3
     """Seldom changed."""
@@ -31,7 +33,7 @@ class Stage(Config):
 
     store: str
     """The store to read."""
-    names: tuple[str, ...] = ("kv", "hidden:last")
+    names: Common[tuple[str, ...]] = ("kv", "hidden:last")
     """What to
     store."""
     resume: bool = False
@@ -43,7 +45,7 @@ SEEN: list[Stage] = []
 
 
 @click.command(cls=StageCommand)
-@config_options(Stage, ("store",), {"Data": "names", "Steps": "resume steps n_steps"}, {"small": {"names": ["a"]}})
+@config_options(Stage, ("store",), {"small": {"names": ["a"]}})
 @click.option("--dry-run", is_flag=True, help="Only look.")
 def command(config: Stage, dry_run: bool) -> None:
     """Runs."""
@@ -62,17 +64,58 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert SEEN.pop() == Stage.of(store="s", names=("a",), steps="long")
     wrong = CliRunner().invoke(command, ["s", "--dry-run", "--n-steps", "x"])
     assert wrong.exit_code == 2
-    assert "steps.n_steps is 'x', expected a whole number" in wrong.output
+    assert "--n-steps is 'x', expected a whole number" in wrong.output
+    missing = CliRunner().invoke(command, ["--dry-run"])
+    assert "missing: STORE." in missing.output
 
 
-def test_help_has_headings_defaults_and_the_way_to_the_rest() -> None:
-    page = CliRunner().invoke(command, ["--help"], terminal_width=200).output
+def test_help_shows_what_is_common_and_help_all_everything() -> None:
+    short = CliRunner().invoke(command, ["--help"], terminal_width=200).output
     for text in (
-        "[OPTIONS] STORE", "Data:\n  --names LIST  What to store. [default: kv,hidden:last]", "--resume / --no-resume",
-        "--steps short|long", "--n-steps N", "--preset", "--set KEY=VALUE", "docs/options.md", "Other:\n  --dry-run",
-    ):  # fmt: skip
+        "[OPTIONS] STORE",
+        "--names LIST ",
+        "[default: kv,hidden:last]",
+        "--n-steps N",
+        "--preset",
+        "--dry-run",
+    ):
+        assert text in short
+    for text in ("--steps", "--hidden"):
+        assert text not in short
+    assert "all 6 settings" in short
+    page = CliRunner().invoke(command, ["--help-all"], terminal_width=200).output
+    for text in (
+        "Settings:\n  STORE",
+        "--resume/--no-resume",
+        "Steps:\n  --steps short|long",
+        "--hidden N",
+        "--dry-run",
+    ):
         assert text in page
-    assert "--hidden" not in page
+
+
+@pytest.mark.parametrize("name", sorted(set(main.list_commands(click.Context(main))) - {"options"}))
+def test_help_of_a_command_is_short(name: str) -> None:
+    one = main.get_command(click.Context(main), name)
+    assert one is not None
+    shown = [option for option in one.params if isinstance(option, click.Option) and not option.hidden]
+    assert len(shown) <= 16  # with --config, --set, --preset and --help-all
+
+
+def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
+    shown = CliRunner().invoke(main, ["options", "train"])
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    for setting in TrainConfig.settings():
+        assert (option_name(setting.name) if setting.name != "store" else "STORE") in text
+    assert "Drafter (eagle3):" in text
+    assert "--validate-every N Steps between validations. [default: 100]" in text
+
+
+@pytest.mark.parametrize("words", [["trian"], ["options", "trian"]])
+def test_a_misspelt_command_names_the_nearest(words: list[str]) -> None:
+    wrong = CliRunner().invoke(main, words)
+    assert (wrong.exit_code, "'train'" in wrong.output) == (2, True)
 
 
 @pytest.mark.parametrize(("given", "read"), [(["a", "b"], ("a", "b")), ([], ("kv", "hidden:last"))])

@@ -58,7 +58,7 @@ def test_a_worker_is_killed_and_the_store_has_the_bytes_of_one_process(config: E
 
 def test_more_workers_than_a_machine_can_have_are_refused(config: ExtractConfig) -> None:
     arguments = ["extract", "--model", config.model, "--dataset", config.dataset, "--out", config.out]
-    refused(run(*arguments, "--workers", "0"), "workers is '0'")
+    refused(run(*arguments, "--workers", "0"), "--workers is '0'")
     refused(run(*arguments, "--workers", "1:2"), "MIN:MAX")
 
 
