@@ -58,18 +58,39 @@ class CheckIncomplete(StoreError, OSError):
 class StoreMismatch(StoreError, ValueError):
     """An existing store was made from other inputs than the ones given now.
 
+    The message shows the first keys of the groups that differ; a note of the exception, which tracebacks show, lists
+    all of them.
+
     Attributes:
         changes: dotted key -> (value in the store, value given now), for every key that differs.
     """
 
+    _CAUSES = ("identities.", "extraction.", "codec.", "fields.")
+    """Prefixes of keys in the order of the message; counts and the plan, which follow from them, come last."""
+    _MAX_SHOWN = 3
+    _MAX_VALUE_CHARS = 32
+
     def __init__(self, path: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
         self.changes = dict(changes)
-        listed = "; ".join(f"{key}: store has {old!r}, given {new!r}" for key, (old, new) in self.changes.items())
-        plural = "value differs" if len(self.changes) == 1 else "values differ"
+        groups: dict[str, str] = {}
+        for key in sorted(changes, key=lambda key: [not key.startswith(prefix) for prefix in self._CAUSES]):
+            groups.setdefault(".".join(key.split(".")[: 1 if key.startswith("codec.") else 2]), key)
+        shown = list(groups.values())[: self._MAX_SHOWN]
+        listed = "; ".join(self._line(key, self._MAX_VALUE_CHARS) for key in shown)
+        n_more = len(changes) - len(shown)
+        more = f"; {n_more} more, which `moa-data --debug` lists" if n_more else ""
         super().__init__(
-            f"{path} was made from other inputs: {len(self.changes)} {plural} ({listed}). "
-            "Restore those inputs to go on with this store, or choose another output folder."
+            f"{path} was made from other inputs ({listed}{more}). Restore those inputs to go on with this store, or "
+            "choose another output folder."
         )
+        self.add_note("\n".join(map(self._line, self.changes)))
+
+    def _line(self, key: str, max_chars: int | None = None) -> str:
+        old, new = (
+            text if max_chars is None or len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+            for text in map(repr, self.changes[key])
+        )
+        return f"{key}: store has {old}, given {new}"
 
 
 class StorageUnavailable(MoaDataError, OSError):
