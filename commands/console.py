@@ -122,6 +122,12 @@ class Findings(StageFailure):
     exit_code = 1
 
 
+class Incomplete(StageFailure):
+    """The command did its work and found nothing wrong, but planned parts are missing."""
+
+    exit_code = 3
+
+
 class Stopped(StageFailure):
     """A signal stopped the command; the exit code is 128 + its number."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..pipeline.config import AddConfig, ExtractConfig
-from .console import Findings, ProgressLine, StageFailure, out
+from .console import Findings, Incomplete, ProgressLine, StageFailure, out
 from .options import StageCommand, StoreArgument, config_options
 from .provenance import collect_provenance
 
@@ -161,15 +161,16 @@ def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None)
 
 @click.command()
 @click.argument("store", type=StoreArgument())
-@click.option("--model", help="Extract what is damaged again with this target, the one the store was made with.")
+@click.option("--model", help="Extract what is damaged or missing with this target, the one the store was made with.")
 @click.option("--dataset", help="The chats, if they are no longer where the store's last extraction found them.")
 @click.option("--device", help="Device of the forward; default: as in the store's last extraction.")
 @click.option("--drop", is_flag=True, help="Delete the damaged parts instead; the store goes on without them.")
 def repair(store: StorePath, model: str | None, dataset: str | None, device: str | None, drop: bool) -> None:
-    """Mend a damaged store: extract the damaged parts again, or drop them.
+    """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
-    Without --model and --drop it verifies the store, lists the damage and changes nothing; exit code 1 if there is any.
-    Where a file could not be checked (too many open files, no right to read it) nothing is changed: exit code 2.
+    Without --model and --drop it verifies the store, lists what is damaged or missing and changes nothing; exit code 1
+    if anything is damaged, 3 if parts are missing only. Where a file could not be checked (too many open files, no
+    right to read it) nothing is changed: exit code 2. Run the same command again to go on after an interruption.
 
     \b
     Examples:
@@ -184,14 +185,16 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
     with ProgressLine("B", scaled=True) as progress:
         damage = plan_repair(store, progress=progress)
     out.print(damage.describe() or f"{store} is whole, there is nothing to repair")
-    if not damage.damages:
+    if not damage.damages and (drop or not damage.missing):
         return
     if drop:
         dropped = drop_damage(damage)
         out.print(f"dropped: {len(dropped)} parts{' and the target bundle' * damage.target}")
         return
-    if model is None:
+    if model is None and damage.damages:
         raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
+    if model is None:
+        raise Incomplete(f"{store} is incomplete: {damage.missing}. Complete it with --model MODEL.")
     from ..pipeline.jobs.repair import repair as run_repair
 
     with ProgressLine("tok") as progress:

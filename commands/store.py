@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .console import Findings, ProgressLine, StageFailure, out
+from .console import Findings, Incomplete, ProgressLine, StageFailure, out
 from .options import StoreArgument
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def verify(store: StorePath, checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
     Exit code 1 if anything is damaged; each damage names its part. Exit code 2 if anything could not be checked, which
-    is no damage; neither are parts that are still to be extracted.
+    is no damage. Exit code 3 if nothing is damaged, but parts are still to be written.
 
     \b
     Examples:
@@ -59,11 +59,13 @@ def verify(store: StorePath, checksums_only: bool) -> None:
       moa-data verify s3://bucket/store --checksums-only
     """
     from ..storage.care.verify import verify_store
-    from .views import verify_view
+    from .views import COMPLETE_IT, verify_view
 
     with ProgressLine("B", scaled=True) as progress:
         report = verify_store(store, progress=progress, values=not checksums_only)
     out.print(verify_view(report))
     report.check_complete(store)
     if not report.ok:
-        raise Findings(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` mends it.")
+        raise Findings(f"{store} is damaged in {len(report.damages)} places; `moa-data repair` repairs it.")
+    if report.missing:
+        raise Incomplete(f"{store} is incomplete: {report.missing}. {COMPLETE_IT}")

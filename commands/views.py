@@ -75,14 +75,21 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         pairs_view("Identities", summary.identities),
         pairs_view("Conventions", summary.conventions),
     ]
-    if summary.n_pending_parts:
-        advice = f"{summary.n_pending_parts} parts are still to be extracted: run the same extract command again."
-        blocks.insert(1, Text(advice, style="yellow"))
+    if summary.missing:
+        blocks.insert(1, _incomplete(summary.missing))
     if summary.unfinished:
         found = ", ".join(f"{name} (in {n} of {summary.n_parts} parts)" for name, n in summary.unfinished.items())
         advice = f"Being added, not to be read yet: {found}; run the same add command again."
         blocks.insert(1, Text(advice, style="yellow"))
     return Group(*[piece for block in blocks for piece in (block, Text())][:-1])
+
+
+COMPLETE_IT = "Run the command that writes it again, or `moa-data repair STORE --model MODEL`."
+"""What to do with an incomplete store."""
+
+
+def _incomplete(missing: str) -> Text:
+    return Text.assemble(("INCOMPLETE", "bold yellow"), f": {missing}. {COMPLETE_IT}")
 
 
 def fields_table(summary: "StoreSummary") -> Table:
@@ -127,8 +134,8 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """Show what was checked, damage by part, what could not be checked, and what is still to be extracted."""
-    blocks: list[RenderableType] = []
+    """Show what is still to be written, damage by part, what could not be checked, and what was."""
+    blocks: list[RenderableType] = [_incomplete(report.missing)] if report.missing else []
     for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)
         for name in ("file", title):
@@ -141,13 +148,10 @@ def verify_view(report: "VerifyReport") -> RenderableType:
         f"{report.n_parts} parts, {format_count(report.n_sequences)} sequences, "
         f"{format_count(report.n_tokens)} tokens, {format_bytes(report.n_bytes)}"
     )
-    verdict = Text("whole", style="bold green") if report.ok else Text("INCOMPLETE", style="bold yellow")
-    if report.damages:
-        verdict = Text("DAMAGED", style="bold red")
+    verdict = Text("no damage" if report.missing else "whole", style="bold green")
+    if not report.ok:
+        verdict = Text("DAMAGED", style="bold red") if report.damages else Text("NOT CHECKED", style="bold yellow")
     blocks.append(Text.assemble(verdict, f": {checked} checked"))
-    if report.n_pending_parts:
-        advice = f"{report.n_pending_parts} parts are still to be extracted: run the same extract command again."
-        blocks.append(Text(advice, style="yellow"))
     return Group(*blocks)
 
 

@@ -112,11 +112,8 @@ def contents_of(path: Path, most_files: int = COMMIT_FILES, most_bytes: int = CO
 
 def _store(path: Path, most_files: int, most_bytes: int) -> Contents:
     summary = summarize_store(path)
-    if summary.n_pending_parts or summary.unfinished:
-        raise NothingToPush(
-            f"{path} is not whole: {summary.n_pending_parts} parts are still to be extracted. Finish it with the "
-            "command that began it, then push."
-        )
+    if what := summary.missing or ", ".join(summary.unfinished):
+        raise NothingToPush(f"{path} is incomplete: {what}. Finish it with the command that began it, then push.")
     items = [item for item in _files(path) if item.path.split("/")[0] in KNOWN_NAMES - _STAY_HERE]
     last = [item for item in items if item.path in (MANIFEST_NAME, CARD_NAME)]
     first = [item for item in items if item not in last]

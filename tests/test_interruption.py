@@ -1,6 +1,7 @@
 """Signals on the real process: one line and the signal's exit code, and the same command ends what was begun."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -8,16 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from moa_data.tests.kit.command import DEMO_OPTIONS, error_line
+from moa_data.tests.kit.command import DEMO_OPTIONS, error_line, run
 from moa_data.tests.kit.runs import assert_same_run
+from moa_data.tests.kit.stores import flip
 from moa_data.tests.kit.variants import quick
 
+_log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
 # Sends a signal to itself the first time that a function is called, in the middle of a phase of the demo.
@@ -194,6 +198,45 @@ def test_sigterm_in_the_middle_of_a_command_ends_it_in_one_line(
     assert said in line
     left = [path for path in work.rglob("*") if path.name.endswith(".partial") or path.name.startswith(".moa-data")]
     assert not left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_repair_stopped_at_random_moments(room: Path, tmp_path: Path, number: int) -> None:
+    """Whatever is left is called damaged or incomplete, and the same command ends with the bytes of the whole store."""
+    damaged, options = tmp_path / "damaged", ("--model", room / "model", "--device", "cpu")
+    inputs = ("--dataset", room / "chats.jsonl", "--out", damaged, "--part-tokens", "64", *options)
+    assert run("extract", *inputs).exit_code == 0
+    whole = data_files(damaged)
+    for part in range(4):
+        flip(next((damaged / "parts" / "kv").glob(f"c.{part}.*")))
+    arguments = ["repair", "store", *map(str, options)]
+    work, random, n_struck, n_seen = tmp_path / "work", Random(int(number)), 0, Counter[int]()
+    shutil.copytree(damaged, work / "store")
+    code, said, whole_s = run_until(arguments, work, None, 0)
+    assert code == 0, said
+    assert data_files(work / "store") == whole
+    while n_struck < N_MOMENTS:
+        shutil.rmtree(work)
+        shutil.copytree(damaged, work / "store")
+        for _ in range(3):
+            # Until the program's first line, the signal is Python's; most of the time goes into imports.
+            moment_s = random.uniform(0.4, whole_s) if random.random() < 0.2 else random.uniform(whole_s * 0.7, whole_s)
+            code, said, _ = run_until(arguments, work, moment_s, number)
+            if code == 0:
+                break
+            assert code in (-number, 128 + number), said
+            n_struck += 1
+            state = run("verify", work / "store").exit_code
+            n_seen[state] += 1
+            assert state in (1, 3) or data_files(work / "store") == whole
+            assert run("repair", work / "store").exit_code == state
+        if code != 0:
+            code, said, _ = run_until(arguments, work, None, 0)
+        assert code == 0, said
+        assert data_files(work / "store") == whole
+        assert run("verify", work / "store").exit_code == 0
+    _log.info("%d times %r, exit codes of verify afterwards: %s", n_struck, number, dict(n_seen))
 
 
 def data_files(out: Path) -> dict[str, bytes]:

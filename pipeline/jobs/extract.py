@@ -27,7 +27,7 @@ from typing import Any
 from ...errors import Interrupted, OptionInvalid
 from ...machine import fix_sums
 from ...moa.targets.live import Target
-from ...storage.care.repair import RepairPlan, drop_from
+from ...storage.care.repair import RepairPlan, retract_damage
 from ...storage.disk.durable import PARTIAL_SUFFIX
 from ...storage.disk.files import open_path
 from ...storage.errors import StoreMismatch
@@ -155,7 +155,7 @@ def extract(
     with _open_store(plan, shares=redo is None) as store:
         plan = _with_texts(dataclasses.replace(plan, codec=store.codec), store)  # of the schema version that it has
         if redo is not None:
-            drop_from(store, redo)
+            store.replace_parts(retract_damage(store, redo).parts)
         tally, lost, n_workers = Tally(store, plan.table, progress), list[str](), config.scale.n_local_workers
         try:
             if (pieces := pieces_of(store)) and config.scale.is_alone:

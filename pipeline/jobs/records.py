@@ -46,5 +46,5 @@ def recorded_config(store: StorePath) -> ExtractConfig:
             continue
     raise RepairRefused(
         f"{runs} records no finished extraction, so its settings are not known. Run `moa-data repair "
-        f"{json.dumps(str(store))} --drop`, then the extract command that made the store: it redoes what is missing."
+        f"{json.dumps(str(store))} --drop`, then the command that made the store: it writes what is missing."
     )

@@ -49,6 +49,7 @@ class VerifyReport:
         unchecked: what could not be checked, in order of parts.
         n_parts: committed parts.
         n_pending_parts: planned parts without a commit; the store is incomplete, which is no damage.
+        lacks_target: whether the target bundle, which an extraction writes, has no commit.
         n_bytes: bytes of all committed files.
     """
 
@@ -56,6 +57,7 @@ class VerifyReport:
     unchecked: list[Unchecked] = field(default_factory=list)
     n_parts: int = 0
     n_pending_parts: int = 0
+    lacks_target: bool = False
     n_sequences: int = 0
     n_tokens: int = 0
     n_bytes: int = 0
@@ -64,6 +66,11 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether everything was checked and no damage was found."""
         return not self.damages and not self.unchecked
+
+    @property
+    def missing(self) -> str:
+        """What of the plan is still to be written, in words; empty for a complete store."""
+        return missing_text(self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target)
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Sort findings into damages and what could not be checked."""
@@ -79,3 +86,10 @@ class VerifyReport:
             first = self.unchecked[0]
             n_files = len({item.path for item in self.unchecked})
             raise check_incomplete(store, first.path, first.error, n_files)
+
+
+def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
+    """Return in words what of a plan is still to be written; empty where nothing is."""
+    what = [f"{n_pending} of {n_planned} parts"] if n_pending else []
+    what += ["the target bundle"] if lacks_target else []
+    return f"{' and '.join(what)} still to be written" if what else ""

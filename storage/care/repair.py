@@ -45,6 +45,7 @@ class RepairPlan:
         codec: whether what a codec has learned is; the target can teach it again.
         strays: commits that belong to no part, relative to the store.
         others: damages that a repair does not mend.
+        missing: what of the plan is still to be written, in words; empty for a complete store.
     """
 
     store: StorePath
@@ -57,10 +58,11 @@ class RepairPlan:
     codec: bool
     strays: tuple[str, ...]
     others: tuple[Damage, ...]
+    missing: str
 
     def describe(self) -> str:
         """Return the plan as lines for people; empty for a whole store."""
-        lines = []
+        lines = [f"{self.store} is incomplete: {self.missing}"] if self.missing else []
         if self.parts:
             lines.append(f"{len(self.parts)} parts are damaged: {', '.join(map(str, self.parts))}")
         if self.target:
@@ -111,6 +113,7 @@ def plan_repair(
         codec=bool(in_codec),
         strays=tuple(damage.path for damage in strays),
         others=tuple(damage for damage in whole_store if damage not in known),
+        missing=report.missing,
     )
 
 
@@ -127,27 +130,28 @@ def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
     with check_guard(plan.store):
         manifest, table = read_manifest(plan.store), read_plan(plan.store / PLAN_NAME)
     with StoreWriter.create_or_resume(plan.store, manifest, table) as writer:
-        return drop_from(writer, plan)
+        now = retract_damage(writer, plan)
+        for part in now.parts:
+            writer.drop_part(part)
+        return tuple(sorted({*now.parts, *writer.repaired_parts}))
 
 
-def drop_from(writer: StoreWriter, plan: RepairPlan) -> tuple[int, ...]:
-    """Delete from an open store what a plan names, as far as it is damaged still.
+def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
+    """Delete from an open store what a plan names beside parts, as far as it is damaged still.
 
-    Another process may have mended it, or what the machine said then may no longer hold; so it is read once more.
+    Another process may have repaired it, or what the machine said then may no longer hold; so it is read once more.
 
     Returns:
-        The parts that were dropped, by this call or when the store was opened.
+        What is damaged now; its parts are left to the caller.
     """
     now = plan_repair(writer.path, parts=plan.parts)
     _check_droppable(now)
     refuse_links(writer.path, folders=())
     for name in now.strays:
         remove_file(writer.path / name)
-    for part in now.parts:
-        writer.drop_part(part)
     if now.target or (plan.target and not writer.has_target):
         writer.drop_target()
-    return tuple(sorted({*now.parts, *writer.repaired_parts}))
+    return now
 
 
 def _check_droppable(plan: RepairPlan) -> None:

@@ -20,6 +20,8 @@ from ..parts.plan import check_plan, read_plan
 from ..paths import StorePath
 from ..read.store import read_manifest
 from ..write.addition import unfinished_fields
+from .findings import missing_text
+from .verify import lacks_target
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class StoreSummary:
         n_sequences: committed sequences.
         n_response_tokens: of these, written by the assistant.
         has_target: whether ``target/`` is there.
+        missing: what of the plan is still to be written, in words; empty for a complete store.
         unfinished: fields that an addition has written to some parts only -> how many parts.
     """
 
@@ -116,6 +119,7 @@ class StoreSummary:
     n_response_tokens: int
     lengths: LengthHistogram
     has_target: bool
+    missing: str
     unfinished: Mapping[str, int]
 
     @property
@@ -157,6 +161,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) 
     lengths = plan["n_tokens"].to_numpy()[committed]
     n_tokens = int(lengths.sum(dtype=np.int64))
     codec = StoreCodec.open(manifest, store)
+    n_pending = manifest.n_parts - len(commits)
     n_bytes = _array_bytes(commits.values())
     fields = tuple(
         FieldSummary(
@@ -185,12 +190,13 @@ def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) 
         n_planned_sequences=manifest.n_sequences,
         n_planned_tokens=manifest.n_tokens,
         n_parts=manifest.n_parts,
-        n_pending_parts=manifest.n_parts - len(commits),
+        n_pending_parts=n_pending,
         n_sequences=len(lengths),
         n_tokens=n_tokens,
         n_response_tokens=int(plan["n_response_tokens"].to_numpy()[committed].sum(dtype=np.int64)),
         lengths=length_histogram(lengths, n_bins),
         has_target=any(exists(path) for path in (target_commit_path(store), store / TARGET_NAME / "config.json")),
+        missing=missing_text(n_pending, manifest.n_parts, lacks_target(store, manifest)),
         unfinished=unfinished_fields(commits.values(), codec),
     )
 

@@ -112,6 +112,7 @@ def _verify(store: StorePath, report: VerifyReport, settings: _Settings) -> None
     check_plan(plan, manifest.alignment_tokens)
     report.add(_check_plan(manifest, plan))
     report.add(_check_strays(store, plan))
+    report.lacks_target = lacks_target(store, manifest)
     commits = _check_commits(store, plan, part_lengths(plan, manifest.alignment_tokens), report, settings.parts)
     with ThreadPoolExecutor(settings.n_threads or min(os.cpu_count() or 1, MAX_THREADS)) as pool:
         report.add(_check_bundle(store, pool))
@@ -135,6 +136,11 @@ def _check_strays(store: StorePath, plan: pa.Table) -> Iterator[Damage]:
     for name in names_in(store / COMMITS_NAME):
         if name.startswith("part-") and name.endswith(".json") and name not in known:
             yield Damage(None, f"{COMMITS_NAME}/{name}", "a commit of a part that the plan does not have")
+
+
+def lacks_target(store: StorePath, manifest: StoreManifest) -> bool:
+    """Whether the target bundle is still to be written; stores that no extraction made need none."""
+    return "target_layers" in manifest.extraction and not exists(target_commit_path(store))
 
 
 def _check_bundle(store: StorePath, pool: Executor) -> Iterator[Finding]:

@@ -116,6 +116,7 @@ class StoreWriter:
         self.codec = StoreCodec.open(manifest, path)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
+        self._damaged: set[int] = set()
         self._open_parts: dict[int, int] = {}
 
     @classmethod
@@ -271,15 +272,17 @@ class StoreWriter:
             # The list of a bucket may lack what was committed just now.
             known = self._committed if isinstance(self.path, RemotePath) else set[int]()
             self._committed = (found | known) & set(range(self.n_parts))
-        return sorted(self._committed)
+        return sorted(self._committed - self._damaged)
 
     def pending_parts(self) -> list[int]:
-        """Return the parts that have no commit yet, in order."""
+        """Return the parts that have no commit yet or are to be replaced, in order."""
         committed = set(self.committed_parts())
         return [part for part in range(self.n_parts) if part not in committed]
 
     def is_pending(self, part: int) -> bool:
-        """Whether a part has no commit yet."""
+        """Whether a part has no commit yet or is to be replaced."""
+        if part in self._damaged:
+            return True
         return not exists(commit_path(self.path, part)) if self.is_shared else part not in self._committed
 
     def is_claimed(self, part: int) -> bool:
@@ -303,6 +306,8 @@ class StoreWriter:
         """
         if not 0 <= part < self.n_parts:
             raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
+        if part in self._damaged:
+            self.drop_part(part)
         if part in self._committed:
             raise WriteInvalid(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
         return self.open_part(part, self.codec, {}, self._committed.add, pool)
@@ -364,6 +369,10 @@ class StoreWriter:
             refuse_linked_folders(self.path, self.path / PARTS_NAME, (array.name for array in codec.arrays))
             self._grids |= lay_out(self.path, codec.arrays, self.n_parts, int(self._lengths.max()))
 
+    def replace_parts(self, parts: Iterable[int]) -> None:
+        """Make damaged parts pending; each is kept until :meth:`part` opens it, so that a stop loses at most that."""
+        self._damaged |= self._committed & set(parts)
+
     def drop_part(self, part: int) -> None:
         """Delete a part; it is pending again, and readers do not see it. Links inside the store are refused."""
         self._refuse_links(part, self.codec)
@@ -382,6 +391,7 @@ class StoreWriter:
         for name in files:
             remove_file(folder / name)
         self._committed.discard(part)
+        self._damaged.discard(part)
 
     def drop_target(self) -> None:
         """Delete the target bundle: no training until it is written again. Links inside the store are refused."""

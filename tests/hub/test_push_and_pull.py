@@ -164,7 +164,7 @@ def test_what_cannot_be_pushed_is_refused_in_one_line(
     incomplete = tmp_path / "incomplete"
     shutil.copytree(room / "store", incomplete)
     next((incomplete / "commits").glob("part-*.json")).unlink()
-    with pytest.raises(NothingToPush, match="1 parts are still to be extracted"):
+    with pytest.raises(NothingToPush, match="incomplete: 1 of"):
         push(incomplete, NAME)
     refused(run("push", str(room / "store"), "no name"), "OWNER/NAME")
     refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")

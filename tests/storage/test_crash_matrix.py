@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.repair import drop_damage, plan_repair, retract_damage
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.errors import StoreError, StoreNotFound, StoreReadOnly
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.write.store import StoreWriter
-from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
+from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
 # Each store is killed up to three times at random instants, its writer being a fork of a process that has imported
 # everything; then it is finished, also in a fork, and must not differ from an uninterrupted one.
@@ -201,6 +201,56 @@ def test_a_repair_killed_at_any_moment(tmp_path: Path) -> None:
         if (plan := plan_repair(folder)).damages:
             drop_damage(plan)
         assert read_tree(write_all(recipe, folder)) == whole, folder
+
+
+# Parts are written again; each kill is on a copy of the same damaged store.
+KILLED_REWRITES = """
+import shutil, sys
+from pathlib import Path
+
+from moa_data.storage.care.repair import plan_repair, retract_damage
+from moa_data.tests.kit import stores
+from moa_data.tests.kit.kills import kill_at_every_change
+
+recipe = stores.make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192)
+
+def repair(n, arm):
+    plan = plan_repair(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / str(n)))
+    arm()
+    with stores.StoreWriter.create_or_resume(plan.store, recipe.manifest, recipe.plan) as writer:
+        writer.replace_parts(retract_damage(writer, plan).parts)
+        for part in writer.pending_parts():
+            recipe.write_part(writer, part)
+
+kill_at_every_change(repair, every=int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
+def test_parts_are_given_up_only_when_they_are_written_again(tmp_path: Path, every: int) -> None:
+    recipe = make_recipe((70, 3, 130, 64, 100, 129, 90, 80), part_tokens=192)
+    store, killed = recipe.write(tmp_path / "store"), tmp_path / "killed"
+    whole = read_tree(store)
+    n_parts = recipe.manifest.n_parts
+    for part in range(n_parts - 1):
+        flip(next((store / "parts/kv").glob(f"c.{part}.*")))
+    killed.mkdir()
+    command = [sys.executable, "-c", KILLED_REWRITES, str(store), str(killed), str(every)]
+    subprocess.run(command, check=True, timeout=1800)
+    folders = list(killed.iterdir())
+    assert n_parts > 4
+    assert len(folders) > 2
+    for folder in folders:
+        plan = plan_repair(folder)
+        n_pending = verify_store(folder).n_pending_parts
+        assert n_pending <= 1
+        assert bool(plan.missing) == bool(n_pending)
+        assert plan.damages or plan.missing or read_tree(folder) == whole
+        with StoreWriter.create_or_resume(folder, recipe.manifest, recipe.plan) as writer:
+            writer.replace_parts(retract_damage(writer, plan).parts)
+            for part in writer.pending_parts():
+                recipe.write_part(writer, part)
+        assert read_tree(folder) == whole
 
 
 def test_readers_see_whole_parts_at_every_step(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """A damaged store gets its parts back from the target, byte for byte; nothing is deleted for the wrong target."""
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,10 @@ from moa_data.pipeline.jobs.records import recorded_config
 from moa_data.pipeline.jobs.repair import repair
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import RepairImpossible, StoreMismatch
+from moa_data.storage.disk import durable
+from moa_data.storage.errors import DiskFull, RepairImpossible, StoreMismatch
+from moa_data.storage.parts import shard
+from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
 
@@ -43,6 +49,50 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     repair(plan, config.model)
     assert read_tree(store) == whole
     assert verify_store(store).ok
+
+
+def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged parts stay until their turn, and what is missing is work for the same command."""
+    extract(config)
+    store = Path(config.out)
+    whole = read_tree(store)
+    n_damaged = 4
+    for part in range(n_damaged):
+        flip(next((store / "parts/kv").glob(f"c.{part}.*")))
+    calls = iter(range(3))
+
+    def full_after_some(fd: int, data: Any) -> int:
+        if next(calls, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return durable.write_all(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard, "write_all", full_after_some)
+        with pytest.raises(DiskFull):
+            repair(plan_repair(store), config.model)
+    report = verify_store(store)
+    n_left = len({damage.part for damage in report.damages}) + report.n_pending_parts
+    assert n_left == n_damaged
+    assert 0 < report.n_pending_parts < n_damaged
+    refused(run("verify", store), exit_code=1)
+
+    drop_damage(plan_repair(store))
+    for command in ("verify", "repair"):
+        refused(run(command, store), f"{n_left} of {report.n_parts + report.n_pending_parts} parts", exit_code=3)
+    assert run("verify", store).stdout.startswith("INCOMPLETE")
+    done = run("repair", store, "--model", config.model)
+    assert done.exit_code == 0, done.output
+    assert read_tree(store) == whole
+
+
+def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
+    extract(config)
+    store = Path(config.out)
+    whole = read_tree(store)
+    (store / "commits/target.json").unlink()
+    refused(run("verify", store), "target bundle", exit_code=3)
+    assert repair(plan_repair(store), config.model).n_parts_done == 0
+    assert read_tree(store) == whole
 
 
 def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
