@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import MoaDataError
     from .evaluation.config import EvalConfig
+    from .evaluation.generate import generate
     from .evaluation.run import evaluate
-    from .moa.decoding.loop import generate
     from .moa.formats.checkpoint import load_drafter
     from .moa.targets.live import Target
     from .pipeline.config import ExtractConfig
@@ -35,7 +35,7 @@ _HOMES = {
     "TrainConfig": "trainer.config",
     "train": "trainer.fit.run",
     "Target": "moa.targets.live",
-    "generate": "moa.decoding.loop",
+    "generate": "evaluation.generate",
     "load_drafter": "moa.formats.checkpoint",
     "EvalConfig": "evaluation.config",
     "evaluate": "evaluation.run",

@@ -29,8 +29,8 @@ class GenerateConfig(DecodingConfig):
     likely than 0.2 to be accepted; 7c0.3 for one that dspark's confidence head cuts; a tree's DEPTHxBREADTHxNODES such
     as 6x8x62 (EAGLE-2's); static:NODES; or auto: 10@0.2 (5 where tokens are sampled), and plain decoding while drafts
     do not pay."""
-    plain: bool = True
-    """Decode plainly, too, and compare; the default."""
+    compare: Common[bool] = False
+    """Decode without drafts, too, and compare: the same tokens, and how much slower."""
 
     @override
     def tree_shape(self) -> "Shape | None":
@@ -47,9 +47,9 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     """Answer prompts with target and drafter; drafted and accepted text is green.
 
     Afterwards prints acceptance length (tokens committed per target call, bonus token included), target calls and
-    tokens/s beside plain decoding of the same prompts. With a temperature of 0 both give the same tokens; above it both
-    sample from the same distribution, and equal seeds give equal answers where --tree names a shape (auto's choice
-    depends on the machine's timing).
+    tokens/s; with --compare beside plain decoding of the same prompts. With a temperature of 0 both give the same
+    tokens; above it both sample from the same distribution, and equal seeds give equal answers where --tree names a
+    shape (auto's choice depends on the machine's timing).
 
     \b
     Examples:
@@ -98,9 +98,9 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     if shape is None:
         tell(auto.describe())
     reference = None
-    if config.plain:
+    if config.compare:
         with ProgressLine("token", transient=True) as progress:
-            counted = _count_tokens(progress, config.max_new_tokens)
+            counted = _count_tokens(progress, len(drafted[0].tokens))
             reference = generate_batch(
                 target, rows, max_new_tokens=config.max_new_tokens, sampling=sampling, seed=config.sampling.seed,
                 on_tokens=counted if len(rows) == 1 else None,
@@ -133,15 +133,19 @@ def _print_tokens(text: Detokenizer) -> "OnTokens":
     return on_tokens
 
 
-def _count_tokens(progress: ProgressLine, n_most: int) -> "OnTokens":
-    """Show the plain decoding that the answer is compared with, which nothing else shows."""
+def _count_tokens(progress: ProgressLine, n_expected: int) -> "OnTokens":
+    """Show the plain decoding that the answer is compared with, which nothing else shows.
+
+    Args:
+        n_expected: tokens of the drafted answer, which are those of the plain one unless they are sampled.
+    """
     n_done = 0
 
     def on_tokens(tokens: list[int], drafted: list[bool]) -> None:
         nonlocal n_done
         n_done += len(tokens)
-        progress(n_done, n_most, message)
+        progress(min(n_done, n_expected), n_expected, message)
 
-    message = "decode plainly, to compare (--no-plain leaves it out)"
-    progress(0, n_most, message)
+    message = "decode without drafts, to compare"
+    progress(0, n_expected, message)
     return on_tokens

@@ -16,13 +16,13 @@ from .provenance import collect_provenance
 @contextlib.contextmanager
 def _warnings_told() -> Iterator[None]:
     """Tell in one line what a run warns of; others warn as ever."""
-    from ..trainer.errors import MemoryShort
+    from ..trainer.errors import RunWarning
 
     with warnings.catch_warnings():
         others = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-            if issubclass(category, MemoryShort):
+            if issubclass(category, RunWarning):
                 tell(str(message))
             else:
                 others(message, category, *args, **kwargs)

@@ -105,15 +105,19 @@ def test_folder_that_is_no_store_is_one_line(tmp_path: Path, command: list[str])
     refused(run(*words, str(tmp_path / "absent")), str(tmp_path / "absent"))
 
 
-def test_generate_shows_the_plain_decoding_too(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_decodes_plainly_only_to_compare(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int, str]] = []
     monkeypatch.setattr(ProgressLine, "__call__", lambda line, *state: told.append(state))
     options = ("--max-new-tokens", "6", "--device", "cpu", "--tree", "2", "--prompt", "hello")
-    shown = run("generate", "--model", room / "model", "--drafter", room / "drafter", *options)
+    words = ("generate", "--model", room / "model", "--drafter", room / "drafter", *options)
+    alone = run(*words)
+    assert alone.exit_code == 0, alone.output
+    assert "plain" not in alone.stdout.replace("tokens/call", "")
+    assert told == []
+    shown = run(*words, "--compare")
     assert shown.exit_code == 0, shown.output
-    assert {(total, message) for _, total, message in told} == {
-        (6, "decode plainly, to compare (--no-plain leaves it out)")
-    }
+    assert "the same tokens" in shown.stdout
+    assert {total for _, total, _ in told} == {6}
     assert (told[0][0], told[-1][0]) == (0, 6)
     assert "`moa-data eval` measures" in shown.stdout
 

@@ -11,6 +11,8 @@ import pytest
 
 import moa_data
 from moa_data.cli import main
+from moa_data.tests.kit.chats import chat, write_jsonl
+from moa_data.trainer.errors import BatchShrunk
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,6 +75,20 @@ def test_python_examples_name_what_is_public(path: Path) -> None:
                 assert not node.module.startswith("moa_data."), f"{node.module} is not public"
                 module = import_module(node.module)
                 assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_the_readmes_python_runs_on_a_few_chats(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3-8b").symlink_to(room / "model")
+    write_jsonl(tmp_path / "chats.jsonl", [chat(f"What is {n} plus {n}?", f"It is {2 * n}.") for n in range(14)])
+    write_jsonl(tmp_path / "spec_bench.jsonl", [chat("What is 1 plus 1?", "It is 2.")])
+    block = next(one for one in code_blocks(ROOT / "README.md", "python") if "moa_data" in one)
+    with pytest.warns(BatchShrunk):
+        exec(block.replace("EvalConfig(", "EvalConfig(max_new_tokens=4, warmup=0, "), {})
+    assert capsys.readouterr().out.strip()
+    assert (tmp_path / "runs/moa/drafter").is_dir()
 
 
 def test_the_settings_of_the_readme_can_be_used() -> None:

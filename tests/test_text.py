@@ -100,7 +100,7 @@ def test_error_lines_quote_rows_and_names_without_obeying_them(room: Path, tmp_p
 def test_generate_prints_what_a_target_says_without_obeying_it(room: Path) -> None:
     """An untrained target says control bytes by itself."""
     generate = ("generate", "--model", room / "model", "--drafter", room / "drafter", "--tree", "2", "--device", "cpu")
-    sampling = ("--temperature", "1.5", "--max-new-tokens", "96", "--no-plain")
+    sampling = ("--temperature", "1.5", "--max-new-tokens", "96")
     one = run(*generate, *sampling, "--prompt", ATTACK)
     two = run(*generate, *sampling, "--prompt", "a", "--prompt", "b")
     for result in (one, two):

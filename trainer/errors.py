@@ -39,5 +39,13 @@ class TargetUnknown(TrainingError, LookupError):
     """The target of a drafter is needed and cannot be found."""
 
 
-class MemoryShort(UserWarning):
+class RunWarning(UserWarning):
+    """A run does not go as its settings say."""
+
+
+class BatchShrunk(RunWarning):
+    """The store has fewer sequences than the default batch."""
+
+
+class MemoryShort(RunWarning):
     """A run is foretold to take more memory than there is."""

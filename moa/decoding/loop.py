@@ -22,6 +22,7 @@ drafts a round is a plain decoding step, so that plain and speculative decoding 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,12 @@ class Generation:
 
     tokens: list[int]
     stats: DecodeStats
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The tokens as text, without special tokens."""
+        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
 
 
 def plain_generate(
@@ -185,7 +192,7 @@ def generate_batch(
     cache.release()
     for row in rows:
         row.stats.total_s = (time.perf_counter() - started) / len(rows)
-    return [Generation(row.tokens, row.stats) for row in rows]
+    return [Generation(row.tokens, row.stats, target.tokenizer) for row in rows]
 
 
 def _prefill(

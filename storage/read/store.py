@@ -142,6 +142,17 @@ class ActivationStore:
     def __len__(self) -> int:
         return len(self._parts)
 
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Read all fields of one sequence; :meth:`read` reads one, or a part of it."""
+        return {name: self.read(i, name) for name in self.fields}
+
+    def __repr__(self) -> str:
+        shapes = [f"{f.name} {f.dtype}[{', '.join(map(str, ('n', *f.token_shape)))}]" for f in self.fields.values()]
+        return (
+            f"ActivationStore({str(self.path)!r}: {len(self):,} sequences, {self._n_tokens.sum():,} tokens, "
+            f"{self.n_parts_committed} of {self.manifest.n_parts} parts; {'; '.join(shapes)})"
+        )
+
     def __enter__(self) -> ActivationStore:
         return self
 

@@ -112,7 +112,7 @@ def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
     assert "--validate-every N Steps between validations. [default: 100]" in text
 
 
-@pytest.mark.parametrize("words", [["trian"], ["options", "trian"]])
+@pytest.mark.parametrize("words", [["trainn"], ["options", "trainn"]])
 def test_a_misspelt_command_names_the_nearest(words: list[str]) -> None:
     wrong = CliRunner().invoke(main, words)
     assert (wrong.exit_code, "'train'" in wrong.output) == (2, True)

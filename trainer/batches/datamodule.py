@@ -9,6 +9,7 @@ again are kept within the same bounds. How many sequences a micro-batch has foll
 """
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,7 @@ from ...moa.drafters.training import TrainingInputs
 from ...moa.nn import masks
 from ...storage.read.store import ActivationStore
 from ..config import AnyDrafter, DFlashSettings, DSparkSettings, EagleSettings, RoundSettings, TrainConfig
-from ..errors import TrainingError
+from ..errors import BatchShrunk, TrainingError
 from .batch import Batch
 from .batch_reader import BatchReader, needed_fields
 from .copies import await_copy
@@ -312,15 +313,19 @@ class StoreDataModule(L.LightningDataModule):
 
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
         super().__init__()
-        self.store, self.config = store, config
         table = store.sequences
-        self.micro_batch = config.data.micro_batch_size or config.data.batch_size
         self._lengths = table["n_tokens"].to_numpy().astype(np.int64)
         train, held_out = split_sequences(table["sequence_id"].to_pylist(), config.validation.validation_fraction)
         responses = table["n_response_tokens"].to_numpy()
         self.train_sequences = train
         usable = held_out[responses[held_out] > config.validation.draft_length]
         self.validation_sequences = usable[: config.validation.validation_sequences]
+        if 0 < len(train) < config.data.batch_size and "batch_size" not in config.data.model_fields_set:
+            text = f"{store.path} has {len(train)} training sequences; the batch is all of them, not the default"
+            warnings.warn(f"{text} {config.data.batch_size}.", BatchShrunk, stacklevel=2)
+            config = config.replaced(batch_size=len(train))
+        self.store, self.config = store, config
+        self.micro_batch = config.data.micro_batch_size or config.data.batch_size
         if len(train) < config.data.batch_size:
             raise TrainingError(
                 f"{store.path} has {len(train)} committed training sequences, which cannot fill a batch of "

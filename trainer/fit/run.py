@@ -150,6 +150,7 @@ def _train(
         _check_folder(config, out)
     store = ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb))
     data = StoreDataModule(store, config)
+    config = data.config  # the batch of a small store is smaller
     module = build_module(store, config, data)
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
@@ -341,6 +342,7 @@ def plan_run(config: TrainConfig) -> MemoryPlan:
     """Measure the memory of a step without training; nothing is written."""
     with ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)) as store:
         data = StoreDataModule(store, config)
+        config = data.config
         module = build_module(store, config, data)
         measured = measure_run(module, data)
     on_gpu = _precision(config.machine) != "32-true" and torch.cuda.is_available()

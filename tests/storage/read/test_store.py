@@ -37,6 +37,17 @@ def rows(reader: ActivationStore) -> list[dict[str, Any]]:
     return found
 
 
+def test_a_store_is_a_sequence_of_dicts_that_says_what_it_holds(reader: ActivationStore) -> None:
+    first = reader[0]
+    assert list(first) == list(reader.fields)
+    for name, values in first.items():
+        assert np.array_equal(values, reader.read(0, name))
+    with pytest.raises(IndexError):
+        reader[len(reader)]
+    for text in (str(reader.path), f"{len(reader):,} sequences", "kv ", "tokens int32[n]"):
+        assert text in repr(reader)
+
+
 def test_token_and_layer_selections(reader: ActivationStore, recipe: Recipe) -> None:
     selections: tuple[Any, ...] = (
         None, slice(None), slice(1, 3), slice(None, None, -1), [2], [-1, 0], np.array([1]), [],
