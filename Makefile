@@ -62,7 +62,7 @@ types: $(STAMP) ## Check types over the package and the benchmarks
 docs: $(STAMP) ## Build the site into site/; a broken link is an error
 	@rm -rf .docs_path && mkdir -p .docs_path/moa_data
 	@cd .docs_path/moa_data && ln -s $(addprefix ../../,$(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) .
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 proto: $(STAMP) ## Make the code of the drafting protocol from its .proto
 	$(BIN)/python .ci/proto.py

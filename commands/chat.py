@@ -34,7 +34,7 @@ class ChatConfig(Config):
     ca: str | None = None
     """Certificate authority in PEM, for TLS with a server of your own."""
     drafter: Common[str]
-    """A run of `moa-data train`, or a folder with a drafter: moa, eagle or independent."""
+    """A run of `moa-data train`, or a folder with a drafter: moa, eagle, dspark, dflash or independent."""
     bundle: Common[str | None] = None
     """The store that the drafter was trained from, or its folder target/, which has the tokenizer and the pieces of the
     target that the drafter needs; default: the store that the run recorded."""

@@ -91,6 +91,13 @@ _GO_ON = {
     ),
 }
 
+_EXTRAS = {
+    **dict.fromkeys(("train", "export-drafter"), "train"),
+    **dict.fromkeys(("serve", "chat"), "serve"),
+    **dict.fromkeys(("demo", "eval", "disconnect"), "all"),
+}
+"""The extra of docs/install.md that a command needs; `extract` for all others."""
+
 
 LOG_LINE_EVERY_S = 10.0
 """Seconds between two lines of progress in a log."""
@@ -212,7 +219,7 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
         return StageFailure(error.format_message())
     if isinstance(error, BrokenPipeError):
         return ReaderGone("")
-    if (line := user_message(error)) is not None:
+    if (line := user_message(error, command)) is not None:
         return StageFailure(line, error.exit_code if isinstance(error, MoaDataError) else 2)
     fault = Fault(
         f"{type(error).__name__}: {_one_line(error)}. This is a fault of moa-data {__version__}, not of your input: "
@@ -222,13 +229,14 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
     return fault
 
 
-def user_message(error: BaseException) -> str | None:
+def user_message(error: BaseException, command: str = "") -> str | None:
     """The line for an error that the user can mend, or None for one that is a fault of the code."""
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
     if isinstance(error, ModuleNotFoundError) and (error.name or "moa_data").split(".")[0] != "moa_data":
-        return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[all]'."
+        extra = _EXTRAS.get(command, "extract")
+        return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[{extra}]'."
     # Where memory is limited, Python itself fails with SystemError where it can't make an exception.
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     if isinstance(error, MemoryError | SystemError if is_limited else MemoryError) or any(

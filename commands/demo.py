@@ -18,7 +18,7 @@ def demo(config: DemoConfig) -> None:
 
     \b
     Example:
-      moa-data demo --out runs/demo
+      moa-data demo --out demo-output
     """
     from ..demo.run import run_demo
 

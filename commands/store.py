@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .console import Findings, Incomplete, ProgressLine, StageFailure, out
+from .console import Findings, Incomplete, ProgressLine, StageFailure, out, tell
 from .options import StoreArgument
 
 if TYPE_CHECKING:
@@ -31,16 +33,25 @@ def inspect(store: StorePath, sample: int | None) -> None:
     if sample is None:
         out.print(summary_view(summarize_store(store)))
         return
-    from ..moa.targets.live import load_target_tokenizer
     from ..storage.read.store import ActivationStore
 
     with ActivationStore(store) as reader:
         if not 0 <= sample < len(reader):
             raise StageFailure(f"--sample is {sample}, the store has {len(reader)} sequences, counted from 0.")
-        tokenizer = load_target_tokenizer(reader.target_path)
         tokens, mask = reader.read(sample, "tokens").tolist(), reader.read(sample, "response_mask").tolist()
         row = {name: reader.sequences[name][sample].as_py() for name in reader.sequences.column_names}
-        out.print(sample_view(row, tokens, mask, lambda ids: str(tokenizer.decode(ids))))
+        out.print(sample_view(row, tokens, mask, _decoder(reader.target_path)))
+
+
+def _decoder(target: Path) -> Callable[[list[int]], str]:
+    """Return what makes text of token ids; in the base install, which has no tokenizer, the ids themselves."""
+    try:
+        from ..moa.targets.live import load_target_tokenizer
+    except ModuleNotFoundError as error:
+        tell(f"Token ids in place of text: {error.name} is not installed (pip install 'moa-data[extract]').")
+        return lambda ids: " ".join(map(str, ids))
+    tokenizer = load_target_tokenizer(target)
+    return lambda ids: str(tokenizer.decode(ids))
 
 
 @click.command()

@@ -85,7 +85,7 @@ class EvaluationSettings(Config):
 class DemoConfig(Config):
     """Settings of `moa-data demo`."""
 
-    out: Common[str] = "runs/demo"
+    out: Common[str] = "demo-output"
     """Folder of the demo: corpus, target, store, drafter run and report. Running again goes on from what is there."""
     seed: Common[Seed] = 0
     """Seed of the corpus, of the target's and of the drafter's initial weights and batches."""

@@ -57,7 +57,7 @@ def table(config_class: type[Config]) -> Iterator[str]:
         kind = f" ({setting.kind})" if setting.kind else ""
         takes = type_text(setting).replace("|", "\\|")
         default = "required" if setting.field.is_required() else default_text(setting)
-        text = help_text(setting).replace("|", "\\|")
+        text = help_text(setting).replace("|", "\\|").replace("[", "\\[")  # a bracket would begin a link
         yield f"| `{setting.key}`{kind} | {takes} | {default and f'`{default}`'} | {text} |"
 
 

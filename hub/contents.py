@@ -160,7 +160,7 @@ def drafter_card(facts: dict[str, Any]) -> str:
     sizes = {key: value for key, value in facts.items() if key != "target" and isinstance(value, int | float | str)}
     lines = [
         "---", "library_name: moa-data", "pipeline_tag: text-generation", "tags:", "- speculative-decoding",
-        "- drafter", "- moa-data", "---", "", f"# A drafter of kind {facts.get('kind', 'moa')}", "",
+        "- drafter", "- moa-data", "---", "", f"# A drafter of kind {facts.get('kind', 'unknown')}", "",
         "It proposes tokens to one target, which verifies them; it writes nothing by itself. Use it with moa-data:", "",
         "```bash", "moa-data pull REPO drafter", 'moa-data generate --model TARGET --drafter drafter --prompt "Hi"',
         "```", "", "## Target", "", *(f"- {key}: `{value}`" for key, value in target.items()), "", "## Sizes", "",

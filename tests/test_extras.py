@@ -1,12 +1,18 @@
 """The base install reads stores: nothing there needs a package of an extra, and what does says so in one line."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+
+from moa_data.cli import COMMANDS
+from moa_data.tests.kit.stores import make_recipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -27,12 +33,12 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[><=]", entry)[0].replace("-", "_") for entry in requirements}
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     extras = PROJECT["optional-dependencies"]
     refused = names(extras["extract"] + extras["train"]) - names(PROJECT["dependencies"])
     assert {"torch", "transformers", "lightning", "datasets"} <= refused
     text = _PROGRAM.format(extras=refused) + program
-    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_all_of_storage_and_the_command_line_import_without_the_extras() -> None:
@@ -44,19 +50,85 @@ def test_all_of_storage_and_the_command_line_import_without_the_extras() -> None
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "command", ["['train', 'STORE', '--out', 'RUN']", "['eval', '--model', 'M', '--prompts', 'P', '--drafter', 'D']"]
-)
-def test_a_command_says_in_one_line_what_to_install(command: str) -> None:
-    done = run(f"from moa_data.cli import main\nmain({command})")
-    assert done.returncode == 2
-    assert re.fullmatch(r"Error: .*pip install 'moa-data\[all\]'.*\n", done.stderr), done.stderr
+# What a command is called with; STORE is a store, and nothing else there exists.
+ARGUMENTS = {
+    **dict.fromkeys(("inspect", "verify", "repair"), "STORE"),
+    **dict.fromkeys(("plan", "extract", "regenerate"), "--model M --dataset D --out OUT"),
+    "options": "train",
+    "add": "STORE --model M --activations hidden:last",
+    "audit": "STORE --model M",
+    "recode": "STORE --out OUT --codec int8",
+    "generate": "--model M --drafter D --prompt P",
+    "export": "STORE --format eagle --out OUT",
+    "import": "FOLDER --format eagle --model M --out OUT",
+    "push": "STORE me/store",
+    "pull": "me/store OUT",
+    "train": "STORE --out OUT",
+    "export-drafter": "RUN --format eagle --out OUT",
+    "serve": "--model M",
+    "chat": "--server 127.0.0.1:1 --drafter D",
+    "demo": "--out OUT --n-chats 8 --n-store-chats 8",
+    **dict.fromkeys(("eval", "disconnect"), "--model M --drafter D --prompts P"),
+}
+RUN_ALL = """
+import contextlib, io, json
+from moa_data.cli import main
+
+def run(name, arguments):
+    output, errors = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            main([name, *arguments.split()])
+    except SystemExit as end:
+        return end.code, errors.getvalue()
+
+sys.stdout.write(json.dumps({{name: run(name, arguments) for name, arguments in {commands}.items()}}))
+"""
 
 
-def test_every_package_is_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    folders = {path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py")}
+def test_the_table_of_installs_in_an_environment_without_torch(tmp_path: Path) -> None:
+    make_recipe(lengths=(12, 30)).write(tmp_path / "STORE")
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `moa-data(?:\[(\w+)\])?` \| [^|]* \| ([^|]*) \|$", page, flags=re.MULTILINE)
+    extra_of = {name: extra for extra, names in rows for name in re.findall(r"`([a-z-]+)`", names)}
+    assert extra_of.keys() == COMMANDS.keys() == ARGUMENTS.keys()
+    assert {extra for extra in extra_of.values() if extra} <= PROJECT["optional-dependencies"].keys()
+
+    commands = ARGUMENTS | {"inspect": "STORE --sample 1"}
+    done = run(RUN_ALL.format(commands=commands), tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name, (code, errors) in json.loads(done.stdout).items():
+        extra = extra_of[name]
+        assert code == (2 if extra else 0), (name, errors)
+        if extra:
+            assert errors.splitlines()[-1].startswith("Error: "), errors
+            assert f"'moa-data[{extra}]'" in errors
+
+
+def test_every_folder_with_files_of_the_package_is_installed() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    data = {path.parent for pattern in setuptools["package-data"]["moa_data"] for path in ROOT.glob(pattern)}
+    folders = {path.relative_to(ROOT) for path in data | {path.parent for path in ROOT.rglob("__init__.py")}}
     ours = {
         path for path in folders if not any(part.startswith(".") or part in ("tests", "build") for part in path.parts)
     }
-    assert {".".join(("moa_data", *path.parts)) for path in ours} == set(project["tool"]["setuptools"]["packages"])
+    assert {".".join(("moa_data", *path.parts)) for path in ours} == set(setuptools["packages"])
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
+    copy = tmp_path / "moa_data"
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "site", "build", "runs", "demo-output", "tests", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=skipped)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "absent from the `packages`" not in done.stdout + done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        held = set(wheel.namelist())
+    of_package = [
+        path for path in copy.rglob("*") if path.suffix in (".py", ".proto", ".html", ".js", ".css", ".typed")
+    ]
+    wanted = {f"moa_data/{path.relative_to(copy)}" for path in of_package}
+    extra = ("moa_data/docs/", "moa_data/benchmarks/", "moa_data/build/")
+    assert {name for name in wanted if not name.startswith(extra)} <= held

@@ -33,6 +33,10 @@ class DrafterSettings(Config):
         """Return the weights of the terms by the names of ``LossWeights``."""
         return {"forward_kl": self.forward_kl_weight}
 
+    def noise_width(self) -> float:
+        """Return the width of the uniform noise on the target's hidden states; 0 for none."""
+        return 0.0
+
 
 class FeatureLossSettings(DrafterSettings):
     """Settings of drafters whose features are compared with the target's hidden states."""
@@ -129,6 +133,10 @@ class EagleSettings(FeatureLossSettings):
     self_attention_mlp_width: Count | None = None
     """MLP width of self-attention; default: the target's."""
 
+    @override
+    def noise_width(self) -> float:
+        return self.feature_noise
+
 
 class Eagle3Settings(DrafterSettings):
     """EAGLE-3's drafter: one layer that reads outputs of three layers of the target."""
@@ -168,6 +176,10 @@ class BlockSettings(MemorySettings, DrafterSettings):
     """Weight of the L1 distance to the target's next-token distribution, twice the total variation."""
     anchors: Count = 512
     """Most blocks of a sequence that a step trains, drawn anew each time."""
+    block_size: Count = 7
+    """Slots of a block."""
+    sample_from_anchor: bool = True
+    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
     position_decay: NonNegative | None = None
     """Draft k of a block, from 0, weighs exp(-k / this) in the loss; 0 for 1 each; default: 4 for blocks up to 8 slots,
     5 up to 12, 7 for longer ones."""
@@ -205,11 +217,11 @@ class BlockSettings(MemorySettings, DrafterSettings):
     def loss_weights(self) -> dict[str, float]:
         return super().loss_weights() | {"cross_entropy": self.cross_entropy_weight, "l1": self.l1_weight}
 
-    def decay(self, block_size: int) -> float:
+    def decay(self) -> float:
         """Return the decay of a block's weights."""
         if self.position_decay is not None:
             return self.position_decay
-        return 4.0 if block_size <= 8 else 5.0 if block_size <= 12 else 7.0
+        return 4.0 if self.block_size <= 8 else 5.0 if self.block_size <= 12 else 7.0
 
 
 class DSparkSettings(BlockSettings):
@@ -217,10 +229,6 @@ class DSparkSettings(BlockSettings):
 
     kind: Literal["dspark"] = "dspark"
     """DSpark."""
-    block_size: Count = 7
-    """Slots of a block."""
-    sample_from_anchor: bool = True
-    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
     markov_head: Literal["none", "vanilla", "gated", "rnn", "product"] = "vanilla"
     """How a draft follows from the one before it: vanilla, gated and rnn as published for DSpark, product as the scores
     of DFlash 2's selector."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -19,6 +19,9 @@ N_READ_LAYERS = 5
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterSizes(MemorySizes):
     """The sizes that block-parallel drafters share; those of the memory are 0 with another context."""
+
+    module_counts: ClassVar[tuple[str, ...]] = ("block_layers",)
+    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
 
     self_attention_kv_heads: int
     """KV heads of each layer; with the context kv those of the target."""

@@ -36,6 +36,7 @@ class EagleSizes(DrafterSizes):
     """Everything needed to rebuild an EAGLE drafter and to know which target it belongs to."""
 
     kind: ClassVar[str] = "eagle"
+    module_counts: ClassVar[tuple[str, ...]] = ("eagle_layers",)
 
     self_attention_kv_heads: int
     """KV heads of each layer."""

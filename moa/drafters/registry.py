@@ -23,6 +23,8 @@ DRAFTERS: dict[str, type[Drafter]] = {
         IndependentDrafter,
     )
 }
+REMOTE_KINDS = tuple(kind for kind, one in DRAFTERS.items() if one.context_width is not Drafter.context_width)
+"""Kinds that can draft away from the target, as `moa-data chat` does."""
 
 
 def drafter_class(kind: str) -> type[Drafter]:

@@ -16,6 +16,10 @@ class DrafterSizes:
 
     kind: ClassVar[str]
     """The drafter that has these sizes, see ``registry.DRAFTERS``."""
+    module_counts: ClassVar[tuple[str, ...]] = ()
+    """Fields that count modules, such as layers: drafter.json may not name absurdly many."""
+    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
+    """Whole numbers that may be 0, besides those whose default is 0."""
 
     hidden_size: int
     """E, width of the target."""
@@ -104,7 +108,7 @@ class DrafterSizes:
                 f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
             )
         for item in fields(cls):
-            if item.name in values and not _is_of_type(values[item.name], item):
+            if item.name in values and not cls._is_valid(values[item.name], item):
                 raise DrafterError(
                     f"{item.name} of the drafter is {str(values[item.name])[:60]!r}, which is no valid value. Restore "
                     "its drafter.json or config.json."
@@ -113,6 +117,22 @@ class DrafterSizes:
             return cls(**{name: value for name, value in values.items() if name != "kind"})
         except TypeError as error:
             raise DrafterError(f"drafter.json is incomplete: {error}") from error
+
+    @classmethod
+    def _is_valid(cls, value: Any, item: Field[Any]) -> bool:
+        """Whether a value of drafter.json is of its field's type and plausible."""
+        if item.type is int:
+            largest = _MOST_MODULES if item.name in cls.module_counts else _LARGEST_SIZE
+            smallest = 0 if item.default == 0 or item.name in cls.may_be_zero else 1
+            return type(value) is int and smallest <= value <= largest
+        if item.type is float:
+            return type(value) in (int, float) and math.isfinite(value)
+        if item.type is bool:
+            return type(value) is bool
+        if item.type == tuple[int, ...]:
+            layers = value if isinstance(value, list | tuple) else [None]
+            return all(type(one) is int and -1 <= one <= _LARGEST_SIZE for one in layers)
+        return isinstance(value, str if item.type is str else dict)
 
     def to_dict(self) -> dict[str, Any]:
         """List the sizes as plain values for JSON, with the ``kind``."""
@@ -127,27 +147,6 @@ class DrafterSizes:
 
 _MOST_MODULES = 128
 _LARGEST_SIZE = 1 << 26
-_MODULE_COUNTS = ("block_layers", "eagle_layers", "independent_layers", "medusa_heads", "medusa_layers")
-_MAY_BE_ZERO = (
-    "kv_width", "layer_attention_head_dim", "layer_attention_heads", "layer_attention_kv_heads",
-    "layer_attention_mlp_width", "mask_token", "n_layers", "target_layer_inference",
-)  # fmt: skip
-
-
-def _is_of_type(value: Any, item: Field[Any]) -> bool:
-    """Whether a value of drafter.json is of its field's type and plausible."""
-    if item.type is int:
-        largest = _MOST_MODULES if item.name in _MODULE_COUNTS else _LARGEST_SIZE
-        return type(value) is int and (item.name not in _MAY_BE_ZERO) <= value <= largest
-    if item.type is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    if item.type is bool:
-        return type(value) is bool
-    if item.type == tuple[int, ...]:
-        return isinstance(value, list | tuple) and all(type(one) is int and -1 <= one <= _LARGEST_SIZE for one in value)
-    if item.type is str:
-        return isinstance(value, str)
-    return isinstance(value, dict)
 
 
 def target_facts(config: Any, target: dict[str, str] | None) -> dict[str, Any]:

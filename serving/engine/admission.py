@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ...moa.decoding.sampling import check_seed
 from ...moa.decoding.tree import Shape
 from ...moa.drafters.base import Drafter
+from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.errors import DrafterError
 from ...moa.targets.live import Target
 from ..errors import RequestInvalid
@@ -124,6 +125,6 @@ class Admission:
             raise RequestInvalid(f"there is no drafter {name!r} here; loaded: {known}.")
         if request.wants_context and self._drafters[name].context_width is None:
             raise RequestInvalid(
-                f"{self._drafters[name].kind} cannot draft away from the target; use a moa, eagle or independent "
-                "drafter."
+                f"{self._drafters[name].kind} cannot draft away from the target; use a drafter of a kind that can: "
+                f"{', '.join(REMOTE_KINDS)}."
             )

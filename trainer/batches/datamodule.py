@@ -26,7 +26,7 @@ from ...moa.drafters.rounds import BlockDraws, Draws
 from ...moa.drafters.training import TrainingInputs
 from ...moa.nn import masks
 from ...storage.read.store import ActivationStore
-from ..config import AnyDrafter, DFlashSettings, DSparkSettings, EagleSettings, RoundSettings, TrainConfig
+from ..config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
 from ..errors import BatchShrunk, TrainingError
 from .batch import Batch
 from .batch_reader import BatchReader, needed_fields
@@ -233,19 +233,18 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> DrawnRows:
     seeds = tuple(torch.randint(1 << 62, (rows,), generator=generator).tolist())
     bound = step_bound if rounds.step_bound else None
     forced = rounds.teacher_forced_weight if rounds.on_policy else 1.0
-    noise = config.drafter.feature_noise if isinstance(config.drafter, EagleSettings) else 0.0
-    return DrawnRows(bound, staircase, offset, seeds, noise, float(rounds.on_policy), forced, _blocks(config.drafter))
+    noise, blocks = config.drafter.noise_width(), _blocks(config.drafter)
+    return DrawnRows(bound, staircase, offset, seeds, noise, float(rounds.on_policy), forced, blocks)
 
 
 def _blocks(drafter: AnyDrafter) -> BlockDraws | None:
     """Say which blocks a block-parallel drafter is trained on; None for other kinds."""
-    if not isinstance(drafter, DSparkSettings | DFlashSettings):
+    if not isinstance(drafter, BlockSettings):
         return None
-    size = drafter.block_size
-    n_drafts = size if drafter.sample_from_anchor else size - 1
+    n_drafts = drafter.block_size if drafter.sample_from_anchor else drafter.block_size - 1
     if drafter.position_weights == "d-pace":
         return BlockDraws(n_drafts, drafter.anchors, d_pace=drafter.d_pace_smoothing)
-    return BlockDraws(n_drafts, drafter.anchors, drafter.decay(size))
+    return BlockDraws(n_drafts, drafter.anchors, drafter.decay())
 
 
 def rows_of(draws: DrawnRows, rows: Tensor) -> Draws:
