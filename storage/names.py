@@ -60,6 +60,11 @@ def manifest_commit_path(store: AnyPath) -> AnyPath:
     return below(store, COMMITS_NAME, MANIFEST_NAME)
 
 
+def publication_path(commit: AnyPath) -> AnyPath:
+    """Return the path of the record of what a writer is publishing in a bucket, until the commit is made."""
+    return below(cast(AnyPath, commit.parent), f"{commit.name}.partial")
+
+
 def below(folder: AnyPath, *names: str) -> AnyPath:
     """Return a path below a folder, of the folder's own kind."""
     return cast(AnyPath, folder / "/".join(names))

@@ -60,6 +60,10 @@ class Bucket(Protocol):
         """Write a file, or replace it, in one step; a file's content or an iterable goes up in pieces as it comes."""
         ...
 
+    def copy(self, source: str, target: str, n_bytes: int) -> None:
+        """Write a file, or replace it, in one step with the content of another one, which has ``n_bytes``."""
+        ...
+
     def delete(self, names: Iterable[str]) -> None:
         """Delete files; those that are not there are passed over."""
         ...

@@ -177,9 +177,7 @@ start = {start}"""
     return f"""## Load it without moa-data
 
 Every array is plain Zarr v3 (sharded; blosc and crc32c inside).{note} A sequence is a span of
-the token axis. Parts without a file in `commits/` do not exist. A store that was written to a bucket has shards whose
-names plain libraries do not look for: copy it first, with
-`moa-data recode s3://BUCKET/STORE --codec lossless --out STORE`.
+the token axis. Parts without a file in `commits/` do not exist.
 
 ```python
 from pathlib import Path

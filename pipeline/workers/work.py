@@ -98,7 +98,7 @@ def map_texts(path: StorePath) -> pa.Table:
         with pa.memory_map(os.fspath(path)) as file:
             return pa.ipc.open_file(file).read_all()
     with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
-        download(path.parent, Path(folder), {path.name: path.name})
+        download(path.parent, Path(folder), [path.name])
         return map_texts(Path(folder) / path.name)
 
 

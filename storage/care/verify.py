@@ -203,11 +203,11 @@ def _file_checks(
     """Start to check size and checksum of each file."""
 
     def check(name: str, record: FileRecord) -> list[Finding]:
-        path = _below(store, folder / record.stored_as(name))
+        path = _below(store, folder / name)
         try:
             for _, wrong in find_size_damage(folder, {name: record}):
                 return [Damage(part, path, str(wrong))]
-            got = file_crc32(folder / record.stored_as(name))
+            got = file_crc32(folder / name)
         except (StoreError, *MISSING) as error:
             return [Damage(part, path, str(error))]
         except (OSError, MemoryError) as error:

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -231,19 +231,19 @@ def blocks_of(path: StorePath, block_bytes: int = 8 << 20) -> Iterator[bytes | m
         yield from bucket.read_ranges(blocks[first : first + _BLOCKS_AHEAD])
 
 
-def download(folder: StorePath, target: Path, names: Mapping[str, str] | None = None) -> None:
+def download(folder: StorePath, target: Path, names: Iterable[str] | None = None) -> None:
     """Copy files below a folder into a local one; a name that leads out of it raises ValueError.
 
     Args:
-        names: name below the local folder -> name below the other; None for all files of a remote one.
+        names: files below the folder; None for all of a remote one.
     """
     if names is None:
-        names = {name: name for name in (folder.names() if isinstance(folder, RemotePath) else ())}
-    for name, stored in names.items():
+        names = folder.names() if isinstance(folder, RemotePath) else ()
+    for name in names:
         local = target / relative_name(name)
         local.parent.mkdir(parents=True, exist_ok=True)
         with open(local, "wb") as file:
-            for block in blocks_of(folder / stored):
+            for block in blocks_of(folder / name):
                 file.write(block)
 
 

@@ -82,6 +82,9 @@ class FsspecBucket:
     def put(self, name: str, data: bytes | Path | Iterable[bytes]) -> None:  # noqa: D102
         raise self._read_only()
 
+    def copy(self, source: str, target: str, n_bytes: int) -> None:  # noqa: D102
+        raise self._read_only()
+
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102
         raise self._read_only()
 

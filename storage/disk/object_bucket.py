@@ -17,6 +17,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ from .requests import REQUEST_BYTES, bounded, requests
 
 GAP_BYTES = 256 << 10
 """Ranges that lie at most so far apart are read by one request: fetching the gap costs less than asking twice."""
+COPY_BYTES = 5 << 30
+"""Longest file that S3 copies by one request; a longer one is read and written again."""
 UPLOADS_AT_ONCE = 8
 """Pieces of one file that are uploaded at the same time; each is held in memory."""
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
@@ -161,6 +164,19 @@ class ObjectBucket:
             obstore.put(self.store, name, content, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
 
         self._asked(name, upload, tries)
+
+    def copy(self, source: str, target: str, n_bytes: int) -> None:  # noqa: D102
+        def copy() -> None:
+            if n_bytes <= COPY_BYTES:
+                obstore.copy(self.store, source, target)
+                return
+            # On a thread: obstore panics where a call of it is made while it takes the pieces of another one.
+            with ThreadPoolExecutor(1) as reader:
+                ranges = ((at, min(at + REQUEST_BYTES, n_bytes)) for at in range(0, n_bytes, REQUEST_BYTES))
+                pieces = (reader.submit(self._get_range, source, *each).result() for each in ranges)
+                obstore.put(self.store, target, pieces, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
+
+        self._asked(source, copy)
 
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102
         def delete(several: list[str]) -> None:

@@ -15,7 +15,7 @@ from ..disk.checking import MISSING
 from ..disk.files import names_in, reads_of
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
-from ..names import COMMITS_NAME, commit_path, target_commit_path
+from ..names import COMMITS_NAME, commit_path
 from ..paths import RemotePath, Stat, StorePath
 from .shard import FileRecord
 
@@ -106,14 +106,6 @@ def read_target_commit(path: StorePath) -> dict[str, FileRecord]:
     return read_file_records(path)
 
 
-def stored_target_names(store: StorePath) -> dict[str, str]:
-    """Return the name of each file of the target bundle -> the name that it has there; none where it has no commit."""
-    try:
-        return {name: record.stored_as(name) for name, record in read_target_commit(target_commit_path(store)).items()}
-    except MISSING:
-        return {}
-
-
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
     """Read a commit that lists files alone; raises ManifestInvalid where it is damaged."""
     try:
@@ -139,7 +131,7 @@ def find_size_damage(
     """
     damage: list[tuple[StorePath, StoreError]] = []
     for name, record in files.items():
-        path = folder / record.stored_as(name)
+        path = folder / name
         try:
             found = look(path) if look else path.stat()
             if found.st_size != record.bytes and isinstance(path, RemotePath):
@@ -158,18 +150,10 @@ def find_size_damage(
 def _records(document: dict[str, Any]) -> dict[str, FileRecord]:
     return {
         relative_name(name): FileRecord(
-            whole_number(record["bytes"], "bytes"),
-            whole_number(record["crc32"], "crc32", 0, (1 << 32) - 1),
-            _attempt(record.get("attempt")),
+            whole_number(record["bytes"], "bytes"), whole_number(record["crc32"], "crc32", 0, (1 << 32) - 1)
         )
         for name, record in mapping(document["files"], "files").items()
     }
-
-
-def _attempt(value: object) -> str | None:
-    if value is not None and (not isinstance(value, str) or not _ATTEMPT.fullmatch(value)):
-        raise ValueError(f"{str(value)[:60]!r} names no attempt")
-    return value
 
 
 def _dump(document: Mapping[str, Any]) -> bytes:
@@ -180,6 +164,5 @@ def _invalid(path: StorePath, error: Exception) -> ManifestInvalid:
     return ManifestInvalid(f"{path} is not a commit ({error}). Delete it and run extract again: it redoes that part.")
 
 
-_ATTEMPT = re.compile(r"[0-9a-f]{8,32}")
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 _REPAIR = "Run extract again: it redoes that part only."

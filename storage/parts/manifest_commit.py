@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 
-from ..disk.checking import MISSING
+from ..disk.checking import MISSING, exists
 from ..disk.durable import file_crc32, make_folder, write_atomic
 from ..documents import MAX_DOCUMENT_BYTES, read_bounded
 from ..errors import ManifestInvalid, ShardCorrupt, StoreError
@@ -25,12 +24,12 @@ from ..names import (
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
-    TARGET_NAME,
     ZARR_NAME,
     manifest_commit_path,
+    publication_path,
     target_commit_path,
 )
-from ..paths import StorePath, name_below
+from ..paths import RemotePath, StorePath, name_below
 from .commit import find_size_damage, read_file_records, read_target_commit
 from .plan import MAX_PLAN_BYTES
 from .shard import FileRecord, record_of
@@ -175,24 +174,22 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     """
     commit = target_commit_path(store)
     while (content := _content(commit)) is not None:
-        error = _bundle_error(commit, folder, is_copy=folder != store / TARGET_NAME)
-        if error is None:
+        error = _bundle_error(commit, folder)
+        if error is None or (isinstance(commit, RemotePath) and exists(publication_path(commit))):
             return
         if _content(commit) == content:  # else the bundle was given more layers while it was compared
             raise error
 
 
-def _bundle_error(commit: StorePath, folder: StorePath, is_copy: bool) -> StoreError | None:
+def _bundle_error(commit: StorePath, folder: StorePath) -> StoreError | None:
     try:
         files = read_target_commit(commit)
     except FileNotFoundError:
         return None
-    if is_copy:  # whose files have their own names
-        files = {name: replace(record, attempt=None) for name, record in files.items()}
     for _, error in find_size_damage(folder, files):
         return error
     for name, record in files.items():
-        path = folder / record.stored_as(name)
+        path = folder / name
         if file_crc32(path) != record.crc32:
             return ShardCorrupt(
                 f"{path} is not the file that was written: its checksum differs from the one in {commit}. "

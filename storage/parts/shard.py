@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from ..chunks.chunk import CRC_BYTES
-from ..disk.durable import crc32c, disk_full_guard, write_all
+from ..disk.durable import PARTIAL_SUFFIX, crc32c, disk_full_guard, write_all
 from .encoding import EncodePool
 from .grid import ArrayGrid
 
@@ -43,24 +43,14 @@ TASK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and ``zlib.crc32`` of a file in a commit (see ``durable.file_crc32`` for why not CRC-32C).
-
-    Attributes:
-        attempt: in a bucket, where nothing can be renamed, the writer after whom the file is called; else None.
-    """
+    """Size and ``zlib.crc32`` of a file in a commit (see ``durable.file_crc32`` for why not CRC-32C)."""
 
     bytes: int
     crc32: int
-    attempt: str | None = None
 
-    def stored_as(self, name: str) -> str:
-        """Return the name that the file has, of the name that a commit lists it by."""
-        return name if self.attempt is None else attempt_name(name, self.attempt)
-
-    def to_dict(self) -> dict[str, int | str]:
+    def to_dict(self) -> dict[str, int]:
         """Return the record as a commit holds it."""
-        own: dict[str, int | str] = {"bytes": self.bytes, "crc32": self.crc32}
-        return own if self.attempt is None else own | {"attempt": self.attempt}
+        return {"bytes": self.bytes, "crc32": self.crc32}
 
 
 def record_of(content: bytes) -> FileRecord:
@@ -73,9 +63,9 @@ def new_attempt() -> str:
     return secrets.token_hex(4)
 
 
-def attempt_name(name: str, attempt: str) -> str:
-    """Return what a file is called after its writer."""
-    return f"{name}-{attempt}"
+def partial_name(name: str, attempt: str) -> str:
+    """Return what a file is called until it is published: after its writer."""
+    return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
 Keep = Callable[[int, Path], None]

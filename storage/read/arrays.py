@@ -90,7 +90,7 @@ class PartArrays:
         n_chunk_rows = grid.n_chunk_rows(array.n_rows(commit.allocated_tokens))
         n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
         record = commit.files.get(name)
-        path = self._folder(part) / (name if record is None else record.stored_as(name))
+        path = self._folder(part) / name
         if record is None:
             return ShardReader(path, grid, n_rows)
         cached = None if self._cache is None else CachedAs(self._cache, f"{path} {record.bytes} {record.crc32:08x}")

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ..chunks.field import TOKENS, FieldCodec, StoredArray
 from ..codecs.registry import StoreCodec
+from ..disk.checking import exists
 from ..disk.files import download, open_path, sizes_of
 from ..disk.read_cache import ReadCache, cache_at
 from ..documents import read_bounded
@@ -27,8 +28,16 @@ from ..errors import (
     StoreNotFound,
     UnknownField,
 )
-from ..names import MANIFEST_NAME, PARTS_NAME, PLAN_NAME, TARGET_NAME, commit_path, part_folder
-from ..parts.commit import find_size_damage, read_commits, stored_target_names
+from ..names import (
+    MANIFEST_NAME,
+    PARTS_NAME,
+    PLAN_NAME,
+    TARGET_NAME,
+    commit_path,
+    part_folder,
+    target_commit_path,
+)
+from ..parts.commit import find_size_damage, read_commits, read_target_commit
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..paths import StorePath
@@ -171,11 +180,11 @@ class ActivationStore:
         """Local folder of the target bundle: config, tokenizer and frozen weights; of a remote store, a copy."""
         folder = self.path / TARGET_NAME
         if self._download is None:
-            stored_names = stored_target_names(self.path)
-            if isinstance(folder, Path) and all(name == stored for name, stored in stored_names.items()):
+            if isinstance(folder, Path):
                 return folder
             self._download = tempfile.TemporaryDirectory(prefix="moa-data-target-")
-            download(folder, Path(self._download.name), stored_names or None)
+            commit = target_commit_path(self.path)
+            download(folder, Path(self._download.name), read_target_commit(commit) if exists(commit) else None)
         return Path(self._download.name)
 
     @property

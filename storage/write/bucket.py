@@ -1,13 +1,29 @@
-"""Writes to a bucket, where nothing is renamed or locked: whoever creates a commit first has won.
+"""Writes to a bucket, where nothing is renamed or locked: of several writers of a part one record decides.
 
-What a writer makes goes up under names that nobody else uses (``c.0.0.0.0.0-5f3a9c01``, after the *attempt* at the
-part), and then the commit, which lists these names, is created by a request that fails where there is one already. So
-of two writers of a part, wherever they run and however late they are, one commit stays, with the files that it lists;
-nobody waits for anybody, and a writer that is killed holds nothing up. Whoever loses deletes its own files.
+What a writer makes goes up under names that nobody else uses (``c.0.0.0.0.0.5f3a9c01.partial``). When all files of a
+part are up, it is published::
 
-Files that a killed writer leaves are nobody's: they are deleted when no commit lists them and they are older than
-``LEFTOVER_S``. They can't be listed any more by then, since a writer gives a part up that it could not commit within
-``COMMIT_WITHIN_S`` of its first upload, and both spans are long against what clocks differ by.
+    1  commits/part-K.json.partial    created if absent: the commit to be made, and the uploads that it is made of
+    2  parts/kv/c.K.0.0.0.0           copied from the uploads, by the server
+       commits/part-K.json            created if absent; where fields are added, it replaces the one that 1 names
+    3  uploads and record             deleted
+
+Every writer that meets a record takes steps 2 and 3 of it, which are the same for all and may be repeated. So nobody
+waits for a writer that was killed or sleeps, and a part that was up once is not computed again. Then it publishes its
+own files, or deletes them where there is a commit by now.
+
+Why one record for all files of a part, and not each shard created if absent: writers on unlike machines round
+differently, and their shards do not go together. Codes of one with scales of the other, or a hidden state with keys
+and values that it was not predicted from, decode to wrong values though every checksum fits. With the record all shards
+of a part are one writer's. And of a large file, which goes up in pieces, no server that speaks S3 has to know a
+conditional upload, only conditional puts of the two documents.
+
+A file is written below its final name by step 2 alone, and only while its commit is not there: before, no reader asks
+for it, and afterwards another record comes to nothing. What a repair has left there without a commit is overwritten.
+
+Uploads that no record names are deleted when they are older than ``LEFTOVER_S``. None can name them any more by then,
+since a writer gives a part up that it could not publish within ``COMMIT_WITHIN_S`` of its first upload, and both spans
+are long against what clocks differ by.
 
 Shards are encoded to a local folder (of the system's temporary ones, ``TMPDIR``) and go up one after the other, each in
 pieces at the same time, while the next one is encoded; a shard's local file is deleted once it is up.
@@ -15,6 +31,7 @@ pieces at the same time, while the next one is encoded; a shard's local file is 
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -24,20 +41,103 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..disk.checking import MISSING
-from ..disk.durable import disk_full_guard, file_crc32, walk
-from ..disk.files import download
+from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, walk
+from ..disk.files import download, names_in
+from ..disk.requests import requests
+from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
 from ..errors import ManifestInvalid, StorageUnavailable, StoreLocked, StoreReadOnly
-from ..names import PARTS_NAME, TARGET_NAME, ZARR_NAME, commit_path, target_commit_path
-from ..parts.commit import PartCommit, read_part_commit, read_target_commit, stored_target_names, target_commit_json
+from ..names import (
+    COMMITS_NAME,
+    PARTS_NAME,
+    TARGET_NAME,
+    commit_path,
+    publication_path,
+    target_commit_path,
+)
+from ..parts.commit import PartCommit, read_part_commit, read_target_commit, target_commit_json
 from ..parts.grid import ArrayGrid
-from ..parts.shard import FileRecord, Keep, attempt_name, new_attempt
+from ..parts.shard import FileRecord, Keep, new_attempt, partial_name
 from ..paths import RemotePath, StorePath
 from .site import Hold
 
 COMMIT_WITHIN_S = 24 * 3600.0
-"""Time from the first upload of a part in which it must be committed."""
+"""Time from the first upload of a part in which it must be published."""
 LEFTOVER_S = 2 * COMMIT_WITHIN_S
-"""Age from which a file that no commit lists is deleted."""
+"""Age from which an upload that was not published is deleted."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What a writer has uploaded, and the commit that is to list it.
+
+    Attributes:
+        commit: where the commit belongs.
+        attempt: is part of the names of the uploads.
+        files: final name, relative to the store -> bytes.
+        old: content of the commit that is replaced, None where there must be none.
+        new: content of the commit.
+    """
+
+    commit: RemotePath
+    attempt: str
+    files: Mapping[str, int]
+    old: str | None
+    new: str
+
+    @classmethod
+    def read(cls, commit: RemotePath) -> Publication | None:
+        """Read the record beside a commit; None where there is none, or nothing that one could be."""
+        try:
+            content = parse_object(read_bounded(publication_path(commit)))
+            files = {
+                relative_name(name): whole_number(n, "bytes") for name, n in mapping(content["files"], "files").items()
+            }
+            old, new, attempt = content["old"], content["new"], content["attempt"]
+        except MISSING:
+            return None
+        except (KeyError, TypeError, ValueError):
+            commit.bucket.delete([publication_path(commit).key])
+            return None
+        return cls(commit, str(attempt), files, None if old is None else str(old), str(new))
+
+    def to_json(self) -> bytes:
+        """Return the record's content."""
+        return (json.dumps(vars(self) | {"commit": self.commit.name}, indent=1, sort_keys=True) + "\n").encode()
+
+    def publish(self) -> bool:
+        """Make the commit, unless another one was made first; returns whether it is this one."""
+        path = publication_path(self.commit)
+        while not path.bucket.create(path.key, self.to_json()):
+            if (other := Publication.read(self.commit)) is not None:
+                other.finish()
+        return self.finish()
+
+    def finish(self) -> bool:
+        """Name the files and make the commit, as far as nobody has done it; delete uploads and record."""
+        bucket, store = self.commit.bucket, self.commit.parent.parent
+        uploads = {name: (store / partial_name(name, self.attempt)).key for name in self.files}
+
+        def copy(name: str) -> None:
+            bucket.copy(uploads[name], (store / name).key, self.files[name])
+
+        has_won = False
+        if _content(self.commit) == self.old:
+            try:
+                list(requests().map(copy, self.files))
+                key, new = self.commit.key, self.new.encode()
+                has_won = bucket.create(key, new) if self.old is None else bucket.replace(key, self.old.encode(), new)
+            except FileNotFoundError:
+                # Somebody has finished it meanwhile and deleted the uploads; or the commit, or an upload, was deleted.
+                has_won = _content(self.commit) == self.new
+        bucket.delete([*uploads.values(), publication_path(self.commit).key])
+        return has_won
+
+
+def _content(commit: RemotePath) -> str | None:
+    try:
+        return read_bounded(commit).decode()
+    except FileNotFoundError:
+        return None
 
 
 class NoHold:
@@ -86,17 +186,17 @@ class BucketPart:
     attempt: str
     scratch: Path
     _first_upload_s: float | None = field(default=None, init=False)
-    _has_asked: bool = field(default=False, init=False)
+    _asked_for: PartCommit | None = field(default=None, init=False)
     _uploaded: list[RemotePath] = field(default_factory=list, init=False)
 
     def write_documents(self) -> dict[str, FileRecord]:  # noqa: D102  (site.PartPlace)
         return dict(self.existing)
 
     def path_of(self, name: str) -> Path:  # noqa: D102
-        return self.scratch / attempt_name(name, self.attempt)
+        return self.scratch / partial_name(name, self.attempt)
 
     def keep(self, name: str) -> Keep:  # noqa: D102
-        target = self.store / PARTS_NAME / attempt_name(name, self.attempt)
+        target = self.store / PARTS_NAME / partial_name(name, self.attempt)
 
         def upload(fd: int, path: Path) -> None:
             # The wall clock: it goes on while a machine sleeps.
@@ -109,49 +209,34 @@ class BucketPart:
 
     def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:  # noqa: D102
         path = commit_path(self.store, self.part)
-        own = replace(
-            commit,
-            files={
-                name: replace(record, attempt=self.attempt) if name in shards else record
-                for name, record in commit.files.items()
-            },
-        )
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
             raise StorageUnavailable(
                 f"{path}: the part took longer than {COMMIT_WITHIN_S / 3600:.0f} hours from its first upload, after "
                 "which its files may have been deleted. Run the same command again, with a smaller --part-tokens for a "
                 "new store."
             )
-        self._has_asked = True
-        if self.existing:
-            has_won = self._replace(path, replace(commit, files=self.existing), own)
-        else:
-            has_won = path.bucket.create(path.key, own.to_json())
-        if has_won:
-            return own, True
-        other = read_part_commit(path)
-        if not other.files.keys() >= commit.files.keys():
-            raise changed_meanwhile(path)
-        self._delete_uploads()
-        return other, False
-
-    @staticmethod
-    def _replace(path: RemotePath, old: PartCommit, new: PartCommit) -> bool:
+        old = replace(commit, files=self.existing).to_json().decode() if self.existing else None
+        files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
+        self._asked_for = commit
+        if Publication(path, self.attempt, files, old, commit.to_json().decode()).publish():
+            return commit, True
         try:
-            return path.bucket.replace(path.key, old.to_json(), new.to_json())
+            other = read_part_commit(path)
         except FileNotFoundError as error:
             raise changed_meanwhile(path) from error
+        if not other.files.keys() >= commit.files.keys():
+            raise changed_meanwhile(path)
+        return other, False
 
     def withdraw(self, shards: Collection[str]) -> bool:  # noqa: D102
-        if self._has_asked:
-            # A commit that got no answer may be made yet: then its files must be there. Else they grow old.
-            try:
-                files = read_part_commit(commit_path(self.store, self.part)).files
-            except (OSError, ManifestInvalid):
-                return False
-            return any(record.attempt == self.attempt for record in files.values())
-        self._delete_uploads()
-        return False
+        if self._asked_for is None:
+            self._delete_uploads()
+            return False
+        # The record may be there even if no answer came, and then others need the uploads. Else they grow old.
+        try:
+            return read_part_commit(commit_path(self.store, self.part)) == self._asked_for
+        except (OSError, ManifestInvalid):
+            return False
 
     def _delete_uploads(self) -> None:
         if self._uploaded:
@@ -165,7 +250,7 @@ class BucketSite:
         self.store, self.attempt = store, attempt
         self.hold: Hold = NoHold()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._bundle: tuple[dict[str, str], Path] | None = None
+        self._bundle: tuple[Mapping[str, FileRecord], Path] | None = None
 
     @property
     def scratch_path(self) -> Path:  # noqa: D102
@@ -175,11 +260,11 @@ class BucketSite:
 
     @property
     def target_path(self) -> Path:  # noqa: D102  (site.Site)
-        names = stored_target_names(self.store)
-        if self._bundle is None or self._bundle[0] != names:
+        files = self._target_files() or {}
+        if self._bundle is None or self._bundle[0] != files:
             folder = Path(tempfile.mkdtemp(prefix=TARGET_NAME, dir=self.scratch_path))
-            download(self.store / TARGET_NAME, folder, names)
-            self._bundle = names, folder
+            download(self.store / TARGET_NAME, folder, files)
+            self._bundle = files, folder
         return self._bundle[1]
 
     def part(  # noqa: D102
@@ -197,13 +282,12 @@ class BucketSite:
 
     @contextmanager
     def bundle(self) -> Iterator[Path]:  # noqa: D102
-        path, old = target_commit_path(self.store), None
+        path = target_commit_path(self.store)
         try:
-            old = read_target_commit(path)
-        except MISSING:
-            pass
+            old = self._target_files()
         except ManifestInvalid:
             self.store.bucket.delete([path.key])
+            old = None
         attempt = new_attempt()
         with tempfile.TemporaryDirectory(dir=self.scratch_path) as name:
             folder, files = Path(name), dict[str, FileRecord]()
@@ -212,49 +296,58 @@ class BucketSite:
             for root, _, names in walk(folder):
                 for local in (root / each for each in sorted(names)):
                     below = local.relative_to(folder).as_posix()
-                    files[below] = FileRecord(local.stat().st_size, file_crc32(local), attempt)
-                    _upload(local, self.store / TARGET_NAME / attempt_name(below, attempt))
-        content = target_commit_json(files)
-        if old is not None:
-            if not path.bucket.replace(path.key, target_commit_json(old), content):
-                raise changed_meanwhile(path)
-        elif not path.bucket.create(path.key, content):
-            self._delete_bundle(files)  # another one's, of the same target, was there first
+                    files[below] = FileRecord(local.stat().st_size, file_crc32(local))
+                    _upload(local, self.store / TARGET_NAME / partial_name(below, attempt))
+        sizes = {f"{TARGET_NAME}/{name}": record.bytes for name, record in files.items()}
+        before = None if old is None else target_commit_json(old).decode()
+        has_won = Publication(path, attempt, sizes, before, target_commit_json(files).decode()).publish()
+        if old is not None and not has_won:  # else another one's, of the same target, was there first
+            raise changed_meanwhile(path)
+        self._delete_from_bundle((old or {}).keys() - files.keys())
 
-    def _delete_bundle(self, files: Mapping[str, FileRecord]) -> None:
-        names = [record.stored_as(name) for name, record in files.items()]
+    def _target_files(self) -> dict[str, FileRecord] | None:
+        try:
+            return read_target_commit(target_commit_path(self.store))
+        except MISSING:
+            return None
+
+    def _delete_from_bundle(self, names: Collection[str]) -> None:
         self.store.bucket.delete([(self.store / TARGET_NAME / name).key for name in names])
 
     def drop_bundle(self) -> None:  # noqa: D102
-        path = target_commit_path(self.store)
         try:
-            files: Mapping[str, FileRecord] = read_target_commit(path)
-        except (*MISSING, ManifestInvalid):
+            files = self._target_files() or {}
+        except ManifestInvalid:
             files = {}
-        self.store.bucket.delete([path.key])
-        self._delete_bundle(files)
+        self.store.bucket.delete([target_commit_path(self.store).key])
+        self._delete_from_bundle(files)
 
     def remove_unfinished(self) -> None:
-        """Do nothing: what is not there whole is not there."""
+        """Finish what others were publishing, of whom some may be dead."""
+        commits = self.store / COMMITS_NAME
+        for name in names_in(commits):
+            if name.endswith(PARTIAL_SUFFIX):
+                publication = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
+                if publication is not None:
+                    publication.finish()
 
     def remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete files below ``parts/`` and ``target/`` that no commit lists and that have become too old for one."""
-        bucket = self.store.bucket
-        listed = {(self.store / PARTS_NAME / name).key for name in kept}
-        listed |= {(self.store / TARGET_NAME / name).key for name in stored_target_names(self.store).values()}
-        now = datetime.now(UTC)
+        """Delete uploads that have become too old to be published.
+
+        Nothing below its final name is deleted, for another process may be publishing it at this moment.
+        """
+        bucket, now = self.store.bucket, datetime.now(UTC)
         found = bucket.find((self.store / PARTS_NAME).key) | bucket.find((self.store / TARGET_NAME).key)
         bucket.delete(
             key
             for key, entry in found.items()
-            if key not in listed
-            and not key.endswith(f"/{ZARR_NAME}")
+            if key.endswith(PARTIAL_SUFFIX)
             and entry.modified is not None
             and (now - entry.modified).total_seconds() > LEFTOVER_S
         )
 
     def remove_attempt(self, attempt: str) -> None:
-        """Do nothing: a commit that a dead writer has asked for may be made yet, and its files grow old."""
+        """Do nothing: what a dead writer has uploaded may be published yet, and else grows old."""
 
     def close(self) -> None:  # noqa: D102
         if self._scratch is not None:

@@ -33,7 +33,7 @@ from ..names import (
 )
 from ..parts.commit import PartCommit, read_part_commit, target_commit_json
 from ..parts.grid import ArrayGrid
-from ..parts.shard import FileRecord, Keep, record_of, sync_file
+from ..parts.shard import FileRecord, Keep, partial_name, record_of, sync_file
 from ..schema import SCHEMA_VERSION
 from .links import refuse_links
 from .lock import StoreLock, part_slot
@@ -73,7 +73,7 @@ class FolderPart:
         return files
 
     def path_of(self, name: str) -> Path:  # noqa: D102
-        return self.folder / f"{name}.{self.attempt}{PARTIAL_SUFFIX}"
+        return self.folder / partial_name(name, self.attempt)
 
     def keep(self, name: str) -> Keep:  # noqa: D102
         return sync_file

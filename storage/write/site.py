@@ -1,7 +1,7 @@
 """What writing needs of the place where a store lies; ``folder`` and ``bucket`` give it.
 
-A folder has locks and renames, a bucket has neither: there whoever creates a commit first has won, and files bear the
-name of the attempt that wrote them. Everything else about writing is the same and does not know which of them it is.
+A folder has locks and renames, a bucket has neither: there a record that is created once decides between writers.
+Everything else about writing is the same and does not know which of them it is.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Site(Protocol):
         ...
 
     def remove_unfinished(self) -> None:
-        """Delete documents that a kill left unfinished."""
+        """Delete documents that a kill left unfinished, or finish them."""
         ...
 
     def remove_unlisted(self, kept: Collection[str]) -> None:

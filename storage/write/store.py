@@ -377,8 +377,7 @@ class StoreWriter:
         """Delete a part; it is pending again, and readers do not see it. Links inside the store are refused."""
         self._refuse_links(part, self.codec)
         try:
-            listed = read_part_commit(commit_path(self.path, part)).files
-            files = {record.stored_as(name) for name, record in listed.items()}
+            files = set(read_part_commit(commit_path(self.path, part)).files)
         except (FileNotFoundError, ManifestInvalid):
             files = set()
         self._retract(commit_path(self.path, part))
@@ -522,7 +521,7 @@ class StoreWriter:
         parts, kept = self.path / PARTS_NAME, set[str]()
         for commit in commits:
             folder = self._folder(commit.part)
-            names = {record.stored_as(name) for name, record in commit.files.items()}
+            names = commit.files.keys()
             kept |= names if folder == parts else {name_below(parts, folder / name) for name in names}
         arrays = {name.rpartition("/")[0] for name in kept} | {array.name for array in self.codec.arrays}
         if not self._has_part_groups:
@@ -563,7 +562,9 @@ class StoreWriter:
 def _site(store: StorePath, attempt: str, shares: bool) -> Site:
     """Take hold of a place to write a store to, alone if it can be."""
     if isinstance(store, RemotePath):
-        return BucketSite(store, attempt)
+        site = BucketSite(store, attempt)
+        site.remove_unfinished()  # before anything is compared with commits that are about to be made
+        return site
     return FolderSite(store, StoreLock.take(store, shares), attempt)
 
 

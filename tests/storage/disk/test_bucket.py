@@ -89,6 +89,20 @@ class BucketContract:
         assert [bytes(each) for each in found] == [b"89", b"", b"012"]
         assert b"".join(blocks_of(RemotePath(bucket, "big"), 3 << 20)) == data
 
+    def test_copies(self, bucket: ObjectBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = os.urandom(REQUEST_BYTES + 12345)
+        bucket.put("a b/c", data)
+        bucket.put("target", b"old")
+        bucket.copy("a b/c", "target", len(data))
+        assert bucket.read("target") == data
+        monkeypatch.setattr(object_bucket, "COPY_BYTES", 1000)
+        bucket.copy("a b/c", "d/e f", len(data))
+        assert bucket.read("d/e f") == data
+        for n_bytes in (10, 2000):
+            with pytest.raises(FileNotFoundError):
+                bucket.copy("nothing", "target", n_bytes)
+        assert bucket.read("target") == data
+
     def test_an_upload_that_stops_leaves_nothing(self, bucket: ObjectBucket) -> None:
         def pieces() -> Iterator[bytes]:
             for _ in range(3):
@@ -181,6 +195,7 @@ def test_what_fsspec_knows_is_read_only() -> None:
         lambda: bucket.put("x", b""),
         lambda: bucket.create("x", b""),
         lambda: bucket.replace("x", b"", b""),
+        lambda: bucket.copy("x", "y", 1),
         lambda: bucket.delete(["x"]),
     ):
         with pytest.raises(StoreReadOnly, match="memory://nothing/store can be read but not written"):
