@@ -31,7 +31,7 @@ from ...errors import MoaDataError
 from ...text import first_line
 from ..errors import StorageUnavailable, StoreNotFound
 from ..paths import Bucket, Entry
-from .requests import REQUEST_BYTES, bounded, requests
+from .requests import REQUEST_BYTES, answering, bounded, requests
 
 GAP_BYTES = 256 << 10
 """Ranges that lie at most so far apart are read by one request: fetching the gap costs less than asking twice."""
@@ -139,7 +139,8 @@ class ObjectBucket:
         pauses = _pauses()
         while True:
             try:
-                obstore.put(self.store, name, data, mode=mode)
+                with answering(self.url):
+                    obstore.put(self.store, name, data, mode=mode)
                 return True
             except (BaseError, OSError) as error:
                 _refuse_hopeless(self.url, name, error)
@@ -163,7 +164,7 @@ class ObjectBucket:
         def upload() -> None:
             obstore.put(self.store, name, content, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
 
-        self._asked(name, upload, tries)
+        self._repeated(name, upload, tries)
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:  # noqa: D102
         def copy() -> None:
@@ -176,7 +177,7 @@ class ObjectBucket:
                 pieces = (reader.submit(self._get_range, source, *each).result() for each in ranges)
                 obstore.put(self.store, target, pieces, chunk_size=REQUEST_BYTES, max_concurrency=UPLOADS_AT_ONCE)
 
-        self._asked(source, copy)
+        self._repeated(source, copy)
 
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102
         def delete(several: list[str]) -> None:
@@ -190,7 +191,12 @@ class ObjectBucket:
         for start in range(0, len(wanted), 1000):
             self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
-    def _asked(self, name: str, request: Callable[[], T], tries: int | None = None) -> T:
+    def _asked(self, name: str, request: Callable[[], T]) -> T:
+        """Make a short request, which a server that is there answers soon."""
+        with answering(self.url):
+            return self._repeated(name, request)
+
+    def _repeated(self, name: str, request: Callable[[], T], tries: int | None = None) -> T:
         """Make a request, again and again while the server fails, for a while."""
         pauses = _pauses()
         for n_tried in itertools.count(1):

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,7 @@ from moa_data.storage.disk.object_bucket import ObjectBucket
 from moa_data.storage.disk.requests import REQUEST_BYTES
 from moa_data.storage.errors import StorageUnavailable, StoreReadOnly
 from moa_data.storage.paths import RemotePath
-from moa_data.tests.kit.object_stores import empty_place, use
+from moa_data.tests.kit.object_stores import empty_place, environment, use
 
 
 class BucketContract:
@@ -178,6 +180,26 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(StorageUnavailable, match=r"could not be reached for 0 s .* AWS_ENDPOINT_URL") as caught:
                 ask("store.json")
             assert "\n" not in str(caught.value)
+
+
+WAIT = """
+from moa_data.storage.disk import requests
+from moa_data.storage.disk.bucket import bucket_at
+from moa_data.storage.errors import StorageUnavailable
+
+requests.NOTICE_S = 0.05
+for _ in range(2):
+    try:
+        bucket_at("s3://bucket/store").size("store.json")
+    except StorageUnavailable:
+        pass
+"""
+
+
+def test_a_server_that_does_not_answer_is_told_of_once() -> None:
+    variables = {**os.environ, **environment("http://127.0.0.1:9"), "MOA_DATA_REMOTE_TIMEOUT_S": "0.3"}
+    run = subprocess.run([sys.executable, "-c", WAIT], env=variables, capture_output=True, text=True, check=True)
+    assert run.stderr.count("s3://bucket/store") == 1
 
 
 def test_urls_of_all_providers(monkeypatch: pytest.MonkeyPatch) -> None:
