@@ -3,44 +3,29 @@
 It imports next to nothing itself, so that a signal ends every moment of a command alike, the imports included.
 """
 
-import contextlib
 import os
-import resource
 import sys
-import threading
 
-from .commands.signals import ignore_signals, interruption_code, raise_signals
-from .machine import is_first_process
-
-_M_ARENA_MAX = -8  # of malloc.h
+from .commands.signals import begin_command, decide, end_command, interruption_code, watch_signals
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C, SIGTERM and SIGHUP give one line and an exit code, and are never lost."""
-    done = "before anything was done"
-    try:
-        raise_signals()
-        _open_standard_streams()
-        _check_threads()
-        from .cli import main as command_line
+    """Run the command line and exit."""
+    _open_standard_streams()
+    watch_signals()
+    from .cli import main as command_line
 
-        done = "at its very end"
+    try:
+        begin_command()
         command_line()
-    except KeyboardInterrupt as interrupt:
-        ignore_signals()
-        if is_first_process():
-            sys.stderr.write(f"Error: interrupted {done}. Run the same command again.\n")
-        sys.exit(interruption_code(interrupt))
-    except SystemExit as end:
-        ignore_signals()
-        if end.code == 2 and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            os._exit(2)  # libraries that ran out of memory crash when they are taken down, with another exit code
-        raise
-    except MemoryError:
-        sys.stderr.write("Error: out of memory, too little even to say where. Raise the limit (ulimit -v).\n")
-        sys.exit(2)
-    finally:
-        ignore_signals()
+        code = 0
+    except SystemExit as end:  # as every command ends, with its exit code
+        code = end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt as interrupt:  # came before or after what the command line handles itself
+        end_command()
+        sys.stderr.write("Error: interrupted. Run the same command again.\n")
+        code = interruption_code(interrupt) or 0
+    sys.exit(decide(code))
 
 
 def _open_standard_streams() -> None:
@@ -57,51 +42,6 @@ def _open_standard_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
-
-
-def _check_threads() -> None:
-    """Exit with code 2 where too few threads can be started for the libraries.
-
-    They would end the process themselves: libgomp with exit code 1, OpenBLAS with a SIGINT, both with another meaning.
-    A child tries, so that this process keeps the address space that threads would reserve in it.
-    """
-    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    n_cores = int(chosen) if chosen.isdecimal() else len(os.sched_getaffinity(0))
-    # OpenBLAS has a pool, and libgomp one for each thread that computes: the main, autograd's and the one that reads.
-    n_threads = 4 * n_cores + 16
-    try:
-        child = os.fork()
-        if child == 0:
-            ignore_signals()  # they are the parent's
-            try:
-                os._exit(not _can_start(n_threads))
-            finally:
-                os._exit(1)
-        failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    except OSError:
-        failed = 1
-    if failed:
-        sys.stderr.write(
-            f"Error: this process can't start the {n_threads} threads that may be needed with {n_cores} in a pool. "
-            "Raise the limit of processes (ulimit -u, or the container's) or of memory (ulimit -v), or set "
-            "OMP_NUM_THREADS=1.\n"
-        )
-        sys.exit(2)
-
-
-def _can_start(n_threads: int) -> bool:
-    with contextlib.suppress(ImportError, OSError, AttributeError):
-        import ctypes
-
-        # One malloc arena: glibc reserves 64 MiB of address space for each further one, and does without where it must.
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    end = threading.Event()
-    try:
-        for _ in range(n_threads):
-            threading.Thread(target=end.wait, daemon=True).start()
-    except RuntimeError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import resource
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from .. import __version__
 from ..errors import Interrupted, MoaDataError
 from ..machine import is_first_process
 from ..text import format_bytes, format_hours, printable
-from .signals import ignore_signals, interruption_code
+from .signals import end_command, interruption_code
 
 
 class StandardOutput(Console):
@@ -68,8 +67,6 @@ out = StandardOutput()
 
 # What libraries say where memory or threads are short, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "failed to map segment", "bad_alloc", "out of memory")
-_reserve = bytearray(16 << 20)
-"""Address space that an error which ran out of it gives back, so that the error can be told."""
 _NO_THREADS = ("can't start new thread", "ThreadPoolBuildError", "Resource temporarily unavailable")
 _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
@@ -180,8 +177,7 @@ class StageGroup(click.Group):
             failure = error if isinstance(error, StageFailure) else failure_of(error)
             failure.show()
             code = failure.exit_code
-        ignore_signals()
-        _give_up_broken_streams()
+        end_command()
         sys.exit(code)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -199,7 +195,7 @@ class StageGroup(click.Group):
             raise
         # Also SystemExit, with which a library could end a command as if all had been done.
         except BaseException as error:
-            ignore_signals()
+            end_command()
             failure = failure_of(error, ctx.invoked_subcommand or "")
             if ctx.params.get("debug") and not isinstance(failure, Fault):
                 traceback.print_exception(error)
@@ -208,7 +204,6 @@ class StageGroup(click.Group):
 
 def failure_of(error: BaseException, command: str = "") -> StageFailure:
     """Return what a command ends with for an error that it raised."""
-    _reserve.clear()
     if (code := interruption_code(error)) is not None:
         hint = _GO_ON.get(command, "Run the same command again.")
         return Stopped(_one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}", code)
@@ -237,11 +232,7 @@ def user_message(error: BaseException, command: str = "") -> str | None:
     if isinstance(error, ModuleNotFoundError) and (error.name or "moa_data").split(".")[0] != "moa_data":
         extra = _EXTRAS.get(command, "extract")
         return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[{extra}]'."
-    # Where memory is limited, Python itself fails with SystemError where it can't make an exception.
-    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    if isinstance(error, MemoryError | SystemError if is_limited else MemoryError) or any(
-        sign in text for sign in _NO_MEMORY
-    ):
+    if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
         return (
             f"out of memory ({text.split('. ')[0] or type(error).__name__}). Free some, raise the limit (ulimit -v), "
             "or lower --batch-tokens (extract, add), --micro-batch-size (train) or --batch-size (eval)."
@@ -280,17 +271,6 @@ def _flush_output() -> None:
         sys.stdout.flush()
     except OSError as error:
         raise _output_failure(error) from error
-
-
-def _give_up_broken_streams() -> None:
-    """Point standard output and error, where they can't be written, to the null device for Python's last flush."""
-    for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, number)
-            os.close(null)
 
 
 PHASE_UNITS = {

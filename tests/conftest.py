@@ -1,6 +1,7 @@
 """What all tests share: property tests draw the same examples in every run, and a model with chats and a store."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def pictures(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.node.get_closest_marker("draws") is None:
             patch.setattr("matplotlib.figure.Figure.savefig", blank_picture)
         yield
+
+
+@pytest.fixture
+def heeded_signals() -> Iterator[None]:
+    """Let this process and those that it starts heed SIGINT and SIGHUP, which shells and ``nohup`` ignore for it."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        # A handler, not SIG_DFL: a real hangup must not end the tests. Started processes have the default action.
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session")

@@ -268,6 +268,7 @@ def test_usage_errors_are_one_line() -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.usefixtures("heeded_signals")
 def test_ctrl_c_while_planning(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def struck(*args: Any, **options: Any) -> None:
         signal.raise_signal(signal.SIGINT)

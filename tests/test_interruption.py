@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,14 +21,16 @@ from moa_data.tests.kit.command import DEMO_OPTIONS, error_line, run
 from moa_data.tests.kit.runs import assert_same_run
 from moa_data.tests.kit.stores import flip
 from moa_data.tests.kit.variants import quick
+from moa_data.tests.test_exit_codes import COMMANDS as EVERY_COMMAND
 
 _log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("heeded_signals")
+]  # fmt: skip
 
 # Sends a signal to itself the first time that a function is called, in the middle of a phase of the demo.
 STRIKE = """
 import importlib, os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
 from moa_data.__main__ import main
 module, _, attribute = sys.argv.pop(1).partition(":")
 number = int(sys.argv.pop(1))
@@ -59,14 +62,13 @@ PHASES = {
 FAKE_CLI = """
 import signal, sys, time, types
 from moa_data.__main__ import main
-signal.signal(signal.SIGINT, signal.default_int_handler)
 fake = types.ModuleType("moa_data.cli")
 sys.modules["moa_data.cli"] = fake
 """
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
 
 
 def one_line(done: subprocess.CompletedProcess[str], number: int = signal.SIGINT) -> str:
@@ -124,11 +126,72 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
     """As ``nohup`` and a shell's background jobs have it."""
     ignored = ("SIGINT", "SIGTERM", "SIGHUP")
     code = "import signal\n" + "".join(f"signal.signal(signal.{name}, signal.SIG_IGN)\n" for name in ignored)
-    code += FAKE_CLI.replace("signal.signal(signal.SIGINT, signal.default_int_handler)\n", "")
+    code += FAKE_CLI
     raised = "; ".join(f"signal.raise_signal(signal.{name})" for name in ignored)
     code += f"def command():\n    {raised}\n    print('went on')\nfake.main = command\nmain()\n"
     done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
+
+
+# Commands that do with an interruption what libraries do, or that can't be interrupted at all.
+STUBBORN = {
+    "swallows it": "try:\n        signal.raise_signal(signal.SIGINT)\n    except BaseException: pass",
+    "in an import": "try:\n        import imported\n    except BaseException: pass",
+    "in C code": "import hashlib\n    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",
+    "tidying up hangs": "lock = threading.Lock()\n    try:\n        signal.raise_signal(signal.SIGINT)\n    finally:\n"
+    "        lock.acquire()\n        lock.acquire()",
+    "its end hangs": "threading.Thread(target=time.sleep, args=(20,)).start()\n    signal.raise_signal(signal.SIGINT)",
+}
+
+
+@pytest.mark.parametrize("how", STUBBORN)
+def test_a_command_that_resists_ends_as_well(tmp_path: Path, how: str) -> None:
+    (tmp_path / "imported.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.3)\n")
+    code = FAKE_CLI + "import os, threading, moa_data.commands.signals as ours\nours.CLEANUP_S = 0.5\n"
+    code += f"sys.path.insert(0, {str(tmp_path)!r})\ndef command():\n    {STUBBORN[how]}\n"
+    code += "    if 'imported' in sys.modules: print('whole')\n"  # an import that a signal breaks leaves no module
+    code += "    time.sleep(9)\n    print('went on')\nfake.main = command\nmain()\n"
+    began = time.monotonic()
+    done = python(code)
+    one_line(done)
+    assert time.monotonic() < began + 8
+    assert done.stdout == ("whole\n" if how == "in an import" else "")
+
+
+def test_an_error_that_a_signal_leads_to_is_no_fault() -> None:
+    """A library that is interrupted may fail in its own way, without a word of the cause."""
+    code = FAKE_CLI + (
+        "import click\nfrom moa_data.commands.console import StageGroup\nfake.main = StageGroup('fake')\n"
+        "@fake.main.command()\ndef fail():\n    try:\n        signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n        pass\n    raise AttributeError('partially initialized module')\n"
+        "sys.argv[1:] = ['fail']\nmain()\n"
+    )
+    one_line(python(code))
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    code = FAKE_CLI + (
+        "import hashlib, os, threading, moa_data.commands.signals as ours\nours.CLEANUP_S = 99\nours._REPEAT_S = 0.2\n"
+        "def command():\n    for moment in (0.1, 0.5):\n"
+        "        threading.Timer(moment, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)\nfake.main = command\nmain()\n"
+    )
+    one_line(python(code))
+
+
+def test_what_handles_signals_itself_has_its_time() -> None:
+    """As training does, which saves its state, until Ctrl-C is pressed again."""
+    code = FAKE_CLI + (
+        "import threading, moa_data.commands.signals as ours\nours.CLEANUP_S = 0.2\n"
+        "from moa_data.errors import Interrupted\n"
+        "def command():\n    noted = threading.Event()\n    signal.signal(signal.SIGINT, lambda *_: noted.set())\n"
+        "    signal.raise_signal(signal.SIGINT)\n    assert noted.wait(5)\n    time.sleep(1)\n    print('saved')\n"
+        "    raise KeyboardInterrupt\nfake.main = command\nmain()\n"
+    )
+    done = python(code)
+    one_line(done)
+    assert done.stdout == "saved\n"
 
 
 @pytest.mark.slow
@@ -162,6 +225,7 @@ COMMANDS: dict[str, Any] = {
     "demo": f"demo --out OUT {DEMO_OPTIONS}",
 }
 N_MOMENTS = int(os.environ.get("N_MOMENTS", "20"))
+N_CTRL_C = int(os.environ.get("N_CTRL_C", "200"))
 
 
 MIDDLES: dict[str, tuple[str, str, str]] = {
@@ -311,3 +375,81 @@ def test_signals_at_random_moments(room: Path, tmp_path: Path, command: str) -> 
             assert_same_run(work / "whole", work / out)
         assert not list((work / out).rglob("*.partial"))
         shutil.rmtree(work / out)
+
+
+SWEPT = EVERY_COMMAND | {
+    "--help": "--help",
+    "extract": COMMANDS["extract"],
+    "extract --workers": f"{COMMANDS['extract']} --workers 2",
+    "train": COMMANDS["train"],
+    "eval": COMMANDS["eval"],
+    "regenerate": "regenerate --model model --dataset chats.jsonl --out OUT --device cpu",
+    "serve": "serve --model model --drafter run --port 0 --grpc-port 0 --device cpu",
+    "chat": "chat --server 127.0.0.1:PORT --drafter run --bundle store --prompt Hi",
+    "push": "push store someone/store",
+    "pull": "pull someone/store OUT",
+}
+"""Every command; whatever listens on PORT never answers."""
+ENDS_S = 5.0
+LIVES_S = {"serve": 12.0, "chat": 12.0, "push": 12.0, "pull": 12.0}
+"""Seconds within which commands that wait for others are struck."""
+
+
+def struck(command: str, work: Path, port: int, moments: list[float | None]) -> list[tuple[int, str, float]]:
+    """Run a command once for each moment, side by side, and send SIGINT then; return exit codes, stderr and seconds.
+
+    The seconds count from the signal, for None from the start.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": ""}
+    runs = []
+    for index in range(len(moments)):
+        words = SWEPT[command].replace("OUT", f"out-{index}").replace("PORT", str(port)).split()
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        runs.append(subprocess.Popen([sys.executable, "-m", "moa_data", *words], cwd=work, env=environment, **files))
+    began, sent = time.monotonic(), {}
+    for moment, index in sorted((moment, index) for index, moment in enumerate(moments) if moment is not None):
+        time.sleep(max(0.0, began + moment - time.monotonic()))
+        if runs[index].poll() is None:
+            runs[index].send_signal(signal.SIGINT)
+            sent[index] = time.monotonic()
+    ends = []
+    for index, run in enumerate(runs):
+        said = run.communicate(timeout=LIVES_S.get(command, 300))[1].decode(errors="replace")
+        ends.append((run.returncode, said, time.monotonic() - sent.get(index, began)))
+        shutil.rmtree(work / f"out-{index}", ignore_errors=True)
+    return [end for index, end in enumerate(ends) if index in sent or moments[index] is None]
+
+
+def assert_interrupted(code: int, said: str, seconds: float) -> None:
+    assert seconds < ENDS_S, (seconds, said)  # on a machine that has nothing else to do
+    if code == -signal.SIGINT or "Fatal Python error: init_" in said:
+        return  # Python had not come to the first line of the program
+    error_line(code, said, 128 + signal.SIGINT)
+
+
+def test_ctrl_c_at_random_moments_of_verify(room: Path) -> None:
+    [(code, said, whole_s)] = struck("verify", room, 9, [None])
+    assert code == 0, said
+    random = Random(0)
+    for code, said, _ in struck("verify", room, 9, [random.uniform(0.4, 0.8) * whole_s for _ in range(3)]):
+        assert_interrupted(code, said, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SWEPT)
+def test_ctrl_c_at_any_moment_of_any_command(room: Path, tmp_path: Path, command: str) -> None:
+    """From the very first moment on, in an environment with all extras."""
+    work = Path(shutil.copytree(room, tmp_path / "room"))
+    assert run_until(SWEPT["train"].replace("OUT", "run").split(), work, None, 0)[0] == 0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if (whole_s := LIVES_S.get(command)) is None:
+            [(code, said, whole_s)] = struck(command, work, port, [None])
+            assert code == 0, said
+        random, n_struck, tries = Random(command), 0, 0
+        while n_struck < N_CTRL_C:
+            tries += 1
+            assert tries < 4 * N_CTRL_C + 20
+            for end in struck(command, work, port, [random.uniform(0.0, whole_s)]):
+                assert_interrupted(*end)
+                n_struck += 1

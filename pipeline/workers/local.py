@@ -38,8 +38,11 @@ from moa_data.pipeline.workers.process import main
 sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
 """
 _TELL_EVERY_S = 1.0
-_LEAVE_S = 30.0
-"""Time that a worker has to discard its part when it is told to end; a batch on a slow CPU takes seconds."""
+_LEAVE_S = 2.0
+"""Time that a worker has to discard its part when it is told to end; then it is killed, and its files are removed here.
+
+Less than the three seconds that an interrupted command has.
+"""
 _SIGNAL_EVERY_S = 1.0
 
 

@@ -7,10 +7,12 @@ rest off.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,22 +188,18 @@ class ServerRun:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Let signals end the run, where the event loop is in the main thread."""
-        loop, known = asyncio.get_running_loop(), []
-        for number in _SIGNALS:
-            before = signal.getsignal(number)
-            if before is signal.SIG_IGN:  # as nohup leaves it
-                continue
-            try:
-                loop.add_signal_handler(number, self.end, int(number))
-            except (ValueError, RuntimeError):  # another thread
-                break
-            known.append((number, before))
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            # Not by loop.add_signal_handler, which takes the signals from whoever watches that the process ends.
+            end = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.end)
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+                    before[number] = signal.signal(number, lambda signum, _frame: end(signum))
         try:
             yield
         finally:
-            for number, before in known:
-                loop.remove_signal_handler(number)
-                signal.signal(number, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -192,6 +192,7 @@ def wait_for_tokens(file: Path, n_tokens: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.usefixtures("heeded_signals")
 def test_another_process_goes_on(number: signal.Signals, live: Target, folder: Path, tmp_path: Path) -> None:
     """After kill -9 in the middle of an answer, and after Ctrl-C, which says how."""
     file, n_new = tmp_path / "chat.json", 80

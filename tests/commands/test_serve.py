@@ -71,6 +71,7 @@ def request_lines(stderr: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("heeded_signals")
 def test_signals_let_answers_end(model: Path, number: signal.Signals) -> None:
     run_folder = model.parent / "run"
     with serving(model, "--drafter", str(run_folder), "--target-ms", "5", "--tree", "3") as (process, line, address):

@@ -114,10 +114,11 @@ def test_a_temporary_folder_that_cannot_be_used_is_one_line(monkeypatch: pytest.
 
 STARTS = """
 import os, sys, time
-from moa_data.commands.signals import raise_signals
+from moa_data.commands.signals import begin_command, watch_signals
 from moa_data.pipeline.chats import processes
 processes.MIN_ROWS = 1
-raise_signals()
+watch_signals()
+begin_command()
 def wait(row):
     with open(sys.argv[1], "a") as file:
         file.write(f"{os.getpid()}\\n")
@@ -148,6 +149,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.usefixtures("heeded_signals")
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     """On Ctrl-C, which goes to all of them, SIGTERM to the first, and kill -9."""
     cases = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)

@@ -203,6 +203,7 @@ def test_the_command_is_killed_and_the_same_one_goes_on(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("heeded_signals")
 def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -> None:
     running = runs.start()
     runs.wait_for_parts(5, running)

@@ -123,6 +123,7 @@ def processes_that(holds: Callable[[str], bool]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("heeded_signals")
 def test_a_signal_ends_all_processes_in_one_line(commands: Commands, number: signal.Signals) -> None:
     running = commands.start(2)
     commands.wait_for_parts(3, running)

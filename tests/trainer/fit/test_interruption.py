@@ -23,7 +23,9 @@ from moa_data.trainer.step.module import DrafterModule
 
 from .test_run import settings
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("heeded_signals")
+]  # fmt: skip
 
 SETTINGS: dict[str, Any] = {"optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -111,15 +113,9 @@ def command(store: Any, out: Any, *more: Any) -> Any:
     return ["-m", "moa_data", "train", "--config", str(file)]
 
 
-def heed_signals() -> None:
-    """Undo what a shell does to programs in the background."""
-    for signum in STOPS:
-        signal.signal(signum, signal.SIG_DFL)
-
-
 def start(arguments: Any) -> Any:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(arguments, **pipes, start_new_session=True, preexec_fn=heed_signals)
+    return subprocess.Popen(arguments, **pipes, start_new_session=True)
 
 
 def said(stderr: Any) -> Any:

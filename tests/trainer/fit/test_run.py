@@ -159,6 +159,7 @@ def test_resume_with_another_accumulation(store_path: Path, tmp_path: Path, monk
     assert_same_weights(whole, parts, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.usefixtures("heeded_signals")
 def test_an_interruption_between_micro_batches_changes_nothing(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
@@ -175,6 +176,7 @@ def test_an_interruption_between_micro_batches_changes_nothing(
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.usefixtures("heeded_signals")
 def test_the_last_step_is_validated(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
@@ -211,6 +213,7 @@ def test_the_last_step_is_validated(
     assert run(store_path, tmp_path / "parts", **settings, resume=True).metrics == {}, "nothing is left to do"
 
 
+@pytest.mark.usefixtures("heeded_signals")
 def test_a_validation_that_did_not_end_is_done_again(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Any
 ) -> None:
