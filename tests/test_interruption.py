@@ -413,9 +413,9 @@ def struck(command: str, work: Path, port: int, moments: list[float | None]) -> 
             runs[index].send_signal(signal.SIGINT)
             sent[index] = time.monotonic()
     ends = []
-    for index, run in enumerate(runs):
-        said = run.communicate(timeout=LIVES_S.get(command, 300))[1].decode(errors="replace")
-        ends.append((run.returncode, said, time.monotonic() - sent.get(index, began)))
+    for index, process in enumerate(runs):
+        said = process.communicate(timeout=LIVES_S.get(command, 300))[1].decode(errors="replace")
+        ends.append((process.returncode, said, time.monotonic() - sent.get(index, began)))
         shutil.rmtree(work / f"out-{index}", ignore_errors=True)
     return [end for index, end in enumerate(ends) if index in sent or moments[index] is None]
 
