@@ -25,6 +25,11 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:,.1f} TB"
 
 
+def counted(count: int, unit: str) -> str:
+    """Write a count with its unit: ``1 part``, ``1,200 parts``."""
+    return f"{count:,} {unit}{'s' * (count != 1)}"
+
+
 def format_hours(seconds: float) -> str:
     """Write a duration in hours, or in minutes or seconds where it is short."""
     if seconds < 120:

@@ -68,6 +68,11 @@ out = StandardOutput()
 # What libraries say where memory or threads are short, whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "failed to map segment", "bad_alloc", "out of memory")
 _NO_THREADS = ("can't start new thread", "ThreadPoolBuildError", "Resource temporarily unavailable")
+_FEWER_TENSORS = {
+    "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size", "regenerate": "--batch-size",
+    "serve": "--kv-tokens",
+}  # fmt: skip
+"""Command -> the flag that bounds the size of its tensors."""
 _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
     "recode": "Committed parts are kept; run the same command again to go on.",
@@ -233,9 +238,11 @@ def user_message(error: BaseException, command: str = "") -> str | None:
         extra = _EXTRAS.get(command, "extract")
         return f"{error.name} is not installed, and this command needs it: pip install 'moa-data[{extra}]'."
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
+        # Python's own error comes from data; torch's from tensors, whose sizes a flag changes.
+        flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
         return (
-            f"out of memory ({text.split('. ')[0] or type(error).__name__}). Free some, raise the limit (ulimit -v), "
-            "or lower --batch-tokens (extract, add), --micro-batch-size (train) or --batch-size (eval)."
+            f"out of memory ({text.split('. ')[0] or type(error).__name__}). Free some, or raise the limit (ulimit -v)"
+            f"{f', or lower {flag}' if flag else ''}."
         )
     if any(sign in text for sign in _NO_THREADS):
         return (
@@ -279,7 +286,7 @@ PHASE_UNITS = {
     "load": ("B", True),
     "measure": ("sequence", False),
     "learn": ("step", False),
-    **dict.fromkeys(("extract", "add", "recode"), ("tok", False)),
+    **dict.fromkeys(("extract", "add", "recode"), ("token", False)),
 }
 """Phases that follow each other in one command: first word of the message -> unit, and whether counts are shortened."""
 
@@ -386,6 +393,7 @@ class _LogLines:
             left_s = elapsed_s * (self.total - self.done) / (self.done - self.first)
             left = f", {format_hours(left_s)} left"
         counts = f"{shown(self.done)} of {shown(self.total)} {'' if self.line.scaled else self.line.unit}".rstrip()
+        counts += "s" * (self.line.unit != "" and not self.line.scaled and self.total != 1)
         share = self.done / max(self.total, 1)
         click.echo(f"{self.message}: {counts} ({share:.0%}), {format_hours(elapsed_s)}{left}", err=True)
         self.shown_s, self.is_shown = self.told_s, True

@@ -23,7 +23,7 @@ def export_command(config: ExportConfig) -> None:
     """
     from ..pipeline.exchange.exporting import export_store
 
-    with ProgressLine("seq") as progress:
+    with ProgressLine("sequence") as progress:
         report = export_store(config, progress=progress)
     out.print(report.describe())
 
@@ -60,6 +60,6 @@ def import_command(config: ImportConfig) -> None:
     """
     from ..pipeline.exchange.importing import import_folder
 
-    with ProgressLine("seq") as progress:
+    with ProgressLine("sequence") as progress:
         report = import_folder(config, progress=progress, provenance=collect_provenance())
     out.print(report.describe())

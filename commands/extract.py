@@ -43,7 +43,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
         return
     from ..pipeline.jobs.extract import extract as run_extract
 
-    with ProgressLine("tok") as progress:
+    with ProgressLine("token") as progress:
         report = run_extract(config, progress=progress, provenance=collect_provenance())
     out.print(report.describe())
 
@@ -112,7 +112,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
         if plan.n_left_tokens and plan.fields:
             out.print(estimate_addition(plan).describe())
         return
-    with ProgressLine("tok") as progress:
+    with ProgressLine("token") as progress:
         report = run_add(config, progress=progress, provenance=collect_provenance())
     out.print(report.describe())
 
@@ -148,7 +148,7 @@ def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None)
     """
     from ..pipeline.jobs.recode import recode as run_recode
 
-    with ProgressLine("tok") as progress:
+    with ProgressLine("token") as progress:
         metrics = None
         if drafter is not None:
             from ..moa.formats.checkpoint import load_drafter
@@ -197,7 +197,7 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         raise Incomplete(f"{store} is incomplete: {damage.missing}. Complete it with --model MODEL.")
     from ..pipeline.jobs.repair import repair as run_repair
 
-    with ProgressLine("tok") as progress:
+    with ProgressLine("token") as progress:
         report = run_repair(damage, model, dataset, device, progress, collect_provenance())
     out.print(report.describe())
 
@@ -222,7 +222,7 @@ def audit(store: StorePath, model: str, samples: int, seed: int, device: str) ->
     """
     from ..pipeline.jobs.audit import audit as run_audit
 
-    with ProgressLine("seq") as progress:
+    with ProgressLine("sequence") as progress:
         report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)
     out.print(report.describe())
     if not report.ok:

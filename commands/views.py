@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..text import format_bytes, printable
+from ..text import counted, format_bytes, printable
 from ..trainer.files import DRAFTER
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def verify_view(report: "VerifyReport") -> RenderableType:
             table.add_row(part, Text(printable(finding.path)), Text(printable(finding.message)))
         blocks += [table] if findings else []
     checked = (
-        f"{report.n_parts} parts, {format_count(report.n_sequences)} sequences, "
+        f"{counted(report.n_parts, 'part')}, {counted(report.n_sequences, 'sequence')}, "
         f"{format_count(report.n_tokens)} tokens, {format_bytes(report.n_bytes)}"
     )
     verdict = Text("no damage" if report.missing else "whole", style="bold green")

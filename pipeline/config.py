@@ -32,6 +32,7 @@ TEXT_FIELDS = ("tokens", "response_mask")
 _FIELD_LAYER = re.compile(r"hidden/layer_(\d+)")
 
 
+DEFAULT_MAX_LENGTH = 2048
 MAX_DEFAULT_ENCODE_THREADS = 16
 """With more, the one thread that writes is the slowest stage."""
 
@@ -44,8 +45,9 @@ class DataSettings(Config):
     split of a folder. A folder with several splits, none of them the one wanted, is refused."""
     max_sequences: Common[Count | None] = None
     """Stop after this many usable sequences, in the dataset's order; default: all."""
-    max_length: Common[Count] = 2048
-    """Longest sequence in tokens; longer ones are cut, tokens and mask together."""
+    max_length: Common[Count | None] = None
+    """Longest sequence in tokens; longer ones are cut, tokens and mask together; default: 2048, or the target's
+    positions where it has fewer."""
     max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Fail when more than this fraction of the rows cannot be used."""
     columns: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ from ..pipeline.chats.splits import RECORD_SUFFIX
 from ..pipeline.errors import DatasetError
 from ..storage.disk.durable import replacing, write_atomic
 from ..storage.disk.locking import LockHeld, lock_file
-from ..text import Progress, format_hours
+from ..text import Progress, counted, format_hours
 from .chats import Exchange, Outcome, Question, Tally
 from .config import RegenerateConfig
 from .errors import JournalRefused, TooManyLost
@@ -95,8 +95,8 @@ class Work:
         drafts = f", drafts by {config.drafter}" if config.drafter else ""
         who = f"requests at once to {config.server}" if config.server else f"chats at a time by {config.model}{drafts}"
         return (
-            f"{self.n_rows:,} rows, {self.n_chats:,} chats that ask for {self.n_answers:,} answers of at most "
-            f"{config.max_new_tokens:,} tokens; {config.n_together} {who}"
+            f"{counted(self.n_rows, 'row')}, {counted(self.n_chats, 'chat')} that ask for {self.n_answers:,} answers "
+            f"of at most {config.max_new_tokens:,} tokens; {config.n_together} {who}"
         )
 
 
@@ -211,7 +211,7 @@ class _Run:
             self._tally.add(outcome)
         self._n_before, self._started_s = journal.n_rows, time.monotonic()
         if self._tell and self._n_before:
-            self._tell(f"{self._n_before:,} rows are answered already")
+            self._tell(f"answered already: {counted(self._n_before, 'row')}")
 
     def commit(self, outcomes: Sequence[Outcome], acceptance_length: float | None = None) -> None:
         """Write the outcomes of a unit; rejects more than allowed as soon as that is certain."""
@@ -221,7 +221,7 @@ class _Run:
             self._tally.add(outcome)
         if self._progress:
             self._progress(self._journal.n_rows, self._work.n_rows, "regenerate")
-        if is_first and self._tell:
+        if is_first and self._tell and any(outcome.n_tokens for outcome in outcomes):
             self._tell(self._estimate(outcomes, acceptance_length))
         self.check_rejected()
 
@@ -229,11 +229,12 @@ class _Run:
         """Say how long the rest takes if it goes on like the first answers, by answers: rows have one or many."""
         elapsed_s = time.monotonic() - self._started_s
         n_tokens = sum(outcome.n_tokens for outcome in outcomes)
-        left_s = elapsed_s * (self._work.n_rows - self._journal.n_rows) / len(outcomes)
+        n_left = self._work.n_rows - self._journal.n_rows
+        left = f"; about {format_hours(elapsed_s * n_left / len(outcomes))} for the rest" if n_left else ""
         length = f", {acceptance_length:.2f} per target call" if acceptance_length else ""
         return (
-            f"first {len(outcomes)} rows: {n_tokens:,} tokens in {elapsed_s:.1f} s ({n_tokens / elapsed_s:,.0f} "
-            f"tokens/s{length}); about {format_hours(left_s)} for the rest"
+            f"first {counted(len(outcomes), 'row')}: {n_tokens:,} tokens in {elapsed_s:.1f} s "
+            f"({n_tokens / elapsed_s:,.0f} tokens/s{length}){left}"
         )
 
     def check_rejected(self) -> None:
@@ -246,8 +247,8 @@ class _Run:
         if tally.n_rejected > most * self._work.n_rows:
             raise TooManyLost(
                 f"{tally.n_rejected:,} of the first {tally.n_rows:,} rows ({self._work.n_rows:,} in all) gave no chat, "
-                f"more than --max-rejected-fraction {most}: {'; '.join(tally.lines(tally.rejected))}. Raise the limit "
-                "and run the same command again, which keeps the answers so far; or mend the data."
+                f"more than --max-rejected-fraction {most}: {'; '.join(tally.lines(tally.rejected))}. Raise that "
+                "fraction and run the same command again, which keeps the answers so far; or mend the data."
             )
 
 

@@ -190,10 +190,18 @@ def test_a_signal_behind_another_error_is_an_interruption(monkeypatch: pytest.Mo
     ]
 
 
-def test_out_of_memory_gives_advice() -> None:
-    message = user_message(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."))
+@pytest.mark.parametrize(
+    ("error", "command", "flags"),
+    [
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."), "train", 1),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried. More."), "plan", 0),
+        (MemoryError(), "extract", 0),  # the data, not the forward
+    ],
+)
+def test_out_of_memory_names_a_flag_only_where_it_helps(error: Exception, command: str, flags: int) -> None:
+    message = user_message(error, command)
     assert message is not None
-    assert "--micro-batch-size" in message
+    assert message.count("--") == flags
 
 
 def rendered(view: Any) -> str:

@@ -138,8 +138,8 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
     if list(layers) != sorted(set(layers)):
         count = "five" if n_read == 5 else str(n_read)
         raise DrafterError(
-            f"the default layers, {count} from 1 to L - 3, are no {count} layers of a target with {n_layers}; choose "
-            "them with --set drafter.fused_layers=0,1 or other layers."
+            f"the drafter reads {count} layers of the target, by default from the second to the third from the end; "
+            f"this one has {n_layers}. Choose them: --fused-layers {','.join(map(str, range(min(n_read, n_layers))))}."
         )
     return layers
 

@@ -107,8 +107,8 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     layers = (1, n_layers // 2 - 1, n_layers - 4)
     if not layers[0] < layers[1] < layers[2]:
         raise DrafterError(
-            f"the default layers 1, L // 2 - 1 and L - 4 are no three layers of a target with {n_layers}; choose them "
-            "with --set drafter.fused_layers=0,1 or other layers."
+            f"EAGLE-3 reads three layers of the target, by default of one with 7 or more; this one has {n_layers}. "
+            f"Choose them: --fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
         )
     return layers
 

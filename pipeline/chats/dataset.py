@@ -15,12 +15,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...text import first_line
+from ...text import first_line, format_bytes
 from ..errors import DatasetError
 from .messages import UnreadableRow
 from .splits import DEFAULT_SPLIT, SUFFIXES, ChosenFiles, choose_files
 
 MAX_ROW_BYTES = 1 << 28
+MAX_EXPANSION = 200
+"""Most times that a large row group of a Parquet file may grow when it is read; chats compress to a tenth or so."""
 """Longest line of a jsonl file that is read into memory."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -204,8 +206,22 @@ def _count_rows(path: Path) -> int:
 
 def _read_parquet(path: Path) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
+        _check_sizes(path, file.metadata)
         for batch in file.iter_batches(batch_size=_READ_ROWS):
             yield from _arrow_rows(batch)
+
+
+def _check_sizes(path: Path, metadata: Any) -> None:
+    """Refuse a file whose cells are larger than a row may be, or that a few kilobytes blow up to gigabytes."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = [group.column(index) for index in range(group.num_columns)]
+        n_bytes = sum(column.total_uncompressed_size for column in columns)
+        n_stored = sum(column.total_compressed_size for column in columns)
+        if n_bytes > MAX_ROW_BYTES * max(group.num_rows, 1) or n_bytes > max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored):
+            raise DatasetError(
+                f"{path} holds {format_bytes(n_bytes)} of {group.num_rows:,} rows in {format_bytes(n_stored)}; no row "
+                f"may have more than {format_bytes(MAX_ROW_BYTES)}. Leave such rows out."
+            )
 
 
 def _read_arrow(path: Path) -> Iterator[Any]:

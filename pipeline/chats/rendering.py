@@ -3,8 +3,8 @@
 A template is a program that comes with the model. It runs in the sandbox of transformers, and here
 
 - the time that it may ask for is fixed (TEMPLATE_TIME);
-- loops over `range` and the text that it writes are bounded. Nested loops over the characters of a text, or a product
-  of texts, are not: a malicious model folder can keep the process busy;
+- loops over `range`, the text that it writes, and the numbers in it are bounded. Nested loops over the characters of a
+  text, or a product of products, are not: a malicious model folder can keep the process busy;
 - functions that give random values are refused.
 """
 
@@ -42,6 +42,8 @@ _MAX_RANGE_ITEMS = 1 << 20
 _SPARE_CHARS = 1 << 20
 _CHARS_PER_CHAR = 16
 _CHARS_PER_TEXT = 4096
+_WIDTH = re.compile(r"[%:{.][^A-Za-z%\s]{0,4}?(\d{6,99})")
+"""A width or precision in a format, such as ``%2000000000d`` and ``{:>2000000000}``."""
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 
 _ASKED_THE_TIME: WeakSet[Any] = WeakSet()
@@ -84,7 +86,10 @@ def check_program(tokenizer: Any) -> None:
     """Refuse a template that does not compile, uses random values, or does not end for the shortest chat."""
     text = template_text(tokenizer)
     try:
-        tree = _compile_jinja_template(text).environment.parse(text)
+        # Parsed before it is compiled, which computes with its constants.
+        tree = _compile_jinja_template("").environment.parse(text)
+        _check_constants(tree)
+        _compile_jinja_template(text)
     except (JinjaError, RecursionError) as error:
         raise TemplateError(f"the chat template is no Jinja template ({first_line(error)}). Restore it.") from error
     by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
@@ -100,6 +105,15 @@ def check_program(tokenizer: Any) -> None:
         raise TemplateError(f"the chat template does not end: {first_line(error)}. Mend the template.") from error
     except RENDER_ERRORS:
         pass  # the template wants other chats; each is looked at by itself
+
+
+def _check_constants(tree: nodes.Template) -> None:
+    """Refuse numbers and widths of formats that stand for more text than any chat has."""
+    for node in tree.find_all(nodes.Const):
+        widths = [int(width) for width in _WIDTH.findall(node.value)] if isinstance(node.value, str) else []
+        numbers = [node.value] if isinstance(node.value, int) else widths
+        if max(numbers, default=0) > MAX_CHAT_CHARS:
+            raise TemplateError(f"the chat template asks for {max(numbers):,} characters. Mend the template.")
 
 
 def render(

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from ...machine import usable_cores
 from ...text import Progress
-from ..config import ExtractConfig
+from ..config import DEFAULT_MAX_LENGTH, ExtractConfig
 from ..errors import DatasetError, SequenceTooLong, TooManyRejected
 from .columns import FORMATS, Columns
 from .dataset import ChatSource
@@ -207,7 +207,7 @@ def read_sequences(
     total = most or source.count_rows()
     results = tokenise_rows(
         source.rows(),
-        partial(_tokenise, tokenizer, config.data.max_length, Columns.parse(config.data.columns)),
+        partial(_tokenise, tokenizer, config.data.max_length or DEFAULT_MAX_LENGTH, Columns.parse(config.data.columns)),
         config.data.tokenize_processes or usable_cores(),
         lambda: most and most - len(sequences),
     )

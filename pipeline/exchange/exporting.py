@@ -17,7 +17,7 @@ from ...errors import FolderOccupied
 from ...moa.targets.bundle import layer_windows, load_target_config
 from ...storage.disk.durable import write_atomic
 from ...storage.read.store import ActivationStore
-from ...text import Progress
+from ...text import Progress, counted
 from .config import ExportConfig
 from .conventions import check_layers, require_fields
 from .formats import EagleFormat, FileFormat, SpecForgeFormat
@@ -53,7 +53,7 @@ class ExportReport:
         """Return the report as text."""
         kept = self.n_sequences - self.n_written
         return (
-            f"{self.folder}: {self.n_sequences:,} sequences for {self.format} from {', '.join(self.fields)}; "
+            f"{self.folder}: {counted(self.n_sequences, 'sequence')} for {self.format} from {', '.join(self.fields)}; "
             f"{self.n_written:,} written ({self.written_bytes / 1e6:,.1f} MB), {kept:,} were there"
         )
 

@@ -28,7 +28,7 @@ from ...storage.schema import (
 )
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
-from ...text import Progress
+from ...text import Progress, counted
 from ..jobs.card import CardOrigin, public_name, write_card
 from .config import ImportConfig
 from .conventions import LAST
@@ -97,8 +97,9 @@ class ImportReport:
     def describe(self) -> str:
         """Return the report as text."""
         return (
-            f"{self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens from {self.format} with "
-            f"{', '.join(self.fields)}; {self.n_parts_done:,} parts written, {self.n_duplicates:,} duplicates left out"
+            f"{self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens from {self.format} with "
+            f"{', '.join(self.fields)}; {counted(self.n_parts_done, 'part')} written, "
+            f"{self.n_duplicates:,} duplicates left out"
         )
 
 

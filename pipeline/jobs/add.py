@@ -25,7 +25,7 @@ from ...storage.paths import StorePath
 from ...storage.read.store import ActivationStore
 from ...storage.write.addition import StoreAddition, load_next_basis, save_next_basis
 from ...storage.write.store import StoreWriter
-from ...text import Progress, activation_name, format_bytes, format_hours
+from ...text import Progress, activation_name, counted, format_bytes, format_hours
 from ..chats.sequences import content_id
 from ..config import AddConfig, ExtractConfig, parse_fields, resolve_encode_threads
 from ..errors import AdditionRefused, RepairRefused
@@ -79,7 +79,7 @@ class AddReport:
         lines += [f"target       {kept}"] if kept else []
         lines += [f"rounding     {self.agreement}"] if self.agreement else []
         lines.append(
-            f"this run     {self.n_parts_done:,} parts, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
+            f"this run     {counted(self.n_parts_done, 'part')}, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
             f"({t.tokens_per_s:,.0f} tokens/s); forwards {format_hours(t.forward_s)}, padding {t.padding_fraction:.1%}"
         )
         if self.n_pending_parts:

@@ -36,7 +36,7 @@ from ...storage.parts.commit import read_part_commit
 from ...storage.paths import StorePath
 from ...storage.write.lock import CARD_SLOT, TEXTS_SLOT
 from ...storage.write.store import StoreWriter
-from ...text import Progress, format_bytes, format_hours
+from ...text import Progress, counted, format_bytes, format_hours
 from ..config import ExtractConfig, core_share, resolve_encode_threads
 from ..engines.vllm_source import VllmSource
 from ..forwards.calibrate import learn_from_target, learned_before, learning_on
@@ -91,11 +91,11 @@ class ExtractReport:
         """Return the report as text."""
         t = self.timings
         lines = [
-            f"store        {self.store}: {self.n_sequences:,} sequences, {self.n_tokens:,} tokens, "
-            f"{self.n_parts:,} parts",
+            f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, {self.n_tokens:,} tokens, "
+            f"{counted(self.n_parts, 'part')}",
             f"size         {format_bytes(self.stored_bytes)}, {self.stored_bytes / self.raw_bytes:.3f} of "
             f"{format_bytes(self.raw_bytes)} raw, {self.stored_bytes / self.n_tokens:,.0f} bytes per token",
-            f"dataset      {self.dataset}: {self.n_rows:,} rows read",
+            f"dataset      {self.dataset}: {counted(self.n_rows, 'row')} read",
             f"rejected     {sum(self.rejections.values()):,} of {self.n_rows:,} rows, {self.n_duplicates:,} duplicates "
             "left out" + "".join("\n" + line for line in self.rejection_lines),
         ]
@@ -107,9 +107,9 @@ class ExtractReport:
         if not self.n_parts_done and not self.n_parts_late:
             return "\n".join([*lines, "this run     nothing to do, every part was there"])
         of_workers = f"{self.n_workers} workers, " * (self.n_workers > 1)
-        twice = f", {self.n_parts_late:,} parts that another run was faster with" if self.n_parts_late else ""
+        twice = f", {counted(self.n_parts_late, 'part')} that another run was faster with" if self.n_parts_late else ""
         lines.append(
-            f"this run     {self.n_parts_done:,} parts, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
+            f"this run     {counted(self.n_parts_done, 'part')}, {t.n_tokens:,} tokens in {format_hours(t.extract_s)} "
             f"({of_workers}{t.tokens_per_s:,.0f} tokens/s); forwards {format_hours(t.forward_s)}, waiting for the "
             f"writer {format_hours(t.wait_s)}, padding {t.padding_fraction:.1%}{twice}"
         )

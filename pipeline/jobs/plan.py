@@ -35,14 +35,14 @@ from ...storage.schema import (
     response_mask_field,
     tokens_field,
 )
-from ...text import Progress, format_bytes, format_hours
+from ...text import Progress, counted, format_bytes, format_hours
 from ..chats.columns import Columns
 from ..chats.dataset import ChatSource
 from ..chats.prompts import check_template
 from ..chats.rendering import TEMPLATE_TIME
 from ..chats.sequences import Sequences, check_counts, read_sequences
 from ..chats.template_arguments import parse_template_arguments
-from ..config import ActivationSpec, ExtractConfig, parse_activations
+from ..config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations
 from ..engines.vllm_source import check_vllm
 from ..errors import NotEnoughDisk
 from ..forwards.learning_cost import LearningCost, learning_cost, product_speed
@@ -127,7 +127,7 @@ class ExtractPlan:
             f"target       {self.config.model} ({self.manifest.target['architecture']}, "
             f"{self.manifest.target['n_layers']} layers, {self.manifest.target['n_kv_heads']} KV heads of "
             f"{self.manifest.target['head_dim']}, width {self.manifest.target['hidden_size']})",
-            f"dataset      {self.dataset}: {counts.n_rows:,} rows read",
+            f"dataset      {self.dataset}: {counted(counts.n_rows, 'row')} read",
             f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.data.max_length:,} tokens, "
             f"{counts.n_duplicates:,} duplicates left out)",
             f"rejected     {counts.n_rejected:,} rows" + "".join("\n" + line for line in counts.rejection_lines()),
@@ -210,7 +210,10 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
     check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
     sizes = target_sizes(model_config)
     spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
-    longest = min(config.data.max_length, sizes["max_position_embeddings"])
+    if config.data.max_length is None:
+        n_positions = sizes["max_position_embeddings"] - (config.forward.source == "vllm")  # which needs one more
+        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions))
+    longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, sizes["max_position_embeddings"])
     uses_vllm = config.forward.source == "vllm"
     engine = check_vllm(model_config, longest) if uses_vllm else {}
     # What stays of transformers where vLLM runs the target, its weights for the store, is on the host.

@@ -30,7 +30,7 @@ from ...storage.read.store import ActivationStore
 from ...storage.schema import SCHEMA_VERSION
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
-from ...text import Progress, format_bytes, format_hours
+from ...text import Progress, counted, format_bytes, format_hours
 from ..forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .plan import existing_parent
 
@@ -72,7 +72,7 @@ class RecodeReport:
     def describe(self) -> str:
         """Return the report as text."""
         return (
-            f"{self.out}: codec {self.codec}, {self.n_parts:,} parts ({self.n_parts_done:,} by this run in "
+            f"{self.out}: codec {self.codec}, {counted(self.n_parts, 'part')} ({self.n_parts_done:,} by this run in "
             f"{format_hours(self.wall_s)}), {format_bytes(self.stored_bytes)}, "
             f"{self.stored_bytes / self.n_tokens:,.0f} bytes per token; {self.stored_bytes / self.source_bytes:.3f} of "
             f"{self.source}"

@@ -32,9 +32,9 @@ def test_a_log_gets_a_line_every_ten_seconds(clock: Clock, capsys: pytest.Captur
             progress(step, 100, f"train, loss {step}")
             clock.now_s += 0.25
     assert capsys.readouterr().err == (
-        "train, loss 40: 40 of 100 step (40%), 10 s, 15 s left\n"
-        "train, loss 80: 80 of 100 step (80%), 20 s, 5 s left\n"
-        "train, loss 100: 100 of 100 step (100%), 25 s\n"
+        "train, loss 40: 40 of 100 steps (40%), 10 s, 15 s left\n"
+        "train, loss 80: 80 of 100 steps (80%), 20 s, 5 s left\n"
+        "train, loss 100: 100 of 100 steps (100%), 25 s\n"
     )
 
 
@@ -53,7 +53,7 @@ def test_a_phase_ends_with_its_last_state(clock: Clock, capsys: pytest.CaptureFi
         progress(5, 5, "corpus")
         clock.now_s += 20  # work that tells nothing, until the next phase
         progress(1, 9, "target")
-    assert capsys.readouterr().err.splitlines()[0] == "corpus: 5 of 5 chat (100%), 0 s"
+    assert capsys.readouterr().err.splitlines()[0] == "corpus: 5 of 5 chats (100%), 0 s"
 
 
 def test_what_was_done_before_says_nothing_of_the_rest(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_what_was_done_before_says_nothing_of_the_rest(clock: Clock, capsys: pyt
         progress(90, 100, "train")
         clock.now_s += 10
         progress(95, 100, "train")
-    assert capsys.readouterr().err == "train: 95 of 100 step (95%), 10 s, 10 s left\n"
+    assert capsys.readouterr().err == "train: 95 of 100 steps (95%), 10 s, 10 s left\n"
 
 
 def test_named_phases_have_lines_and_units_of_their_own(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,12 +76,12 @@ def test_named_phases_have_lines_and_units_of_their_own(clock: Clock, capsys: py
         progress(4_096, 4_096, "learn the codec's basis")
         progress(4_096, 4_096, "extract 29/29 parts")
     assert capsys.readouterr().err == (
-        "tokenise: 24 of 24 chat (100%), 0 s\n"
+        "tokenise: 24 of 24 chats (100%), 0 s\n"
         "load the target ...\n"
         "load the target: 16.0 GB of 16.0 GB (100%), 5 s\n"
         "learn the codec's basis ...\n"
-        "learn the codec's basis: 4,096 of 4,096 step (100%), 0 s\n"
-        "extract 29/29 parts: 4,096 of 4,096 tok (100%), 0 s\n"
+        "learn the codec's basis: 4,096 of 4,096 steps (100%), 0 s\n"
+        "extract 29/29 parts: 4,096 of 4,096 tokens (100%), 0 s\n"
     )
 
 

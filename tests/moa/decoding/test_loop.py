@@ -234,6 +234,14 @@ def test_verifying_waits_for_the_device_once_and_for_the_drafts_once(monkeypatch
     assert max(n_accepted for _, n_accepted in of_rounds) > 1
 
 
+def test_a_window_of_one_token_sees_one_token() -> None:
+    """The cache of transformers keeps all tokens where its window of 1 less 1 is 0; without it, it does as we do."""
+    target = Target(build_model("mistral", num_hidden_layers=2, sliding_window=1))
+    for prompt in random_prompts(4, seed=6):
+        expected = written_by_transformers(target.model, prompt, max_new_tokens=12, use_cache=False)
+        assert plain_generate(target, prompt, max_new_tokens=12).tokens == expected
+
+
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_plain_equals_transformers_generate(family: str) -> None:
     target = Target(build_model(family, num_hidden_layers=2))

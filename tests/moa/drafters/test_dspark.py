@@ -221,7 +221,7 @@ def test_default_layers_are_those_of_the_official_code() -> None:
 def test_unfit_sizes_are_refused() -> None:
     model = build_model()
     for sizes, message in (
-        ({"fused_layers": None}, "no five layers of a target with 4; choose them with --set drafter.fused_layers"),
+        ({"fused_layers": None}, r"this one has 4\. Choose them: --fused-layers 0,1,2,3"),
         ({"fused_layers": (0, 4)}, "between 0 and 3, where -1, the embedding, may come first, got 0,4"),
         ({"fused_layers": (-1,)}, "got -1"),
         ({"block_size": 1, "sample_from_anchor": False}, "a block of 1 slot drafts nothing"),

@@ -214,7 +214,7 @@ def test_default_layers() -> None:
 def test_unfit_sizes_are_refused() -> None:
     model = build_model()
     for sizes, message in (
-        ({"fused_layers": None}, "no three layers of a target with 4; choose them with --set drafter.fused_layers"),
+        ({"fused_layers": None}, "this one has 4. Choose them: --fused-layers 0,2,3"),
         ({"fused_layers": (0, 4)}, "between 0 and 3, got 0,4"),
         ({"fused_layers": (1, 0)}, "ascending decoder layers between 0 and 3, got 1,0"),
         ({"fused_layers": ()}, "got none"),

@@ -8,12 +8,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from moa_data.pipeline.chats import dataset as dataset_module
+from moa_data.pipeline.chats import rendering
 from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.chats.messages import Chat, Rejection, RejectReason, UnreadableRow, parse_chat
 from moa_data.pipeline.chats.prompts import tokenize_chat
-from moa_data.pipeline.chats.rendering import MAX_CHAT_CHARS
+from moa_data.pipeline.chats.rendering import MAX_CHAT_CHARS, check_program
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.errors import DatasetError, TemplateError
 from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
@@ -171,6 +173,38 @@ def test_a_template_that_does_not_end_is_refused_or_its_rows_are(template: str) 
     assert rejection.detail
     short = [messages[0] | {"content": "short"}, messages[1]]
     assert not isinstance(tokenize_chat(tokenizer, short, 100), Rejection)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ '%2000000000d' % 1 }}", "{{ '%2000000000d' | format(1) }}", "{{ '%*d' % (2000000000, 1) }}",
+     "{{ '{:>2000000000}'.format(1) }}", "{{ '%.2000000000f' % 1.5 }}", "{{ 'a'.center(2000000000) }}"],
+)  # fmt: skip
+def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    real = _compile_jinja_template
+
+    def compile_nothing(text: str) -> Any:
+        compiled.append(text)  # what computes with the constants of such a template would take gigabytes
+        return real("")
+
+    monkeypatch.setattr(rendering, "_compile_jinja_template", compile_nothing)
+    with pytest.raises(TemplateError, match="2,000,000,000"):
+        check_program(build_tokenizer(template + LLAMA3_TEMPLATE))
+    assert compiled == [""]
+
+
+def test_a_parquet_file_that_grows_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "MAX_ROW_BYTES", 1 << 18)
+    few, many = tmp_path / "few.parquet", tmp_path / "many.parquet"
+    pq.write_table(pa.table({"text": ["a" * (1 << 19)]}), few, compression="zstd")
+    pq.write_table(pa.table({"text": ["a" * (1 << 19), *["b"] * 99]}), many, compression="zstd", use_dictionary=False)
+    for path in (few, many):
+        assert path.stat().st_size < 2000
+        with pytest.raises(DatasetError, match=path.name):
+            next(ChatSource(str(path), None).rows())
 
 
 @pytest.mark.parametrize("fault", ["{{ 1 // (messages | length - 1) }}", "{{ messages[0].content.index('z') }}",

@@ -100,7 +100,9 @@ def test_a_sequence_longer_than_the_positions_is_named(target_folder: Path, tmp_
     path = write_jsonl(tmp_path / "c.jsonl", [*random_chats(2), long])
     with pytest.raises(SequenceTooLong, match=r"Row 2 of .* tokens after truncation to 2,048.*Use --max-length 256"):
         build_plan(make_config(target_folder, path, tmp_path, max_length=2048))
-    assert build_plan(make_config(target_folder, path, tmp_path, max_length=256)).sequences.n_truncated == 1
+    for length in (256, None):  # the default is the target's positions
+        plan = build_plan(make_config(target_folder, path, tmp_path, max_length=length))
+        assert (plan.sequences.n_truncated, plan.config.data.max_length) == (1, 256)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
         with pytest.raises(MissingField, match=f"lacks {message}"):
             run(store, tmp_path / "run", max_steps=2, **changes)
     for fused, message in (
-        (None, "no three layers of a target with 3; choose them with --set drafter.fused_layers"),
+        (None, "this one has 3. Choose them: --fused-layers 0,1,2"),
         ((0, 7), "between 0 and 2, got 0,7"),
     ):
         with pytest.raises(DrafterError, match=message):
