@@ -282,8 +282,8 @@ class Drafter(nn.Module, ABC):
     def _check_context_width(self) -> int:
         if self.context_width is None:
             raise DrafterError(
-                f"a {self.kind} drafter drafts beside its target alone; `moa-data chat --help` lists the kinds that can "
-                "draft over a network."
+                f"a {self.kind} drafter drafts beside its target alone; `moa-data chat --help` lists the kinds that "
+                "can draft over a network."
             )
         return self.context_width
 
