@@ -73,6 +73,9 @@ _FEWER_TENSORS = {
     "serve": "--kv-tokens",
 }  # fmt: skip
 """Command -> the flag that bounds the size of its tensors."""
+_WRONG_PATH = (
+    errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EISDIR, errno.EROFS, errno.ENOSPC, errno.EDQUOT,
+)  # fmt: skip
 _GO_ON = {
     "extract": "Committed parts are kept; run the same command again to go on.",
     "recode": "Committed parts are kept; run the same command again to go on.",
@@ -251,8 +254,8 @@ def user_message(error: BaseException, command: str = "") -> str | None:
         )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{text}. Raise the limit of open files (ulimit -n)."
-    if isinstance(error, NotADirectoryError | FileExistsError | PermissionError | IsADirectoryError) and error.filename:
-        return f"{error.filename}: {error.strerror}. Check the path, or choose another."
+    if isinstance(error, OSError) and error.filename and error.errno in _WRONG_PATH:
+        return f"{error.filename}: {error.strerror}. Check the path and the room there, or choose another."
     return text if isinstance(error, OSError) else None
 
 

@@ -1,11 +1,26 @@
 """Commands that measure drafters: eval, disconnect."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import click
 
 from ..evaluation.config import DisconnectConfig, EvalConfig
+from ..evaluation.errors import ReportUnwritten
 from .console import ProgressLine, out, tell
 from .options import StageCommand, config_options
 from .provenance import collect_provenance
+
+_Report = TypeVar("_Report")
+
+
+def _shown_if_unwritten(run: Callable[..., _Report], *args: Any, **options: Any) -> _Report:
+    """Run a measurement; print its report where it cannot be written."""
+    try:
+        return run(*args, **options)
+    except ReportUnwritten as error:
+        out.print(error.markdown)
+        raise
 
 
 @click.command("eval", cls=StageCommand)
@@ -28,7 +43,7 @@ def evaluate(config: EvalConfig) -> None:
     from ..evaluation.run import evaluate as run_evaluate
 
     with ProgressLine("prompt") as progress:
-        report = run_evaluate(config, progress=progress, provenance=collect_provenance())
+        report = _shown_if_unwritten(run_evaluate, config, progress=progress, provenance=collect_provenance())
     out.print(markdown_report(report))
     for warning in report.warnings:
         tell(f"not trained alike: {warning}.")
@@ -53,5 +68,5 @@ def disconnect(config: DisconnectConfig) -> None:
     from ..evaluation.run import disconnect as run_disconnect
 
     with ProgressLine("cut") as progress:
-        report = run_disconnect(config, progress=progress, provenance=collect_provenance())
+        report = _shown_if_unwritten(run_disconnect, config, progress=progress, provenance=collect_provenance())
     out.print(disconnection_markdown(report))

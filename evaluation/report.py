@@ -20,6 +20,8 @@ from .pairs import DrafterPair, drafter_pairs
 from .statistics import Interval, accepted_by_position, ratio_with_interval
 
 KIND = "moa-data evaluation report"
+_PROBE_BYTES = 256 << 10
+"""About what a report and its figures take; that there is room is checked before everything is measured."""
 SCHEMA_VERSION = 3
 CONVENTIONS = {
     "acceptance_length": "tokens committed per target call, bonus token included, prefill not counted: the sum over "
@@ -288,8 +290,10 @@ def _check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = path.with_name(path.name + ".partial")  # the name that it is written under
-        probe.touch()
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
     finally:
         for folder in missing:  # the innermost first
             with contextlib.suppress(OSError):

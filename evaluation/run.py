@@ -1,8 +1,10 @@
 """``eval`` and ``disconnect``: load target, drafters and prompts, measure, and write the report."""
 
+import contextlib
 import dataclasses
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from .disconnection import measure_disconnections
 from .disconnection_report import KIND as DISCONNECTION
 from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
 from .drafters import LoadedDrafter, load_drafters
+from .errors import ReportUnwritten
 from .figures import disconnection_figure, write_figures
 from .markdown import markdown_report, write_report
 from .measure import measure
@@ -38,6 +41,7 @@ def evaluate(
 
     Raises:
         EvaluationError: settings or prompts that cannot be used, or an output that holds something else.
+        ReportUnwritten: all was measured, and the report cannot be written.
         DrafterError: target or drafter cannot be loaded, or do not belong together.
         PipelineError: the target has no chat template.
     """
@@ -71,9 +75,11 @@ def evaluate(
         policies={name: policy.describe() for name, policy in methods.policies.items()},
         drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
     )
-    write_figures(report, out)
-    # Last: a report that is there is whole, its figures included.
-    write_report(report.to_json(), markdown_report(report), out)
+    markdown = markdown_report(report)
+    with _kept_on_failure(out, markdown):
+        write_figures(report, out)
+        # Last: a report that is there is whole, its figures included.
+        write_report(report.to_json(), markdown, out)
     return report
 
 
@@ -116,9 +122,20 @@ def disconnect(
         prompts=_prompt_facts(config.prompts, prompts),
         drafters={name: dataclasses.asdict(loaded.facts) for name, loaded in drafters.items()},
     )
-    disconnection_figure(report, out.with_suffix(".png"))
-    write_report(report.to_json(), disconnection_markdown(report), out)
+    markdown = disconnection_markdown(report)
+    with _kept_on_failure(out, markdown):
+        disconnection_figure(report, out.with_suffix(".png"))
+        write_report(report.to_json(), markdown, out)
     return report
+
+
+@contextlib.contextmanager
+def _kept_on_failure(out: Path, markdown: str) -> Iterator[None]:
+    """Hand the report to the caller as text where it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ReportUnwritten(out, error, markdown) from error
 
 
 def _set_template_arguments(

@@ -25,6 +25,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.pipeline.chats.messages import RejectReason
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import TRAIN, copied, refused, run
+from moa_data.tests.kit.disks import tmpfs
 
 
 def extract(room: Path, out: Path, *options: str, model: Path | None = None) -> Any:
@@ -382,3 +383,49 @@ def test_commands_on_many_parts_with_64_descriptors(room: Path, tmp_path: Path) 
         after = {name: data for name, data in everything(store).items() if not name.startswith("runs")}
         assert after.items() <= before.items()
         assert {name for name in before if not name.startswith("runs")} == after.keys()
+
+
+WRITERS = {
+    "extract": ("--model", "model", "--dataset", "chats.jsonl", "--device", "cpu"),
+    "recode": ("store", "--codec", "int8"),
+    "train": ("store", *TRAIN),
+}
+
+
+def test_a_read_only_output_is_refused_in_one_line(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(room)
+    with tmpfs(tmp_path / "disk", "ro") as disk:
+        for command, options in WRITERS.items():
+            line = f"{disk / 'out'} cannot be written (Read-only file system)"
+            refused(run(command, *options, "--out", disk / "out"), line)
+
+
+def test_a_full_disk_while_the_bundle_is_copied(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        refused(run("recode", room / "store", "--codec", "int8", "--out", tmp_path / "out"), "No space left while")
+    assert run("recode", room / "store", "--codec", "int8", "--out", tmp_path / "out").exit_code == 0
+
+
+def test_training_asks_for_room_first(room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    refused(run("train", room / "store", "--out", tmp_path / "run", *TRAIN), f"{tmp_path / 'run'} needs about")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_report_that_cannot_be_written_is_printed(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("moa_data.evaluation.run.write_report", full)
+    options = ("--drafter", room / "drafter", "--prompts", room / "chats.jsonl", "--n-prompts", "1", "--device", "cpu")
+    out = tmp_path / "report.json"
+    done = run("eval", "--model", room / "model", *options, "--max-new-tokens", "4", "--out", out)
+    refused(done, f"{out} cannot be written (No space left on device)")
+    assert "| plain |" in done.stdout

@@ -62,11 +62,26 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     elif (folder / CONFIG_NAME).is_file():
         config, weights = read_layout(folder)
     else:
-        raise CheckpointError(
-            f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {CONFIG_NAME} of one of the formats "
-            f"{', '.join(LAYOUTS)}."
-        )
+        raise CheckpointError(_why_no_drafter(folder))
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
+
+
+def _why_no_drafter(folder: Path) -> str:
+    """Say what is there in the place of a drafter."""
+    if not folder.exists():
+        return f"{folder} does not exist. Give the folder of a drafter, or of a run of `moa-data train`."
+    if (folder / "run.yaml").is_file():
+        resume = " with --resume" * (folder / "checkpoints" / "last.ckpt").is_file()
+        return (
+            f"{folder} is a run of `moa-data train` that was stopped before it wrote a drafter. Run the same command "
+            f"again{resume}, until it ends."
+        )
+    if (folder / "plan.parquet").is_file():
+        return f"{folder} is a store of activations, which holds no drafter; `moa-data train {folder}` trains one."
+    return (
+        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {CONFIG_NAME} of one of the formats "
+        f"{', '.join(LAYOUTS)}."
+    )
 
 
 def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str | Path = "weights") -> Drafter:

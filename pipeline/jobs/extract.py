@@ -28,7 +28,7 @@ from ...errors import Interrupted, OptionInvalid
 from ...machine import fix_sums
 from ...moa.targets.live import Target
 from ...storage.care.repair import RepairPlan, retract_damage
-from ...storage.disk.durable import PARTIAL_SUFFIX
+from ...storage.disk.durable import PARTIAL_SUFFIX, check_room
 from ...storage.disk.files import open_path
 from ...storage.errors import StoreMismatch
 from ...storage.names import TEXTS_NAME, commit_path
@@ -138,6 +138,7 @@ def extract(
     fix_sums()
     start = time.perf_counter()
     timings = Timings()
+    check_room(open_path(config.out))
     try:
         plan = build_plan(config, progress, with_weights=True)
     except KeyboardInterrupt as error:

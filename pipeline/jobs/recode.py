@@ -20,6 +20,7 @@ from ...storage.chunks.field import TOKENS
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform.codec import TransformCodec
 from ...storage.disk.checking import exists
+from ...storage.disk.durable import check_room, walk
 from ...storage.disk.files import open_path
 from ...storage.dtypes import to_float32
 from ...storage.errors import CodecUnknown
@@ -107,6 +108,7 @@ def recode(
     fix_sums()
     start = time.perf_counter()
     target_store = open_path(out)
+    check_room(target_store)
     with ActivationStore(store, require_complete=True) as source:
         if not source.codec.is_lossless:
             raise OptionInvalid(
@@ -217,7 +219,11 @@ def _answered(source: ActivationStore) -> list[int]:
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
     if not writer.has_target and exists(source.path / TARGET_NAME):
         with writer.target() as folder:
-            shutil.copytree(source.target_path, folder, dirs_exist_ok=True)
+            for root, _, names in walk(source.target_path):  # shutil.copytree hides a full disk in a list of tuples
+                copy = folder / root.relative_to(source.target_path)
+                copy.mkdir(exist_ok=True)
+                for name in names:
+                    shutil.copyfile(root / name, copy / name)
 
 
 def _write_sequence(source: ActivationStore, i: int, out: PartWriter, codec: StoreCodec, first_token: int) -> None:

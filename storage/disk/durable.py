@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from ..errors import DiskFull
+from ...text import format_bytes
+from ..errors import DiskFull, StoreReadOnly
 from ..paths import RemotePath, StorePath
 from .files import blocks_of
 
@@ -158,12 +160,46 @@ def replacing(path: Path, advice: str = _GO_ON) -> Iterator[Path]:
 
 @contextmanager
 def disk_full_guard(path: StorePath, advice: str = _GO_ON) -> Iterator[None]:
-    """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice: what is safe, what to do."""
+    """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice: what is safe, what to do.
+
+    A file system that is read-only becomes :class:`StoreReadOnly`.
+    """
     try:
         yield
-    except DiskFull:
+    except (DiskFull, StoreReadOnly):
         raise
     except OSError as error:
+        if error.errno == errno.EROFS:
+            raise read_only(error.filename or path, error) from error
         if error.errno not in _FULL_ERRNOS:
             raise
         raise DiskFull(f"No space left while writing {path} ({os.strerror(error.errno)}). {advice}") from error
+
+
+def read_only(path: StorePath | str, error: OSError) -> StoreReadOnly:
+    """Return the error for a folder that cannot be written."""
+    return StoreReadOnly(
+        f"{path} cannot be written ({os.strerror(error.errno or errno.EROFS)}). Give yourself the right to write "
+        "there, or choose another output folder."
+    )
+
+
+def check_room(folder: StorePath, n_bytes: int = 0, advice: str = _GO_ON) -> None:
+    """Refuse a folder, which may be missing, that cannot be written or whose disk has less room; no bucket is asked.
+
+    Raises:
+        StoreReadOnly: it cannot be written.
+        DiskFull: no room.
+    """
+    if isinstance(folder, RemotePath):
+        return
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not os.access(there, os.W_OK):  # also for root, where the file system is read-only
+        status = os.statvfs(there)
+        raise read_only(folder, OSError(errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES, ""))
+    if (n_free := shutil.disk_usage(there).free) < n_bytes:
+        raise DiskFull(
+            f"{folder} needs about {format_bytes(n_bytes)}, its disk has {format_bytes(n_free)} free. {advice}"
+        )

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from ..disk.durable import read_only
 from ..disk.locking import (
     CAN_LOCK_SLOTS,
     LockHeld,
@@ -31,7 +32,7 @@ from ..disk.locking import (
     slot_is_held,
     try_slot,
 )
-from ..errors import StoreLocked, StoreReadOnly
+from ..errors import StoreLocked
 from ..names import LOCK_NAME, PUBLISH_NAME
 
 _Result = TypeVar("_Result")
@@ -152,10 +153,7 @@ def _locked(store: Path, alone: bool, note: str = "") -> int:
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        raise StoreReadOnly(
-            f"{store} cannot be written ({os.strerror(error.errno)}). Give yourself the right to write there, or "
-            "choose another output folder."
-        ) from error
+        raise read_only(store, error) from error
 
 
 def _patiently(store: Path, lock: Callable[[], _Result]) -> _Result:

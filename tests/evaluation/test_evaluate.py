@@ -155,7 +155,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(
         with pytest.raises(EvaluationError, match=r"^--out .*json cannot be written \(.+\); choose another --out\.$"):
             evaluate(config.replaced(out=str(out)))
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(Path, "touch", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(EvaluationError, match=r"report\.json cannot be written \(Permission denied\)"):
         evaluate(config)
 

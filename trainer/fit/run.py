@@ -31,7 +31,7 @@ from ...errors import Interrupted
 from ...machine import is_first_process, keep_freed_memory
 from ...moa.drafters.registry import drafter_class
 from ...moa.targets.bundle import FrozenTarget, target_sizes
-from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, write_atomic
+from ...storage.disk.durable import PARTIAL_SUFFIX, check_room, disk_full_guard, write_atomic
 from ...storage.disk.locking import LockHeld, lock_file
 from ...storage.disk.read_cache import cache_at
 from ...storage.parts.manifest_commit import check_target_bundle
@@ -148,10 +148,15 @@ def _train(
     check_logger(config)
     if is_first:
         _check_folder(config, out)
+        check_room(out)
     store = ActivationStore(config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb))
     data = StoreDataModule(store, config)
     config = data.config  # the batch of a small store is smaller
     module = build_module(store, config, data)
+    if is_first:
+        # The next checkpoint with at least one moment of the weights, and the drafter.
+        n_bytes = 3 * sum(weights.nbytes for weights in module.drafter.parameters())
+        check_room(out, n_bytes, FULL_DISK_ADVICE)
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
             _check_folder(config, out)  # another training may have ended here since it was checked

@@ -103,8 +103,6 @@ def test_strict_keys_and_shapes(tmp_path: Path) -> None:
     (tmp_path / "drafter.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="damaged or cut short"):
         load_drafter(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no drafter"):
-        load_drafter(tmp_path / "nowhere")
     (tmp_path / "drafter.json").write_text(json.dumps({"hidden": 1}))
     with pytest.raises(Exception, match="unknown keys hidden"):
         load_drafter(tmp_path)
@@ -119,3 +117,22 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)
     with pytest.raises(TargetMismatch, match="kv_width 48, this target has 96"):
         check_drafter_matches(build_drafter(model), Target(build_model(num_key_value_heads=4)))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), "does not exist"),
+        (("run.yaml", "store.json"), "Run the same command again, until"),
+        (("run.yaml", "store.json", "checkpoints/last.ckpt"), "again with --resume"),
+        (("store.json", "plan.parquet"), "is a store"),
+        (("notes.txt",), "holds no drafter"),
+    ],
+)
+def test_what_is_no_drafter_is_named(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+    folder = tmp_path / "folder"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    with pytest.raises(CheckpointError, match=said):
+        load_drafter(folder)

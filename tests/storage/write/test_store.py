@@ -30,6 +30,7 @@ from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.disks import tmpfs
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
 
@@ -302,21 +303,9 @@ def test_disk_full_anywhere_loses_nothing(
     assert all("No space left" in text and "run the same command again" in text for text in messages)
 
 
-def mount_tmpfs(path: Path, n_kib: int) -> bool:
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={n_kib}k", "tmpfs", str(path)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 def test_a_full_file_system(tmp_path: Path) -> None:
     recipe = make_recipe(tuple(range(100, 180)))
-    disk = tmp_path / "disk"
-    if not mount_tmpfs(disk, 2048):
-        pytest.skip("mounting a tmpfs needs root")
-    try:
+    with tmpfs(tmp_path / "disk", "size=2048k") as disk:
         with pytest.raises(DiskFull, match=r"No space left while writing .*Parts committed so far are safe"):
             recipe.write(disk / "store")
         assert list(disk.rglob("*.partial")) == []
@@ -325,8 +314,6 @@ def test_a_full_file_system(tmp_path: Path) -> None:
         assert verify_store(disk / "store").ok
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         assert read_tree(recipe.write(disk / "store")) == read_tree(recipe.write(tmp_path / "whole"))
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 KILLED_RUNS = """
