@@ -307,7 +307,11 @@ class StoreWriter:
         if not 0 <= part < self.n_parts:
             raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._damaged:
-            self.drop_part(part)
+            if exists(commit_path(self.path, part)):
+                self.drop_part(part)
+            # Else another repair of a bucket has dropped it, and may be copying its own shards there.
+            self._damaged.discard(part)
+            self._committed.discard(part)
         if part in self._committed:
             raise WriteInvalid(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
         return self.open_part(part, self.codec, {}, self._committed.add, pool)
@@ -390,7 +394,6 @@ class StoreWriter:
         for name in files:
             remove_file(folder / name)
         self._committed.discard(part)
-        self._damaged.discard(part)
 
     def drop_target(self) -> None:
         """Delete the target bundle: no training until it is written again. Links inside the store are refused."""
