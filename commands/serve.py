@@ -74,7 +74,8 @@ def _listening(config: ServeConfig) -> "Listening":
     tls = None
     if config.tls_cert and config.tls_key:
         tls = Path(config.tls_cert).expanduser(), Path(config.tls_key).expanduser()
-    return Listening(config.host, config.port, tls, config.grace_s, config.limits.most_connections)
+    connections = config.limits.build_connections()
+    return Listening(config.host, config.port, tls, config.grace_s, connections, config.allowed_host)
 
 
 def _service(config: ServeConfig) -> "Service":

@@ -93,7 +93,7 @@ def distribution(logits: Tensor, previous: Sequence[int], config: SamplingConfig
     scores = penalised(logits, previous, config.repetition_penalty)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
-    scores = scores / config.temperature
+    scores = (scores - scores.max()) / config.temperature  # at most 0: a tiny temperature overflows to -inf alone
     if 0 < config.top_k < scores.shape[0]:
         scores = scores.masked_fill(scores < scores.topk(config.top_k).values[-1], -torch.inf)
     probability = scores.softmax(0)
@@ -107,7 +107,8 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
         return scores
     seen = torch.tensor(sorted(set(previous)), device=scores.device)
     found = scores[seen]
-    return scores.index_put((seen,), torch.where(found < 0, found * penalty, found / penalty))
+    changed = torch.where(found < 0, found * penalty, found / penalty)
+    return scores.index_put((seen,), changed.clamp(max=torch.finfo(scores.dtype).max))  # a tiny penalty overflows
 
 
 def _likeliest(probability: Tensor, top_p: float) -> Tensor:

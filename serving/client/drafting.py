@@ -236,7 +236,7 @@ class TextDrafter:
         scores = penalised(logits, previous, sampling.repetition_penalty)
         if sampling.temperature:
             # A cautious guess: with the same noise two models agree more often than the likeliest token is drawn.
-            return Draft(token, float((scores / sampling.temperature).softmax(0).amax()))
+            return Draft(token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax()))
         return Draft(token, float(scores.softmax(0)[token]))
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import NotAllowed, RequestInvalid
@@ -22,6 +22,11 @@ class BearerTokens:
         # Hashes have one length, so that comparing them tells nothing of a token's.
         self._hashes = [_hash(token) for token in tokens]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody is let in."""
+        return not self._hashes
+
     @classmethod
     def load(cls, path: str | Path) -> "BearerTokens":
         """Read a file of tokens, one a line; empty lines and those that begin with # are skipped.
@@ -38,18 +43,20 @@ class BearerTokens:
             raise RequestInvalid(f"{path} holds no token; write one a line, or start without a file of tokens.")
         return cls(tokens)
 
-    def check(self, authorization: str | None) -> str:
-        """Check the value of an ``authorization`` header; takes as long for a wrong token as for a right one.
+    def check(self, authorization: Sequence[str]) -> str:
+        """Check the values of ``authorization`` headers; takes as long for a wrong token as for a right one.
 
         Returns:
             What stands for the owner of the token, without telling it; empty where everybody may come in.
 
         Raises:
-            NotAllowed: there is none, or it is wrong.
+            NotAllowed: there is none, or it is wrong, or there are several.
         """
         if not self._hashes:
             return ""
-        given = authorization or ""
+        if len(authorization) > 1:  # a proxy may have checked another one
+            raise NotAllowed(f"the request has {len(authorization)} authorization headers; send one.")
+        given = authorization[0] if authorization else ""
         if given[: len(_SCHEME)].lower() != _SCHEME:
             raise NotAllowed("this server asks for a token; send `authorization: Bearer TOKEN`.")
         digest = _hash(given[len(_SCHEME) :].strip())

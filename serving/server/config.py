@@ -1,5 +1,6 @@
 """Settings of `moa-data serve`."""
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from ...pipeline.config import TemplateKwargs
 
 if TYPE_CHECKING:
     from ..engine.admission import EngineSettings
+    from .connections import ConnectionLimits
     from .grpc import DraftingSettings
     from .service import HttpLimits
 
@@ -76,13 +78,26 @@ class LimitOptions(Config):
     requests_at_once: Count = 32
     """Requests that may come together after a rest."""
     most_connections: Count = 1024
-    """Open connections; a further one is answered with 503."""
+    """Open connections. A further one takes the place of the one that has waited longest for a request; where all are
+    being answered, it gets 503."""
+    most_connections_each: Count = 256
+    """Open connections of one address, likewise. A proxy in front has one address for all."""
+    head_s: Positive = 15.0
+    """Seconds in which the head of a request has to arrive, a TLS handshake included."""
+    write_s: Positive = 30.0
+    """Seconds in which a reader has to take the next part of its answer."""
 
     def build(self) -> "HttpLimits":
         """Return what the service takes."""
         from .service import HttpLimits
 
-        return HttpLimits(**self.model_dump(exclude={"most_connections"}))
+        return HttpLimits(**self.model_dump(include={field.name for field in fields(HttpLimits)}))
+
+    def build_connections(self) -> "ConnectionLimits":
+        """Return what bounds connections."""
+        from .connections import ConnectionLimits
+
+        return ConnectionLimits(self.most_connections, self.most_connections_each, self.head_s, self.write_s)
 
 
 class DraftingOptions(Config):
@@ -102,6 +117,10 @@ class DraftingOptions(Config):
     """Seconds after which a session of which nothing was heard is forgotten."""
     keepalive_s: Positive = 20.0
     """Seconds of silence after which a connection is tried."""
+    take_s: Positive = 60.0
+    """Seconds in which a client has to take the next message."""
+    most_open_connections: Count = 8192
+    """Open connections; further ones are closed at once."""
 
     def build(self, port: int) -> "DraftingSettings":
         """Return what the gRPC server takes."""
@@ -130,6 +149,8 @@ class ServeConfig(Config):
     """Port of HTTP; 0 for any that is free."""
     grpc_port: Common[Port | None] = 8001
     """Port of gRPC, for `moa-data chat` and other clients that draft; 0 for any that is free, none for no gRPC."""
+    allowed_host: tuple[str, ...] = ()
+    """Names, besides localhost and --host, by which web pages and proxies may address a server without tokens."""
     token_file: Common[str | None] = None
     """File of bearer tokens, one a line; whoever has one may use the server. Default: everybody may."""
     tls_cert: Common[str | None] = None

@@ -36,6 +36,8 @@ _CODES: dict[type[MoaDataError], str] = {
     Overloaded: "overloaded", RequestInvalid: "invalid", NotAllowed: "not_allowed", ProtocolMismatch: "mismatch",
     DrafterError: "invalid",
 }  # fmt: skip
+_SILENT_S = 10.0
+"""Seconds after which a session of which nothing is heard, and that takes nothing, may give way to another."""
 STATUSES = {
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED, "invalid": grpc.StatusCode.INVALID_ARGUMENT,
     "not_allowed": grpc.StatusCode.UNAUTHENTICATED, "mismatch": grpc.StatusCode.FAILED_PRECONDITION,
@@ -58,6 +60,8 @@ class DraftingSettings:
         open_s: seconds in which a stream must open its session.
         idle_s: seconds after which a session of which nothing was heard is forgotten.
         keepalive_s: seconds of silence after which a connection is tried, and again until it ends.
+        take_s: seconds in which a client has to take the next message.
+        most_open_connections: TCP connections; further ones are closed at once.
     """
 
     host: str = "127.0.0.1"
@@ -69,6 +73,8 @@ class DraftingSettings:
     open_s: float = 10.0
     idle_s: float = 600.0
     keepalive_s: float = 20.0
+    take_s: float = 60.0
+    most_open_connections: int = 8192
 
 
 @dataclass
@@ -129,14 +135,14 @@ class DraftingService:
         try:
             while (message := await stream.outbox.next()) is not None:
                 data = message.SerializeToString()
-                async with asyncio.timeout(self._settings.idle_s):
+                async with asyncio.timeout(self._settings.take_s):
                     await context.write(data)
                 self.counts.n_bytes_out += len(data)
                 if stream.session is not None:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            await _abandon(context, f"nothing was read for {self._settings.idle_s:g} s; open the session again.")
+            await _abandon(context, f"nothing was read for {self._settings.take_s:g} s; open the session again.")
             raise asyncio.CancelledError from error  # for grpc the stream has been broken off
         finally:
             reader.cancel()
@@ -185,9 +191,8 @@ class DraftingService:
 
     def _client(self, context: Any) -> Client:
         """Find whose stream it is; the bearer token is checked."""
-        metadata = dict(context.invocation_metadata() or ())
-        authorization = metadata.get("authorization")
-        owner = self._tokens.check(authorization if isinstance(authorization, str) else None)
+        metadata = context.invocation_metadata() or ()
+        owner = self._tokens.check([str(value) for name, value in metadata if name == "authorization"])
         return Client(owner, context.peer().rpartition(":")[0])
 
     async def _take_messages(self, stream: _Stream, requests: AsyncIterator[bytes]) -> None:
@@ -312,15 +317,21 @@ class DraftingService:
         return session
 
     def _make_room(self, sessions: list[Session]) -> None:
-        """Forget the session that has been without a stream for longest.
+        """Forget the session that has been without a stream for longest, else the one whose stream has been silent.
 
         Raises:
-            Overloaded: all have one.
+            Overloaded: all are used.
         """
-        alone = [session for session in sessions if session.outbox is None]
-        if not alone:
+        late = time.monotonic() - _SILENT_S
+        silent = [
+            session for session in sessions
+            if session.outbox is None or (session.used_s < late and (session.is_idle or session.outbox.is_full))
+        ]  # fmt: skip
+        if not silent:
             raise Overloaded(f"{len(sessions)} sessions are open, which is the most; close one, or try again later.")
-        self._forget(min(alone, key=lambda session: session.used_s))
+        session = min(silent, key=lambda session: (session.outbox is not None, session.used_s))
+        session.send_failure("unavailable", "the session gave way to another; open it again.", ends=True)
+        self._forget(session)
 
     def _forget(self, session: Session) -> None:
         session.close()
@@ -406,6 +417,9 @@ async def serve_grpc(
             ("grpc.http2.ping_timeout_ms", keepalive_ms),  # else a connection that swallows pings lives a minute more
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.server_handshake_timeout_ms", round(settings.open_s * 1000)),
+            ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),  # none is open
+            ("grpc.max_allowed_incoming_connections", settings.most_open_connections),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),  # clients may try the connection, too
             ("grpc.so_reuseport", 0),  # a port in use is an error
         ],

@@ -9,12 +9,13 @@ holds it.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ...pipeline.chats.messages import Rejection, parse_prompt
 from ...pipeline.chats.prompts import prompt_tokens
@@ -22,29 +23,36 @@ from ...pipeline.errors import PromptUnusable
 from ..errors import ServingError
 from .answer import Answer
 from .answer_form import AnswerForm, ChatForm, CompletionForm
+from .guard import Guard, Sites
 from .openai_form import AnswerRequest, ApiError, ChatRequest, CompletionRequest
 from .request_log import RequestLog, facts_of
 from .service import Service
 
+_T = TypeVar("_T")
 _CLIENT_GONE = 499
 """Status in the log of a request whose client has gone; nobody gets it."""
 
 
-def create_app(service: Service) -> FastAPI:
-    """Make the application."""
+def create_app(service: Service, sites: Sites) -> FastAPI:
+    """Make the application, for :class:`~.connections.HttpServer`."""
     app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def chat(request: HttpRequest) -> Response:
         asked = ChatRequest.parse(await _body(request, service))
         service.check_model(asked.model)
-        tokens = await service.tokenize(lambda: _chat_tokens(service.target.tokenizer, asked.messages))
+        encoding = service.tokenize(asked.n_chars, lambda tokenizer: _chat_tokens(tokenizer, asked.messages))
+        tokens = await _while_connected(request, encoding)
         return await _answer(request, service, asked, tokens, ChatForm(service.model_name, service.fingerprint))
 
     async def completions(request: HttpRequest) -> Response:
         asked = CompletionRequest.parse(await _body(request, service))
         service.check_model(asked.model)
         prompt = asked.single_prompt
-        tokens = prompt if isinstance(prompt, list) else await service.tokenize(lambda: _text_tokens(service, prompt))
+        if isinstance(prompt, list):
+            tokens = prompt
+        else:
+            encoding = service.tokenize(len(prompt), lambda tokenizer: _text_tokens(tokenizer, prompt))
+            tokens = await _while_connected(request, encoding)
         return await _answer(request, service, asked, tokens, CompletionForm(service.model_name, service.fingerprint))
 
     async def models(request: HttpRequest) -> Response:
@@ -73,7 +81,9 @@ def create_app(service: Service) -> FastAPI:
     app.add_api_route("/metrics", metrics, methods=["GET"])
     app.add_exception_handler(ApiError, _show_error)
     app.add_exception_handler(HTTPException, _show_http_error)
+    app.add_exception_handler(ClientDisconnect, _note_client_gone)
     app.add_exception_handler(Exception, _show_fault)
+    app.add_middleware(Guard, sites=sites)
     app.add_middleware(RequestLog, metrics=service.metrics)
     return app
 
@@ -89,6 +99,11 @@ async def _show_http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
     return await _show_error(request, ApiError(error.status_code, message, None, "unknown_url"))
+
+
+async def _note_client_gone(request: HttpRequest, error: Exception) -> Response:
+    """Give a request whose client left in the middle of its body a status for the log."""
+    return await _show_error(request, ApiError(_CLIENT_GONE, "the client has gone."))
 
 
 async def _show_fault(request: HttpRequest, error: Exception) -> Response:
@@ -131,9 +146,9 @@ def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     return prompt_tokens(tokenizer, chat.messages)
 
 
-def _text_tokens(service: Service, text: str) -> list[int]:
+def _text_tokens(tokenizer: Any, text: str) -> list[int]:
     text.encode()  # halves of surrogate pairs are no text
-    return list(service.target.tokenizer(text)["input_ids"])
+    return list(tokenizer(text)["input_ids"])
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -150,7 +165,7 @@ async def _answer(
     request: HttpRequest, service: Service, asked: AnswerRequest, tokens: list[int], form: AnswerForm
 ) -> Response:
     """Complete a prompt, streamed or at once; the log's middleware closes the answer in any case."""
-    answer = service.begin(asked, tokens)
+    answer = await service.begin(asked, tokens, request.scope["moa_data.connection"])
     facts = facts_of(request)
     facts.answer, facts.n_prompt, form.n_prompt = answer, len(tokens), len(tokens)
     if asked.stream:
@@ -199,7 +214,7 @@ def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, str]) -> str:
+async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) -> _T:
     """Wait for some work as long as the client is there.
 
     Raises:

@@ -152,6 +152,14 @@ class ChatRequest(AnswerRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @property
+    def n_chars(self) -> int:
+        """Characters of all contents."""
+        contents = [message.get("content") for message in self.messages]
+        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+        found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        return sum(len(text) for text in found if isinstance(text, str))
+
+    @property
     def most_tokens(self) -> int | None:
         """The bound on the tokens of the answer; None where there is none."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

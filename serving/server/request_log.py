@@ -92,6 +92,8 @@ class RequestLog:
                 line["first_token_seconds"] = round(answer.first_s, 6)
             line |= {"prompt_tokens": facts.n_prompt, "new_tokens": answer.n_tokens}
             line["finish"] = answer.finish_reason or "client gone"
+        if scope["moa_data.connection"].is_cut:
+            facts.error = "cut off: the client took its answer too slowly"
         if facts.error is not None:
             line["error"] = facts.error
         LOG.info("request", extra={"facts": line})

@@ -14,7 +14,8 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ import grpc
 import uvicorn
 
 from ..errors import RequestInvalid
+from .connections import ConnectionLimits, HttpServer
 from .grpc import DraftingServer, DraftingSettings, serve_grpc
+from .guard import Sites
 from .handshake import Identities
 from .http import create_app
 from .service import Service
@@ -42,14 +45,15 @@ class Listening:
         port: of HTTP; 0 for any that is free.
         tls: files of the certificate chain and of its key; None for plain HTTP.
         grace_s: seconds that answers have to end when the server does.
-        most_connections: open connections; a further one is answered with 503.
+        allowed_hosts: names by which a server without tokens may be addressed, besides ``host`` and addresses.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     tls: tuple[Path, Path] | None = None
     grace_s: float = 30.0
-    most_connections: int = 1024
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    allowed_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,6 @@ class Ended:
 
     signum: int | None
     n_broken_off: int
-
-
-class _HttpServer(uvicorn.Server):
-    """Uvicorn without signal handlers of its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to :class:`ServerRun`."""
-        yield
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class ServerRun:
         """
         service = self._service
         with bind(self._listening.host, self._listening.port) as listener, self._signals():
-            http = self._http()
+            http = self._http(listener)
             service.engine.start()
             drafting: DraftingServer | None = None
             serving: asyncio.Task[None] | None = None
@@ -134,19 +129,24 @@ class ServerRun:
                     await drafting.stop()
                 service.engine.stop()
 
-    def _http(self) -> _HttpServer:
+    def _http(self, listener: socket.socket) -> HttpServer:
         listening = self._listening
+        sites = Sites(
+            frozenset(name.lower() for name in (listening.host, *listening.allowed_hosts)),
+            ip_address(listener.getsockname()[0]).is_loopback,
+            self._service.tokens.is_open,
+        )
         cert, key = listening.tls or (None, None)
         if cert is not None and key is not None:
             check_tls(cert, key)
-        return _HttpServer(
-            uvicorn.Config(
-                create_app(self._service), http="h11", ws="none", lifespan="off", ssl_certfile=cert, ssl_keyfile=key,
-                log_config=None, access_log=False, server_header=False, limit_concurrency=listening.most_connections,
-                h11_max_incomplete_event_size=_MOST_HEADER_BYTES, timeout_keep_alive=15,
-                timeout_graceful_shutdown=max(1, round(listening.grace_s)),
-            )
+        config = uvicorn.Config(
+            create_app(self._service, sites), http="h11", ws="none", lifespan="off", ssl_certfile=cert,
+            ssl_keyfile=key, log_config=None, access_log=False, server_header=False,
+            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+            timeout_keep_alive=max(1, round(listening.connections.head_s)),
+            timeout_graceful_shutdown=max(1, round(listening.grace_s)),
         )  # fmt: skip
+        return HttpServer(config, listening.connections)
 
     async def _start_drafting(self) -> DraftingServer | None:
         if self._drafting is None:
@@ -166,7 +166,7 @@ class ServerRun:
         scheme = "http" if self._listening.tls is None else "https"
         self._on_ready(f"{scheme}://{shown}:{port}", f"{shown}:{drafting.port}" if drafting else None)
 
-    async def _drain(self, http: _HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> Ended:
+    async def _drain(self, http: HttpServer, serving: asyncio.Task[None], drafting: DraftingServer | None) -> Ended:
         """Let what is being done end, or break it off."""
         self._service.is_draining = True
         http.should_exit = True

@@ -5,8 +5,8 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
@@ -15,14 +15,18 @@ from ...moa.targets.live import Target
 from ...pipeline.errors import PromptUnusable, TemplateError
 from ..engine.sequence import Request, Work
 from ..engine.thread import EngineThread
-from ..errors import ServingError
+from ..errors import Overloaded, ServingError
 from .access import BearerTokens, Rate
 from .answer import Answer
+from .connections import Connection
 from .metrics import Metrics
 from .openai_form import AnswerRequest, ApiError
+from .tokenizing import Tokenizing
 
 _LEAST_TOP_P = 1e-9
 """Stands for a top_p of 0: the most likely token alone."""
+_ROOM_S = 5.0
+"""Seconds that a request waits for the room of a reader that was cut off."""
 _MOST_OWNERS = 10_000
 """Owners of tokens, or addresses, whose rates are remembered."""
 
@@ -72,8 +76,7 @@ class Service:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.snapshot)
         self._rates: OrderedDict[str, Rate] = OrderedDict()
-        # One thread: a tokenizer is not meant to be used by several at once.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._tokenizing = Tokenizing(self.target.tokenizer, self.engine.engine.most_positions)
 
     def admit(self, request: HttpRequest) -> None:
         """Check token and rate of a request.
@@ -99,18 +102,18 @@ class Service:
             ApiError: 401.
         """
         try:
-            return self.tokens.check(request.headers.get("authorization"))
+            return self.tokens.check(request.headers.getlist("authorization"))
         except ServingError as error:
             raise ApiError.of(error) from error
 
-    async def tokenize(self, encode: Callable[[], list[int]]) -> list[int]:
-        """Make the tokens of a prompt without keeping the event loop.
+    async def tokenize(self, n_chars: int, encode: Callable[[Any], list[int]]) -> list[int]:
+        """Make the tokens of a prompt, see :meth:`Tokenizing.run`.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400 or 503.
         """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
+            return await self._tokenizing.run(n_chars, encode)
         except (PromptUnusable, TemplateError, UnicodeError) as error:
             raise ApiError(400, f"the prompt cannot be used: {error}", None, "invalid_prompt") from error
 
@@ -121,12 +124,29 @@ class Service:
         )
         return text
 
-    def begin(self, asked: AnswerRequest, tokens: list[int]) -> Answer:
-        """Give a prompt to the engine.
+    async def begin(self, asked: AnswerRequest, tokens: list[int], connection: Connection) -> Answer:
+        """Give a prompt to the engine; where it is full, a reader that takes nothing gives way.
 
         Raises:
             ApiError: 400 or 503.
         """
+        give_up_s, has_room = time.monotonic() + _ROOM_S, False
+        while True:
+            try:
+                answer = self._begin(asked, tokens)
+            except Overloaded as error:
+                has_room = has_room or connection.book.drop_stuck()
+                if not has_room or time.monotonic() > give_up_s:
+                    raise ApiError.of(error) from error
+                await asyncio.sleep(0.02)  # the engine forgets a text between two calls
+            except ServingError as error:
+                raise ApiError.of(error) from error
+            else:
+                if self.limits.answer_s > 0:
+                    connection.ends_s = time.monotonic() + self.limits.answer_s
+                return answer
+
+    def _begin(self, asked: AnswerRequest, tokens: list[int]) -> Answer:
         drafter = self._drafter(asked)
         most, deadline = self._most_tokens(asked, len(tokens)), None
         if self.limits.answer_s > 0:
@@ -142,10 +162,7 @@ class Service:
             deadline, drafter,
         )  # fmt: skip
         work = Work.PLAIN if drafter is None else Work.SPECULATE
-        try:
-            return Answer(self.engine, request, work, asked.stops, self.decode)
-        except ServingError as error:
-            raise ApiError.of(error) from error
+        return Answer(self.engine, request, work, asked.stops, self.decode)
 
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served here.

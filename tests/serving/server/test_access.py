@@ -11,7 +11,7 @@ from moa_data.serving.server.access import BearerTokens, Rate
 def test_tokens() -> None:
     tokens = BearerTokens(["one", "two"])
     owners = {
-        tokens.check(f"{scheme} {token}") for scheme in ("Bearer", "bearer", "BEARER") for token in ("one", "two")
+        tokens.check([f"{scheme} {token}"]) for scheme in ("Bearer", "bearer", "BEARER") for token in ("one", "two")
     }
     assert len(owners) == 2
     assert not any("one" in owner or "two" in owner for owner in owners)
@@ -21,8 +21,10 @@ def test_tokens() -> None:
         ("Bearer on", "not known here"), ("Bearer one two", "not known here"), ("Bearer \udcff", "not known here"),
     ):  # fmt: skip
         with pytest.raises(NotAllowed, match=message):
-            tokens.check(wrong)
-    assert BearerTokens().check(None) == BearerTokens().check("Bearer one") == ""
+            tokens.check([] if wrong is None else [wrong])
+    with pytest.raises(NotAllowed):
+        tokens.check(["Bearer one", "Bearer one"])
+    assert BearerTokens().check([]) == BearerTokens().check(["Bearer one"]) == ""
 
 
 def test_every_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +37,9 @@ def test_every_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("hmac.compare_digest", compare)
     tokens = BearerTokens(["one", "two", "three"])
-    tokens.check("Bearer one")
+    tokens.check(["Bearer one"])
     with pytest.raises(NotAllowed):
-        tokens.check("Bearer wrong")
+        tokens.check(["Bearer wrong"])
     assert len(compared) == 6
     assert {len(digest) for pair in compared for digest in pair} == {32}
 
@@ -46,7 +48,7 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# of the lab\n\n one \ntwo\n")
     tokens = BearerTokens.load(file)
-    assert tokens.check("Bearer one") != tokens.check("Bearer two")
+    assert tokens.check(["Bearer one"]) != tokens.check(["Bearer two"])
     file.write_text("# none\n\n")
     with pytest.raises(RequestInvalid, match="holds no token; write one a line"):
         BearerTokens.load(file)

@@ -501,7 +501,7 @@ def test_a_slow_reader_holds_its_own_text_alone(drafter: Any) -> None:
 def test_who_reads_nothing_is_sent_away(drafter: Any, caplog: pytest.LogCaptureFixture, n_new: int) -> None:
     target = Target(build_model(num_hidden_layers=2, max_position_embeddings=600))
     target.eos_token_ids = frozenset()
-    window, limits = [("grpc.http2.lookahead_bytes", 1024)], DraftingSettings(port=0, idle_s=1.0)
+    window, limits = [("grpc.http2.lookahead_bytes", 1024)], DraftingSettings(port=0, take_s=1.0, idle_s=1.0)
     with Server(target, {"moa": drafter}, settings=limits) as server, Talk(server.address, options=window) as talk:
         talk.opened([5] * 100, codec="bf16", max_new_tokens=n_new)
         talk.send(run=pb.Run(start=100, mode=PLAIN))

@@ -27,12 +27,14 @@ from moa_data.serving.server.answer import Answer
 from moa_data.serving.server.request_log import LOG, JsonLines
 from moa_data.serving.server.run import Listening, bind, check_tls
 from moa_data.serving.server.service import HttpLimits
+from moa_data.tests.kit.attackers import head_of
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target
 from moa_data.tests.kit.tls import make_certificates
 
 ENGINE = EngineSettings(drafts=TreeShape(3))
 HELLO = [{"role": "user", "content": "Hello there"}]
+JSON = {"content-type": "application/json"}
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "temperature": 0}
 
 
@@ -255,7 +257,7 @@ def test_settings_that_change_nothing_are_taken(client: OpenAI) -> None:
 )
 def test_bad_prompts_of_completions(server: LiveServer, prompt: Any) -> None:
     body = json.dumps({"model": MODEL, "prompt": prompt})
-    answer = httpx.post(f"{server.address}/v1/completions", content=body, timeout=30)
+    answer = httpx.post(f"{server.address}/v1/completions", content=body, headers=JSON, timeout=30)
     if prompt == "":  # the tokenizer begins each text with a token
         assert answer.status_code == 200
         return
@@ -272,7 +274,7 @@ def test_bad_prompts_of_completions(server: LiveServer, prompt: Any) -> None:
     ids=["empty", "cut", "null", "list", "no text", "nan", "deep list", "deep object", "large"],
 )  # fmt: skip
 def test_garbage_is_refused(server: LiveServer, content: bytes, status: int) -> None:
-    answer = httpx.post(f"{server.address}/v1/chat/completions", content=content, timeout=30)
+    answer = httpx.post(f"{server.address}/v1/chat/completions", content=content, headers=JSON, timeout=30)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -282,7 +284,7 @@ def test_a_body_without_a_length_is_bounded_too(server: LiveServer) -> None:
         for _ in range(40):
             yield b"x" * (1 << 16)
 
-    answer = httpx.post(f"{server.address}/v1/completions", content=endless(), timeout=30)
+    answer = httpx.post(f"{server.address}/v1/completions", content=endless(), headers=JSON, timeout=30)
     assert answer.status_code == 413
 
 
@@ -361,7 +363,7 @@ def test_a_slow_body_is_given_up(target: Target) -> None:
     with LiveServer(target, limits=HttpLimits(body_s=0.2)) as server:
         host, port = server.address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            connection.sendall(head_of("/v1/completions", 100) + b"{")
             assert b" 408 " in connection.recv(4096)
 
 
@@ -370,7 +372,7 @@ def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) ->
     with LiveServer(target, engine=EngineSettings(target_ms=10)) as server:
         host, port = server.address.removeprefix("http://").split(":")
         body = json.dumps(BODY | {"max_tokens": 200, "stream": stream}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = head_of("/v1/chat/completions", len(body))
         for n_read in (0, 1):
             with socket.create_connection((host, int(port)), timeout=30) as connection:
                 connection.sendall(head + body)

@@ -1,0 +1,87 @@
+"""What hostile and broken clients do to a server, each by a few sockets; tests and the soak share it."""
+
+import json
+import random
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+Address = tuple[str, int]
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+
+def head_of(path: str, n_bytes: int, *more: str, host: str = "127.0.0.1", kind: str = "application/json") -> bytes:
+    """The head of a POST with a body of so many bytes."""
+    lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-type: {kind}", *more]
+    return "\r\n".join([*lines, f"content-length: {n_bytes}", "", ""]).encode()
+
+
+def post(path: str, body: Any, *more: str) -> bytes:
+    """A whole POST of some JSON."""
+    content = json.dumps(body).encode()
+    return head_of(path, len(content), *more) + content
+
+
+def connect(address: Address, receive_buffer: int = 0) -> socket.socket:
+    """Open a connection, with a small window where a reader is to be slow."""
+    connection = socket.socket()
+    if receive_buffer:  # before the window is agreed on
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(60)
+    connection.connect(address)
+    return connection
+
+
+def never_read(address: Address, request: bytes) -> socket.socket:
+    """Ask for a stream, and take nothing of it."""
+    connection = connect(address, receive_buffer=4096)
+    connection.sendall(request)
+    return connection
+
+
+def stay_silent(address: Address, n: int, said: bytes = b"") -> list[socket.socket]:
+    """Open connections that say nothing more."""
+    connections = [connect(address) for _ in range(n)]
+    for connection in connections:
+        connection.sendall(said)
+    return connections
+
+
+def leave_in_body(address: Address, path: str, resets: bool = False) -> None:
+    """Go away in the middle of a request's body."""
+    with connect(address) as connection:
+        connection.sendall(head_of(path, 1000) + b'{"model": "')
+        if resets:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+
+
+def wait_for_end(connection: socket.socket) -> bytes:
+    """Read a connection until the other side ends it."""
+    found = b""
+    try:
+        while part := connection.recv(1 << 16):
+            found += part
+    except (ConnectionError, ssl.SSLError):
+        pass
+    return found
+
+
+def long_text(chance: random.Random, n_chars: int) -> str:
+    """A text of many words, none of which a tokenizer has seen before."""
+    words = ("".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(n_chars // 8))
+    return " ".join(words)
+
+
+def foreign_pages(body: Any) -> Sequence[tuple[dict[str, str], int]]:
+    """Headers that a browser sends for pages of other sites, and the status that each should get."""
+    json_type = {"content-type": "application/json"}
+    return (
+        (json_type | {"host": "rebound.example:8000"}, 403),
+        (json_type | {"origin": "https://evil.example"}, 403),
+        (json_type | {"origin": "null"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({}, 415),
+    )
