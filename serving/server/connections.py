@@ -26,6 +26,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _ACCEPTS_AT_ONCE = 64
 _RETRY_S = 0.1
 """Seconds without accepting connections where the process may open no more files."""
+_YOUNG_S = 1.0
+"""Seconds in which the request of a new connection is expected to be read, however busy the process is."""
 _STUCK_S = 1.0
 """Seconds after which a reader that takes nothing may lose its place to another request."""
 
@@ -54,6 +56,8 @@ class Connection:
     Attributes:
         is_surplus: whether there were too many when it came, all of them working.
         is_cut: whether the server broke it off.
+        has_asked: whether it has ever sent the head of a request.
+        since: time, as of ``time.monotonic``, from which it waits.
         ends_s: time, as of ``time.monotonic``, at which its answer has to end.
     """
 
@@ -62,23 +66,18 @@ class Connection:
         self.transport: asyncio.Transport | None = None
         self.is_working = self.is_surplus = self.is_cut = False
         self.ends_s, self.blocked_s = float("inf"), float("inf")
-        self._socket, self._has_asked, self._n_active, self._since = sock, False, 0, time.monotonic()
+        self._socket, self.has_asked, self._n_active, self.since = sock, False, 0, time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """The order in which waiting connections give way: those that never sent a request first, the oldest first."""
-        return self._has_asked, self._since
-
     def wait(self) -> None:
         """Wait for the head of a request."""
-        self.is_working, self.ends_s, self._since = False, float("inf"), time.monotonic()
+        self.is_working, self.ends_s, self.since = False, float("inf"), time.monotonic()
         self._set_deadline(self.book.limits.head_s)
 
     def begin(self) -> None:
         """Take up a request whose head has arrived."""
-        self._has_asked, self._n_active = True, self._n_active + 1
+        self.has_asked, self._n_active = True, self._n_active + 1
         self._set_deadline(None)
 
     def end(self) -> None:
@@ -112,7 +111,7 @@ class Connection:
     def close(self) -> None:
         """Note that it has ended."""
         self._set_deadline(None)
-        self.book.open.discard(self)
+        self.book.remove(self)
 
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
@@ -128,24 +127,44 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.open: set[Connection] = set()
+        self._of_address: dict[str, set[Connection]] = {}
 
     def add(self, sock: socket.socket, address: str) -> Connection:
-        """Count a new connection; where there are too many, one that waits gives way."""
-        own = [each for each in self.open if each.address == address]
-        too_many = own if len(own) >= self.limits.most_each else list(self.open)
-        is_full = too_many is own or len(too_many) >= self.limits.most
-        has_room = not is_full or self.drop_waiting(too_many)
+        """Count a new connection; where there are too many, those that wait give way."""
+        own = self._of_address.setdefault(address, set())
+        has_room = self.make_room(own, self.limits.most_each) and self.make_room(self.open, self.limits.most)
         connection = Connection(self, sock, address)
         connection.is_surplus = not has_room
         self.open.add(connection)
+        self._of_address.setdefault(address, set()).add(connection)
         connection.wait()
         return connection
 
-    def drop_waiting(self, among: "list[Connection] | None" = None) -> bool:
-        """Break off the connection that has waited longest for a request; returns False if none waits."""
-        waiting = [each for each in (self.open if among is None else among) if not each.is_working]
-        if waiting:
-            min(waiting, key=lambda each: each.rank).abort()
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self.open.discard(connection)
+        own = self._of_address.get(connection.address, set())
+        own.discard(connection)
+        if not own:
+            self._of_address.pop(connection.address, None)
+
+    def make_room(self, crowd: set[Connection], most: int) -> bool:
+        """Break off connections that have waited longest, those that never sent a request first.
+
+        Of many that come at once the requests have not been read yet, so those of the last second stay, while they are
+        not as many again.
+
+        Returns:
+            Whether there is room, or will be as soon as one of those that wait is late.
+        """
+        n_surplus = len(crowd) + 1 - most
+        if n_surplus <= 0:
+            return True
+        waiting = sorted((each for each in crowd if not each.is_working), key=lambda each: (each.has_asked, each.since))
+        late = time.monotonic() - (_YOUNG_S if n_surplus <= most else 0.0)
+        for each in waiting[:n_surplus]:
+            if each.since <= late:
+                each.abort()
         return bool(waiting)
 
     def drop_stuck(self) -> bool:
@@ -242,7 +261,7 @@ class _Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # too many open files
-                self._book.drop_waiting()
+                self._book.make_room(self._book.open, len(self._book.open))
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(_RETRY_S, self._resume)
                 return

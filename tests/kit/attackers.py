@@ -74,7 +74,7 @@ def long_text(chance: random.Random, n_chars: int) -> str:
     return " ".join(words)
 
 
-def foreign_pages(body: Any) -> Sequence[tuple[dict[str, str], int]]:
+def foreign_pages() -> Sequence[tuple[dict[str, str], int]]:
     """Headers that a browser sends for pages of other sites, and the status that each should get."""
     json_type = {"content-type": "application/json"}
     return (

@@ -111,7 +111,11 @@ def test_readers_that_never_read_give_way(target: Target, monkeypatch: pytest.Mo
         check_innocent(server, target)
 
 
-def test_connections_without_a_request_give_way(target: Target) -> None:
+@pytest.mark.parametrize("young_s", [0.0, 60.0])
+def test_connections_without_a_request_give_way(
+    target: Target, young_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moa_data.serving.server.connections._YOUNG_S", young_s)
     listening = Listening(port=0, connections=ConnectionLimits(most=6, most_each=4, head_s=60))
     with LiveServer(target, listening=listening) as server, ExitStack() as held:
         for said in (b"", b"POST /v1/comp", head_of(COMPLETIONS, 10_000) + b"{"):
@@ -166,7 +170,7 @@ def test_a_tls_handshake_has_to_end_in_time(target: Target, tmp_path: Path) -> N
 
 
 def test_web_pages_of_other_sites_are_refused(server: LiveServer, target: Target) -> None:
-    for headers, status in foreign_pages(BODY):
+    for headers, status in foreign_pages():
         for content in (json.dumps(BODY), ""):
             answer = httpx.post(f"{server.address}{COMPLETIONS}", content=content, headers=headers)
             assert (answer.status_code, set(answer.json())) == (status, {"error"}), headers
