@@ -43,7 +43,7 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
-    from ..serving.server.run import ServerRun, check_tls
+    from ..serving.server.run import ServerRun, check_tls, raise_file_limit
 
     listening = _listening(config)
     if listening.tls is not None:
@@ -51,6 +51,7 @@ def serve(config: ServeConfig) -> None:
     service = _service(config)
     drafting = None if config.grpc_port is None else _drafting(config, config.grpc_port, service)
     _log_json_lines()
+    raise_file_limit()
 
     def on_ready(http: str, grpc: str | None) -> None:
         drafters = ", ".join(service.engine.engine.drafters) or "none"

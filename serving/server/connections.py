@@ -28,6 +28,8 @@ _RETRY_S = 0.1
 """Seconds without accepting connections where the process may open no more files."""
 _YOUNG_S = 1.0
 """Seconds in which the request of a new connection is expected to be read, however busy the process is."""
+_BURST = 3
+"""How many times the bound may come at once beyond it, for that long."""
 _STUCK_S = 1.0
 """Seconds after which a reader that takes nothing may lose its place to another request."""
 
@@ -151,8 +153,8 @@ class Connections:
     def make_room(self, crowd: set[Connection], most: int) -> bool:
         """Break off connections that have waited longest, those that never sent a request first.
 
-        Of many that come at once the requests have not been read yet, so those of the last second stay, while they are
-        not as many again.
+        The requests of many that come at once have not been read yet, so those of the last second stay, while they are
+        no more than some times the bound.
 
         Returns:
             Whether there is room, or will be as soon as one of those that wait is late.
@@ -161,7 +163,7 @@ class Connections:
         if n_surplus <= 0:
             return True
         waiting = sorted((each for each in crowd if not each.is_working), key=lambda each: (each.has_asked, each.since))
-        late = time.monotonic() - (_YOUNG_S if n_surplus <= most else 0.0)
+        late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
         for each in waiting[:n_surplus]:
             if each.since <= late:
                 each.abort()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -33,6 +34,7 @@ from .service import Service
 _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_HEADER_BYTES = 1 << 16
+_MOST_FILES = 1 << 16
 _SEND_BUFFER_BYTES = 1 << 16
 """Text that waits in the kernel for each reader: some hundreds of tokens, enough for any line."""
 
@@ -224,6 +226,14 @@ def bind(host: str, port: int) -> socket.socket:
         undo.pop_all()
     listener.setblocking(False)
     return listener
+
+
+def raise_file_limit() -> None:
+    """Let the process open as many files as it may: each connection is one, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_tls(cert: Path, key: Path) -> None:
