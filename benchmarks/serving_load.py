@@ -36,6 +36,7 @@ from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.exchange import Patience
 from moa_data.serving.emulation.conditions import symmetric
 from moa_data.serving.emulation.proxy import Proxy
+from moa_data.serving.server.run import raise_file_limit
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
     connect,
@@ -364,6 +365,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     add_out_option(parser)
     options = parser.parse_args()
+    raise_file_limit()  # before the server starts, which inherits it
     model = DraftingModel.load(options.drafter, options.bundle)
     server = Server(options)
     try:
