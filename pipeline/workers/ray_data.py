@@ -41,8 +41,8 @@ _LOTS_PER_WORKER = 2
 _TELL_EVERY_S = 1.0
 _PATIENCE_S = 600.0
 """Time without any commit after which parts that another run has begun are done here too."""
-_LEAVE_S = 10.0
-"""Time for actors to end after the run."""
+_LEAVE_S = 1.5
+"""Time for actors to end after the run; a command that a signal ends has ``CLEANUP_S`` (commands/signals.py) in all."""
 _OBJECT_STORE_BYTES = 128 << 20
 """Object store of a Ray that is started here; rows of some hundred bytes are all that goes through it."""
 _QUIET = {
