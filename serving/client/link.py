@@ -29,6 +29,7 @@ _CONNECT_S = 5.0
 _CLOSED_AFTER_S = 2.0
 """gRPC's thread that watches a channel notices after a while that nobody listens any more, and fails, with a traceback
 on the terminal, if the channel is closed before."""
+_GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5
 """What gRPC puts before each message."""
 _OPTIONS = (
@@ -256,6 +257,8 @@ class Link:
                 return ProtocolMismatch(f"{self.address} speaks no TLS; leave out --ca, or give it a certificate.")
             if "certificate" in reason.lower():
                 return ProtocolMismatch(f"{self.address} has no certificate of the given authority; give its --ca.")
+            if "HTTP/2" in reason or "ALPN" in reason:
+                return ProtocolMismatch(f"{self.address} is no gRPC port; {_GRPC_PORT}.")
             return Disconnected(f"{self.address} cannot be reached ({reason[:200]}).")
         except (StopIteration, ValueError):
             pass
@@ -295,7 +298,7 @@ class Link:
             return Disconnected(self._reason)
         details = " ".join(str(failure.details() or failure.code()).split())
         if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return ProtocolMismatch(f"{self.address} does not speak moa.v1; is it the gRPC port of `moa-data serve`?")
+            return ProtocolMismatch(f"{self.address} does not speak moa.v1; {_GRPC_PORT}.")
         return _ERRORS.get(failure.code(), Disconnected)(details)
 
     def _drop(self) -> None:

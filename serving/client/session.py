@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
+from ...text import counted
 from ..detokenizer import Detokenizer
 from ..errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
@@ -132,6 +133,7 @@ class Session:
         self._events: list[Event] = []
         self._sequence = 0
         self._is_up = self._is_opened = self._was_opened = self._is_alone = self._is_stuck = False
+        self._has_paused = False  # alone, and said so
         self._awaited = 0  # sequence number of the Verify or Pause that has not been answered
         self._was_refused = False  # the last Verify; a second refusal ends the answer
         self._running: Mode | None = None  # what the server streams
@@ -175,11 +177,12 @@ class Session:
         """Go on alone: the server has not been heard of for too long. Its next message ends that."""
         if self._is_alone or self.finish or not self._was_opened:
             return
-        self._is_alone, self._is_stuck = True, False
+        self._is_alone, self._is_stuck, self._has_paused = True, False, False
         self._tell(ModeChanged("alone", reason))
         while len(self.drafts) > self.settings.most_alone:
             self.drafts.pop()
         self._show()
+        self._tell_pause()
 
     def set_mode(self, mode: Mode, reason: str) -> None:
         """Let tokens come another way from now on."""
@@ -194,11 +197,13 @@ class Session:
         self.drafts.append(Draft(token, probability))
         if self._is_alone:
             self._show()
+            self._tell_pause()
         self._proceed()
 
     def no_draft(self) -> None:
         """Go on without further drafts until something new is known: the drafter lacks contexts."""
         self._is_stuck = True
+        self._tell_pause()
         self._proceed()
 
     def receive(self, message: pb.ServerMessage) -> None:
@@ -396,6 +401,22 @@ class Session:
             start = len(self.tokens) - self.n_prompt + self.n_shown
             self.n_shown = len(self.drafts)
             self._tell_tokens(start, hidden, ["unverified"] * len(hidden))
+
+    def _tell_pause(self) -> None:
+        """Say once why the client, alone, shows no further tokens."""
+        if not self._is_alone or self._has_paused or self.wants_draft:
+            return
+        self._has_paused = True
+        n_drafts = len(self.drafts)
+        if n_drafts >= self._n_left or (n_drafts and self.drafts[-1].token in self.settings.eos_token_ids):
+            why = "the draft of the answer is complete"
+        elif n_drafts >= self.settings.most_alone:
+            why = "no more may be shown unverified"
+        elif self._is_stuck:
+            why = "the drafter lacks contexts of the server"
+        else:
+            why = "the drafter is too unsure of what follows"
+        self._tell(ModeChanged("alone", f"paused after {counted(n_drafts, 'unverified token')}, {why}"))
 
     def _tell_tokens(self, start: int, tokens: Sequence[int], kinds: Sequence[Kind]) -> None:
         texts = tuple(self._texts.append(token) for token in tokens)

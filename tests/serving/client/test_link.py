@@ -1,5 +1,7 @@
 """The connection alone: made, ended, made again, with tokens and TLS."""
 
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,3 +195,18 @@ def test_files_that_are_no_authority(tmp_path: Path) -> None:
     for file, text in ((tmp_path / "ca.pem", "holds no certificate"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(RequestInvalid, match=text):
             Link("localhost:1", "", file)
+
+
+def test_a_port_that_speaks_http_alone_is_named_as_such(links: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(2):  # the connection, and the one that asks why it failed
+                connection, _ = listener.accept()
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+                connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        error = error_of(links(f"127.0.0.1:{listener.getsockname()[1]}"))
+    assert isinstance(error, ProtocolMismatch)
+    assert "8001" in str(error)

@@ -271,3 +271,15 @@ def test_an_answer_that_was_complete_ends_at_once(answer: list[int], reason: str
     assert session.take_events()[-1] == Done(reason)
     session.link_up()
     assert [message.WhichOneof("body") for message in session.take_messages()] == ["open"]
+
+
+def test_says_once_why_it_writes_no_further_alone() -> None:
+    session = opened(alone_below=0.5)
+    session.link_down("the network is gone.")
+    session.take_events()
+    session.add_draft(4, 0.9)
+    session.add_draft(5, 0.1)
+    session.no_draft()
+    told = [event for event in session.take_events() if isinstance(event, ModeChanged)]
+    assert [event.mode for event in told] == ["alone"]
+    assert "unsure" in told[0].reason

@@ -72,6 +72,7 @@ class Scripted:
         for k, word in enumerate(GUESSED):
             time.sleep(self._pause_s)
             on_event(tokens(n + k, [word], ["unverified"]))
+        on_event(ModeChanged("alone", "paused after 10 unverified tokens"))
         assert self._on.wait(20)
         time.sleep(self._pause_s * 4)
         on_event(LinkChanged(True))
@@ -277,7 +278,11 @@ def test_a_browser_shows_the_cut_and_the_roll_back(tmp_path: Path, scheme: Any) 
         network.click()
         api.expect(view.locator("#answer .unverified")).to_have_count(len(GUESSED), timeout=20_000)
         api.expect(view.locator("#mode")).to_have_text("alone")
+        api.expect(view.locator("#state")).to_contain_text("paused after 10 unverified tokens")
         api.expect(network).to_have_attribute("aria-checked", "false")
+        view.set_viewport_size({"width": 1200, "height": 700})
+        assert view.evaluate("document.getElementById('form').getBoundingClientRect().bottom") <= 700
+        assert view.evaluate("document.getElementById('conversation').clientHeight") > 120
         view.screenshot(path=tmp_path / f"cut-{scheme}.png")
         network.click()
         api.expect(view.locator("#answer .rolled")).to_have_count(len(GUESSED) - 2)
