@@ -45,12 +45,15 @@ def plot_curves(run: Path, out: Path) -> None:
     """Plot loss terms, validation metrics, and throughput of a run against the step."""
     series = read_metrics(run)
     panels = [
-        ("Training loss", {"train/loss": "total", "train/forward_kl": "forward KL", "train/feature_loss": "features"}),
-        ("Validation", {"val/kl": "KL (nats)", "val/top1_agreement": "top-1 agreement"}),
+        ("Training loss", {"train/loss": "total, weighted", "train/feature_loss": "features"}),
+        # As in the paper, the target's entropy is not subtracted: its value is not comparable with the KL below.
+        ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
+        ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
+        ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),
         ("Expected acceptance length", {"val/expected_acceptance_length": "tokens per target call, bonus included"}),
         ("Throughput", {"train/tokens_per_s": "tokens/s"}),
     ]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    figure, axes = plt.subplots(3, 2, figsize=(11, 10), constrained_layout=True)
     for axis, (title, names) in zip(axes.flat, panels, strict=True):
         for name, label in names.items():
             points = series.get(name, [])
