@@ -206,7 +206,7 @@ def test_ray_that_is_missing_or_taken_is_said_in_one_line(
 def test_options_of_ray(config: ExtractConfig) -> None:
     for changes, problem in {
         ("workers", "1:2"): "only Ray takes MIN:MAX",
-        ("address", "auto"): "address is for Ray; add --engine ray",
+        ("address", "auto"): "address is for Ray; add engine ray",
         ("gpus_per_worker", 0): "gpus_per_worker is for Ray",
     }.items():
         with pytest.raises(OptionInvalid, match=problem):
