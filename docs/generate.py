@@ -1,17 +1,22 @@
-"""Writes docs/options.md from the settings of the stages: ``python docs/generate.py``."""
+"""Writes the pages of docs/ that are made from the code: ``python docs/generate.py``."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import click
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moa_data.cli import COMMANDS, main
 from moa_data.commands.options import StageCommand, default_text, help_text, type_text
 from moa_data.config import Config
+from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
+from moa_data.moa.formats.table import LAYOUTS
+from moa_data.moa.targets.bundle import SUPPORTED_MODEL_TYPES
+from moa_data.pipeline.exchange.config import Format
 
-FILE = Path(__file__).with_name("options.md")
-HEAD = """# Options
+OPTIONS_HEAD = """# Options
 
 <!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
 
@@ -61,14 +66,57 @@ def table(config_class: type[Config]) -> Iterator[str]:
         yield f"| `{setting.key}`{kind} | {takes} | {default and f'`{default}`'} | {text} |"
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [HEAD]
+def options_page() -> str:
+    """Every setting of every command."""
+    parts = [OPTIONS_HEAD]
     for names, config_class in stages():
         parts.append(f"## {names}\n\n" + "\n".join(table(config_class)) + "\n")
     return "\n".join(parts)
 
 
+SUPPORTED = """# What works with what
+
+<!-- Made by `python docs/generate.py` from the lists in the code; change those. -->
+
+## Targets
+
+Decoder models of these families, as transformers loads them; others are refused in a line. Every drafter below works
+with each.
+
+| family | architecture |
+|---|---|
+{families}
+
+## Drafters
+
+Formats are those of `export-drafter`; wherever `--drafter` takes a run it takes a folder of any of them too
+([what each file holds](interop.md#drafters-in-other-engines)).
+
+| `--drafter` | drafts over a network (`chat`) | formats, and what loads them |
+|---|---|---|
+{drafters}
+
+## Stores
+
+`export` and `import` exchange hidden states with {formats}
+([which fields](interop.md#export-and-import)).
+"""
+
+
+def supported_page() -> str:
+    """The families of targets, the drafters, and the formats of both and of stores."""
+    families = [f"| `{name}` | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]} |" for name in SUPPORTED_MODEL_TYPES]
+    drafters = []
+    for kind in DRAFTERS:
+        formats = "; ".join(f"`{one.name}`: {one.reader}" for one in LAYOUTS.values() if one.kind == kind)
+        drafters.append(f"| `{kind}` | {'yes' if kind in REMOTE_KINDS else 'no'} | {formats or 'its own alone'} |")
+    names = ", ".join(f"`{name}`" for name in get_args(Format))
+    return SUPPORTED.format(families="\n".join(families), drafters="\n".join(drafters), formats=names)
+
+
+PAGES = {"options.md": options_page, "supported.md": supported_page}
+
 if __name__ == "__main__":
-    FILE.write_text(page(), encoding="utf-8")
-    sys.stdout.write(f"wrote {FILE}\n")
+    for name, page in PAGES.items():
+        Path(__file__).with_name(name).write_text(page(), encoding="utf-8")
+        sys.stdout.write(f"wrote {name}\n")

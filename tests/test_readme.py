@@ -11,7 +11,13 @@ import pytest
 
 import moa_data
 from moa_data.cli import main
+from moa_data.commands.console import out
+from moa_data.commands.views import decoding_view
+from moa_data.demo.run import DemoReport
+from moa_data.moa.decoding.loop import DecodeStats, Generation
 from moa_data.tests.kit.chats import chat, write_jsonl
+from moa_data.tests.kit.command import run
+from moa_data.tests.kit.stores import make_recipe
 from moa_data.trainer.errors import BatchShrunk
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +33,9 @@ def code_blocks(path: Path, language: str) -> list[str]:
 
 
 def command_lines(path: Path) -> list[str]:
-    lines = "\n".join(code_blocks(path, "bash")).replace("\\\n", " ").splitlines()
+    """The commands of a page: lines of bash, and of text that shows commands behind a dollar with their output."""
+    shown = code_blocks(path, "bash") + re.findall(r"^\$ (.*)$", "\n".join(code_blocks(path, "text")), re.MULTILINE)
+    lines = "\n".join(shown).replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.strip().startswith("moa-data ")]
 
 
@@ -51,6 +59,29 @@ def test_commands_and_options_exist(line: str) -> None:
     assert command is not None, f"no command {words[1]}"
     # Parsing fails on an unknown option or a missing argument, and runs nothing.
     command.make_context(words[1], words[2:])
+
+
+def form(line: str) -> str:
+    """A line of output without its numbers, units of bytes and spaces."""
+    return "".join(re.sub(r"[\d.,]+ [kMG]?B\b|\d[\d.,]*", "0", line).replace("parts", "part").split())
+
+
+def test_quoted_output_has_the_form_of_today(tmp_path: Path) -> None:
+    store = make_recipe(lengths=(12, 30)).write(tmp_path / "store")
+    drafted = Generation([1, 2, 3], DecodeStats([2, 1], n_tokens=3, total_s=1.0))
+    with out.capture() as captured:
+        out.print(decoding_view([drafted], [drafted], "5"))
+    demo = DemoReport(tmp_path, tmp_path / "report.md", 4.3, 1.3, True, 8, 1, 1213.0, 0.675, {"corpus": 1.0}, ())
+    printed = [run("verify", store).stdout, captured.get(), demo.describe()]
+    known = {form(line) for line in "\n".join(printed).splitlines()}
+    quoted = re.compile(r"whole: |.* tokens/call |.* times the speed of |(acceptance|speed|network cut|store) .* ")
+    n_quoted = 0
+    for name in ("README.md", "docs/first-run.md", "docs/tutorial.md"):
+        lines = "\n".join(code_blocks(ROOT / name, "text")).splitlines()
+        found = {form(line) for line in lines if quoted.match(line) and "store: " not in line}
+        assert found <= known, name
+        n_quoted += len(found)
+    assert n_quoted >= 6
 
 
 def test_make_targets_exist() -> None:

@@ -129,6 +129,6 @@ def test_an_argument_may_take_several(given: list[str], read: tuple[str, ...]) -
     assert "NAMES..." in CliRunner().invoke(several, ["--help"]).output
 
 
-def test_the_page_of_options_is_current() -> None:
-    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == generate["page"](), "run docs/generate.py"
+def test_pages_made_from_the_code_are_current() -> None:
+    for name, page in runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"].items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page(), "run docs/generate.py"
