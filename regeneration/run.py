@@ -120,7 +120,7 @@ class RegenerationReport:
         """Return the report as lines."""
         tally = self.tally
         lines = [
-            f"answered     {tally.n_chats:,} of {tally.n_rows:,} rows, {tally.n_answers:,} answers, "
+            f"answered     {tally.n_chats:,} of {counted(tally.n_rows, 'row')}, {counted(tally.n_answers, 'answer')}, "
             f"{tally.n_tokens:,} tokens{', all there before' if self.was_complete else ''}",
             *(f"  rejected   {line}" for line in tally.lines(tally.rejected)),
             *(f"  cut short  {line}" for line in tally.lines(tally.cut)),

@@ -73,8 +73,8 @@ class AddReport:
             return f"added        nothing, {self.store} has it all{f'; {kept}' if kept else ''}"
         t = self.timings
         lines = [
-            f"added        {', '.join(self.fields)} to {self.store}: {self.n_tokens:,} tokens in {self.n_parts:,} "
-            f"parts, {format_bytes(self.stored_bytes)}; the other fields are as they were"
+            f"added        {', '.join(self.fields)} to {self.store}: {self.n_tokens:,} tokens in "
+            f"{counted(self.n_parts, 'part')}, {format_bytes(self.stored_bytes)}; the other fields are as they were"
         ]
         lines += [f"target       {kept}"] if kept else []
         lines += [f"rounding     {self.agreement}"] if self.agreement else []

@@ -96,8 +96,9 @@ class ExtractReport:
             f"size         {format_bytes(self.stored_bytes)}, {self.stored_bytes / self.raw_bytes:.3f} of "
             f"{format_bytes(self.raw_bytes)} raw, {self.stored_bytes / self.n_tokens:,.0f} bytes per token",
             f"dataset      {self.dataset}: {counted(self.n_rows, 'row')} read",
-            f"rejected     {sum(self.rejections.values()):,} of {self.n_rows:,} rows, {self.n_duplicates:,} duplicates "
-            "left out" + "".join("\n" + line for line in self.rejection_lines),
+            f"rejected     {sum(self.rejections.values()):,} of {counted(self.n_rows, 'row')}, "
+            f"{counted(self.n_duplicates, 'duplicate')} left out"
+            + "".join("\n" + line for line in self.rejection_lines),
         ]
         if self.lost_workers:
             ends = "; ".join(dict.fromkeys(self.lost_workers))

@@ -130,7 +130,8 @@ class ExtractPlan:
             f"dataset      {self.dataset}: {counted(counts.n_rows, 'row')} read",
             f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.data.max_length:,} tokens, "
             f"{counts.n_duplicates:,} duplicates left out)",
-            f"rejected     {counts.n_rejected:,} rows" + "".join("\n" + line for line in counts.rejection_lines()),
+            f"rejected     {counted(counts.n_rejected, 'row')}"
+            + "".join("\n" + line for line in counts.rejection_lines()),
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(self.raw_bytes)} in {storage.dtype}, codec {storage.codec}",

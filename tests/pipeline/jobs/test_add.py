@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from moa_data.pipeline.config import AddConfig, ExtractConfig
 from moa_data.pipeline.errors import AdditionRefused, AdditionWanted, NotEnoughDisk
 from moa_data.pipeline.forwards.capture import capture
 from moa_data.pipeline.jobs import add as add_module
-from moa_data.pipeline.jobs.add import add
+from moa_data.pipeline.jobs.add import AddReport, add
 from moa_data.pipeline.jobs.add_plan import plan_addition
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.recode import recode
@@ -404,3 +405,10 @@ def test_training_reads_the_new_field(config: ExtractConfig) -> None:
             stored = torch.from_numpy(store.read(i, "hidden/layer_1")).view(torch.bfloat16)
             assert torch.equal(batch.entering_hidden[i, : len(stored)], stored)
         assert FrozenTarget.load(store.target_path, 1).n_layers == 1
+
+
+def test_one_part_is_counted_as_one() -> None:
+    timings: Any = SimpleNamespace(n_tokens=9, extract_s=1.0, tokens_per_s=9.0, forward_s=1.0, padding_fraction=0.0)
+    report = AddReport(Path("store"), ("keys",), 1, 1, 1, 0, 9, 100, "", timings)
+    assert "1 part," in report.describe()
+    assert "1 parts" not in report.describe()
