@@ -13,6 +13,7 @@ import moa_data
 from moa_data.cli import main
 from moa_data.commands.console import out
 from moa_data.commands.views import decoding_view
+from moa_data.demo.config import DemoConfig
 from moa_data.demo.run import DemoReport
 from moa_data.moa.decoding.loop import DecodeStats, Generation
 from moa_data.tests.kit.chats import chat, write_jsonl
@@ -82,6 +83,12 @@ def test_quoted_output_has_the_form_of_today(tmp_path: Path) -> None:
         assert found <= known, name
         n_quoted += len(found)
     assert n_quoted >= 6
+
+
+def test_the_demo_writes_where_the_documents_look() -> None:
+    (folder,) = re.findall(r"^DEMO_OUT \?= (.*)$", MAKEFILE, flags=re.MULTILINE)
+    assert folder == DemoConfig().out
+    assert f"moa-data verify {folder}/store" in README
 
 
 def test_make_targets_exist() -> None:
