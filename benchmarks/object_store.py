@@ -55,9 +55,9 @@ class Link:
         """Put the link before every request of this process."""
         real = ObjectBucket._asked
 
-        def asked(bucket: ObjectBucket, name: str, request: Callable[[], Any], tries: int | None = None) -> Any:
+        def asked(bucket: ObjectBucket, name: str, request: Callable[[], Any]) -> Any:
             time.sleep(self.latency_s)
-            answer = real(bucket, name, request, tries)
+            answer = real(bucket, name, request)
             n_bytes = len(answer) if isinstance(answer, bytes | memoryview) else 0
             with self._lock:
                 self.requests[_kind(request)] += 1
