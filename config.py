@@ -48,7 +48,7 @@ Presets = Mapping[str, Mapping[str, Any]]
 Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 """Nested values that were given -> the name of a source for messages, and its nested values."""
 Spell = Callable[[str], str]
-"""Name of a setting -> how whoever gave the settings calls it: by its flag, or in Python by its name."""
+"""Name of a setting -> how the user calls it: by its flag on the command line, by its name in Python."""
 
 
 class Setting(NamedTuple):

@@ -248,7 +248,7 @@ class _Run:
             raise TooManyLost(
                 f"{tally.n_rejected:,} of the first {tally.n_rows:,} rows ({self._work.n_rows:,} in all) gave no chat, "
                 f"more than --max-rejected-fraction {most}: {'; '.join(tally.lines(tally.rejected))}. Raise that "
-                "fraction and run the same command again, which keeps the answers so far; or mend the data."
+                "fraction and run the same command again, which keeps the answers so far; or correct the data."
             )
 
 

@@ -221,7 +221,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
-        """Leave the signals to whoever runs the server."""
+        """Install no handlers: the code that runs the server has its own."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,6 +1,6 @@
 """What is refused before any route: web pages of other sites, requests of two lengths, and those beyond the bounds.
 
-Where there are no tokens, whoever reaches the server may use it. On a machine with a browser that is every web page:
+Without tokens, everyone who reaches the server may use it. On a machine with a browser that is every web page:
 the browser sends its requests (a form, or text/plain) without asking, and a name of the page's own that resolves to
 127.0.0.1 makes the answers readable. So such a server takes only JSON, no foreign ``Origin``, and, on a loopback
 address, no foreign ``Host``. Tokens make all of this superfluous: no page knows one.

@@ -192,7 +192,7 @@ class ServerRun:
         """Let signals end the run, where the event loop is in the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
-            # Not by loop.add_signal_handler, which takes the signals from whoever watches that the process ends.
+            # Not by loop.add_signal_handler, which would replace the wakeup descriptor that commands/signals.py reads.
             end = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.end)
             for number in _SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
