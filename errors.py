@@ -1,21 +1,23 @@
-"""The root of all errors that moa-data raises on purpose.
+"""All errors that moa-data raises on purpose.
 
-Each says what was found, what was expected and what to do next. Classes of a stage live in its ``errors`` module and
-inherit also the builtin that fits, so that callers which know nothing of moa-data can still catch them.
+Each says what was found, what was expected and what to do next. Some inherit the builtin that fits as well, so that
+callers which know nothing of moa-data can catch them.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 
 class MoaDataError(Exception):
-    """The input or the options cannot be used, and the user can mend it.
+    """The base of all errors that the user can act on.
 
     Args:
         message: what was found and what was expected.
         hint: what to do next, where the message does not say it.
     """
 
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2
     """Exit code of a command that ends with this error."""
 
     def __init__(self, message: str = "", hint: str = "") -> None:
@@ -23,16 +25,8 @@ class MoaDataError(Exception):
         self.hint = hint
 
 
-class OptionInvalid(MoaDataError, ValueError):
-    """An option, a configuration file or an argument has a value that cannot be used."""
-
-
-class FolderOccupied(MoaDataError, FileExistsError):
-    """The output folder holds something else."""
-
-
 class Interrupted(MoaDataError):
-    """A signal stopped the work; the message says what is kept and how to go on.
+    """A signal stopped the work; the message says what is kept and how to continue.
 
     Attributes:
         signum: number of the signal; None where the ``KeyboardInterrupt`` that led to this error tells it.
@@ -41,3 +35,170 @@ class Interrupted(MoaDataError):
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
         self.signum = None if signum is None else int(signum)
+
+
+class OptionInvalid(MoaDataError, ValueError):
+    """An option, a configuration file or an argument has a value that cannot be used."""
+
+
+class OutputOccupied(MoaDataError, FileExistsError):
+    """The output folder holds something else."""
+
+
+class StorageUnavailable(MoaDataError, OSError):
+    """A disk or an object store is full, read-only, without locks or out of reach; files that are there may be fine."""
+
+
+class NotEnoughMemory(MoaDataError, MemoryError):
+    """Host or device memory cannot hold the target and its batches."""
+
+
+class StoreError(MoaDataError, ValueError):
+    """The base of what goes wrong with an activation store; raised itself for arrays that do not fit the store."""
+
+
+class StoreNotFound(StoreError, FileNotFoundError):
+    """The folder is not an activation store (no ``store.json``)."""
+
+
+class StoreMismatch(StoreError):
+    """An existing store was made from other inputs than the ones given now.
+
+    The message shows the first keys of the groups that differ; a note of the exception, which tracebacks show, lists
+    all of them.
+
+    Attributes:
+        changes: dotted key -> (value in the store, value given now), for every key that differs.
+    """
+
+    _CAUSES = ("identities.", "extraction.", "codec.", "fields.")
+    """Prefixes of keys in the order of the message; counts and the plan, which follow from them, come last."""
+    _MAX_SHOWN = 3
+    _MAX_VALUE_CHARS = 32
+
+    def __init__(self, path: str, changes: Mapping[str, tuple[Any, Any]]) -> None:
+        self.changes = dict(changes)
+        groups: dict[str, str] = {}
+        for key in sorted(changes, key=lambda key: [not key.startswith(prefix) for prefix in self._CAUSES]):
+            groups.setdefault(".".join(key.split(".")[: 1 if key.startswith("codec.") else 2]), key)
+        shown = list(groups.values())[: self._MAX_SHOWN]
+        listed = "; ".join(self._line(key, self._MAX_VALUE_CHARS) for key in shown)
+        n_more = len(changes) - len(shown)
+        more = f"; {n_more} more, which `moa-data --debug` lists" if n_more else ""
+        super().__init__(
+            f"{path} was made from other inputs ({listed}{more}). Restore those inputs to go on with this store, or "
+            "choose another output folder."
+        )
+        self.add_note("\n".join(map(self._line, self.changes)))
+
+    def _line(self, key: str, max_chars: int | None = None) -> str:
+        old, new = (
+            text if max_chars is None or len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+            for text in map(repr, self.changes[key])
+        )
+        return f"{key}: store has {old}, given {new}"
+
+
+class StoreLocked(StoreError, BlockingIOError):
+    """Another process is writing to this store."""
+
+
+class SchemaVersionError(StoreError):
+    """The store was written in another schema version than the one this release reads."""
+
+
+class StoreDamaged(StoreError):
+    """A file of a store is missing, truncated, changed or not what its commit says."""
+
+
+class CodecUnknown(StoreError):
+    """There is no codec of that name, or not for fields like these."""
+
+
+class StoreIncomplete(StoreError, LookupError):
+    """Planned parts or sequences are missing, and the caller asked for all."""
+
+
+class SelectionInvalid(StoreError, IndexError):
+    """The store has no such field, layer, sequence or token."""
+
+
+class ReportUnwritten(StorageUnavailable):
+    """The report of an evaluation cannot be written after all was measured.
+
+    Attributes:
+        markdown: the report as text.
+    """
+
+    def __init__(self, path: Path, error: OSError, markdown: str) -> None:
+        reason = error.strerror or str(error)
+        super().__init__(f"{path} cannot be written ({reason}); the report is printed instead. Free some space first.")
+        self.markdown = markdown
+
+
+class DatasetError(MoaDataError, ValueError):
+    """A dataset or a file of prompts cannot be read, or too much of it cannot be used."""
+
+
+class TemplateError(DatasetError):
+    """The tokenizer has no chat template, or one that cannot be used."""
+
+
+class PromptUnusable(TemplateError):
+    """A prompt holds control tokens of the target, or text that cannot be encoded."""
+
+
+class DrafterError(MoaDataError, ValueError):
+    """A drafter or a decoding request cannot be used as given."""
+
+
+class TargetError(DrafterError):
+    """A target cannot be loaded, is not supported, is not the expected one, or gives values that are not finite."""
+
+
+class CheckpointError(DrafterError):
+    """Drafter weights or a training checkpoint are damaged, or differ from what the sizes call for."""
+
+
+class TrainingError(MoaDataError):
+    """Training cannot start or continue as asked."""
+
+
+class WorkerError(MoaDataError, RuntimeError):
+    """The processes or the engine that extract cannot run, or have ended with work left."""
+
+
+class InteropError(MoaDataError, ValueError):
+    """A file of another project, or a folder of the Hub, is not what it should be."""
+
+
+class ServingError(MoaDataError):
+    """A server or a client cannot work as asked."""
+
+
+class Overloaded(ServingError):
+    """The server takes no more sessions, tokens or requests just now; try again later."""
+
+
+class RequestInvalid(ServingError, ValueError):
+    """A request that cannot be served as given."""
+
+
+class NotAllowed(ServingError, PermissionError):
+    """The bearer token is missing or wrong."""
+
+
+class SessionUnknown(ServingError):
+    """The server holds no session of that id; the client opens it anew."""
+
+
+class ProtocolMismatch(ServingError):
+    """Client and server differ in protocol version, target, tokenizer or drafter."""
+
+
+class Disconnected(ServingError, ConnectionError):
+    """The connection ended, or could not be made."""
+
+
+class RunWarning(UserWarning):
+    """Warns that a training run does not go as its settings say."""

@@ -161,7 +161,7 @@ class _PageAnswerer:
 
     def ask(self, prompt: str, on_event: "OnEvent") -> None:
         """Answer a prompt; the page shows why it cannot be."""
-        from ..serving.errors import RequestInvalid, ServingError
+        from ..errors import RequestInvalid, ServingError
 
         messages = self._conversation.messages
         messages.append({"role": "user", "content": prompt})

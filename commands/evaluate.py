@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ..errors import ReportUnwritten
 from ..evaluation.config import DisconnectConfig, EvalConfig
-from ..evaluation.errors import ReportUnwritten
 from .console import ProgressLine, out, tell
 from .options import StageCommand, config_options
 from .provenance import collect_provenance

@@ -16,7 +16,7 @@ from .provenance import collect_provenance
 @contextlib.contextmanager
 def _warnings_told() -> Iterator[None]:
     """Tell in one line what a run warns of; others warn as ever."""
-    from ..trainer.errors import RunWarning
+    from ..errors import RunWarning
 
     with warnings.catch_warnings():
         others = warnings.showwarning

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..errors import OptionInvalid
 from ..storage.disk.durable import write_atomic
 from . import families
-from .errors import DemoError
 from .families import Chat
 
 FAMILIES = families.FAMILIES
@@ -78,10 +78,12 @@ def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
         n_held_out: Held-out chats; families take turns, so that each is represented.
 
     Raises:
-        DemoError: If a count is below 1, or a family cannot give as many different prompts.
+        OptionInvalid: If a count is below 1, or a family cannot give as many different prompts.
     """
     if n_train < 1 or n_held_out < 1:
-        raise DemoError(f"a corpus needs at least one training and one held-out chat, got {n_train} and {n_held_out}")
+        raise OptionInvalid(
+            f"a corpus needs at least one training and one held-out chat, got {n_train} and {n_held_out}"
+        )
     rng = random.Random(seed)
     seen: set[str] = set()
     held_out = list(_rows(rng, n_held_out, seen))
@@ -109,7 +111,7 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
         if key not in seen:
             seen.add(key)
             return messages
-    raise DemoError(
+    raise OptionInvalid(
         f"family {name!r} gave no new prompt in {MAX_REDRAWS} draws ({len(seen)} used); ask for fewer chats"
     )
 

@@ -244,9 +244,9 @@ def run_demo(
         progress: Called as (done, total, message) all the way.
 
     Raises:
-        DemoError: If the folder holds something else.
+        OptionInvalid: If the folder holds something else.
         Interrupted: If Ctrl-C stopped a phase.
-        Exception: Whatever the stages raise (`PipelineError`, `StoreError`, `TrainingError`, `EvaluationError`).
+        Exception: Whatever the stages raise (`WorkerError`, `StoreError`, `TrainingError`, `OptionInvalid`).
     """
     run = _Run(config, progress, provenance)
     reused = tuple(phase for phase in PHASES if run.state.is_done(phase))

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from ..errors import OptionInvalid
 from ..moa.decoding.loop import plain_generate
 from ..moa.targets.live import Target
 from ..pipeline.chats.prompts import prompt_tokens
@@ -23,7 +24,6 @@ from ..serving.client.events import Event
 from ..serving.client.timeline import Timeline
 from ..serving.emulation.conditions import MOBILE_4G
 from ..serving.emulation.proxy import Proxy
-from .errors import DemoError
 
 TARGET_MS = 25.0
 """Least time of a target call, about that of an 8B target on a small GPU; the demo's own takes one or two."""
@@ -60,7 +60,7 @@ def answer_through_a_cut(
         prompts: chats that end with a user's message.
 
     Raises:
-        DemoError: the server did not start.
+        OptionInvalid: the server did not start.
         ServingError: it could not be talked to.
     """
     live = Target.load(str(target), device="cpu")
@@ -138,7 +138,7 @@ def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) 
                     return
         except (URLError, OSError):
             time.sleep(0.1)
-    raise DemoError(f"the server did not start within {_START_S:.0f} s; see {log}")
+    raise OptionInvalid(f"the server did not start within {_START_S:.0f} s; see {log}")
 
 
 def _free_port() -> int:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..errors import OptionInvalid
 from ..storage.disk.durable import PARTIAL_SUFFIX, write_atomic
 from .config import DemoConfig
-from .errors import DemoError
 
 STATE_FILE = "demo.json"
 REPORT_FILE = "report.md"
@@ -30,16 +30,16 @@ class DemoState:
         """Open or begin a demo folder.
 
         Raises:
-            DemoError: If the folder holds something else, or a demo with other settings; nothing is touched.
+            OptionInvalid: If the folder holds something else, or a demo with other settings; nothing is touched.
         """
         folder = Path(config.out)
         settings = json.loads(json.dumps({name: value for name, value in config.named().items() if name != "out"}))
         file = folder / STATE_FILE
         if not file.is_file():
             if folder.exists() and not folder.is_dir():
-                raise DemoError(f"{folder} is a file, expected a folder or nothing; choose another --out")
+                raise OptionInvalid(f"{folder} is a file, expected a folder or nothing; choose another --out")
             if folder.is_dir() and any(entry.name != STATE_FILE + PARTIAL_SUFFIX for entry in folder.iterdir()):
-                raise DemoError(
+                raise OptionInvalid(
                     f"{folder} is not empty and holds no demo ({STATE_FILE} is missing); choose another --out"
                 )
             folder.mkdir(parents=True, exist_ok=True)
@@ -50,14 +50,16 @@ class DemoState:
             stored = json.loads(file.read_text(encoding="utf-8"))
             before, phases = dict(stored["settings"]), dict(stored["phases"])
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise DemoError(f"{file} cannot be read ({error}); delete {folder} or choose another --out") from error
+            raise OptionInvalid(f"{file} cannot be read ({error}); delete {folder} or choose another --out") from error
         changed = [
             f"{name} is {settings.get(name)!r}, was {before.get(name)!r}"
             for name in sorted({*settings, *before})
             if settings.get(name) != before.get(name)
         ]
         if changed:
-            raise DemoError(f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another --out")
+            raise OptionInvalid(
+                f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another --out"
+            )
         return DemoState(folder, settings, phases)
 
     def is_done(self, phase: str) -> bool:

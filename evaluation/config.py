@@ -65,7 +65,7 @@ class DecodingConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        from ..moa.errors import DrafterError
+        from ..errors import DrafterError
 
         try:
             self.tree_shape()

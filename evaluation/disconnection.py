@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OptionInvalid
 from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import TreeShape
@@ -22,7 +23,6 @@ from ..moa.targets.cache import TargetCache
 from ..moa.targets.live import Target
 from ..text import Progress
 from .drafters import LoadedDrafter
-from .errors import EvaluationError
 from .measure import opening_tokens
 from .prompts import Prompt
 from .scorer import Scorer
@@ -120,9 +120,9 @@ def measure_disconnections(
         progress: called with (done, total, message) per batch.
 
     Raises:
-        PromptsError: the chat template refuses a prompt.
+        DatasetError: the chat template refuses a prompt.
         DrafterError: a drafter cannot be used with this target.
-        EvaluationError: the scorer raises something, or returns no finite number.
+        OptionInvalid: the scorer raises something, or returns no finite number.
     """
     usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
     cuts: list[_Cut] = []
@@ -238,11 +238,11 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         score: Any = scorer(prompt, answer)
     except Exception as error:  # the user's function may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EvaluationError(f"{where} raised {reason}; mend the function.") from error
+        raise OptionInvalid(f"{where} raised {reason}; mend the function.") from error
     try:
         number = float(score)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise EvaluationError(f"{where} returned {str(score)[:60]!r}, expected a finite number; mend the function.")
+        raise OptionInvalid(f"{where} returned {str(score)[:60]!r}, expected a finite number; mend the function.")
     return number

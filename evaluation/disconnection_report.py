@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import OptionInvalid
 from .disconnection import TARGET, Continuation, CutRow
-from .errors import EvaluationError
 from .markdown import figure_text, table
 from .statistics import Interval, ratio_with_interval
 
@@ -113,7 +113,7 @@ def build_disconnection_report(
         prompts: where the prompts come from, and ``n_used`` of them.
     """
     if not rows:
-        raise EvaluationError(
+        raise OptionInvalid(
             "no answer is long enough to be cut: prompts leave no position to generate into, or every answer ends with "
             "its first token; give other prompts."
         )

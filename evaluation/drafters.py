@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import yaml
 
+from ..errors import OptionInvalid
 from ..moa.drafters.base import Drafter
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.live import Target
-from .errors import EvaluationError
 
 _RUN_FILE, _REPORT_FILE, _STORE_FILE = "run.yaml", "report.json", "store.json"
 """Files that ``moa-data train`` leaves beside a drafter."""
@@ -68,7 +68,7 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 
     Raises:
         DrafterError: one cannot be loaded, or belongs to another target.
-        EvaluationError: a file of a run cannot be read.
+        OptionInvalid: a file of a run cannot be read.
     """
     loaded: dict[str, LoadedDrafter] = {}
     for folder in folders:
@@ -87,7 +87,7 @@ def drafter_facts(folder: Path, drafter: Drafter) -> DrafterFacts:
     """Read what a run of ``moa-data train`` recorded of its drafter; other folders give the drafter's size alone.
 
     Raises:
-        EvaluationError: a file of the run cannot be read.
+        OptionInvalid: a file of the run cannot be read.
     """
     n_parameters = sum(weight.numel() for weight in drafter.parameters())
     for place in (folder, folder.parent):
@@ -169,7 +169,7 @@ def _read(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise EvaluationError(f"{file} cannot be read ({' '.join(str(error).split())}); restore it.") from error
+        raise OptionInvalid(f"{file} cannot be read ({' '.join(str(error).split())}); restore it.") from error
     if not isinstance(values, dict):
-        raise EvaluationError(f"{file} holds a {type(values).__name__}, expected a mapping; restore it.")
+        raise OptionInvalid(f"{file} holds a {type(values).__name__}, expected a mapping; restore it.")
     return values

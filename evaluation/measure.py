@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
+from ..errors import DatasetError, PromptUnusable, TemplateError
 from ..moa.decoding.loop import Generation
 from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
 from ..moa.targets.live import Target
 from ..pipeline.chats.messages import Message
 from ..pipeline.chats.prompts import check_prompt, prompt_tokens
-from ..pipeline.errors import PromptUnusable, TemplateError
 from ..text import Progress
-from .errors import PromptsError
 from .methods import Generate
 from .prompts import Prompt
 
@@ -126,7 +125,7 @@ def measure(
             first differ.
 
     Raises:
-        PromptsError: the chat template refuses a prompt, or a text cannot be part of one.
+        DatasetError: the chat template refuses a prompt, or a text cannot be part of one.
     """
     _check_prompts(target, prompts)
     result = Measurement()
@@ -236,7 +235,7 @@ def _check_prompts(target: Target, prompts: Sequence[Prompt]) -> None:
         try:
             check_prompt(target.tokenizer, [message for turn in prompt.turns for message in turn], prompt.tools)
         except PromptUnusable as error:
-            raise PromptsError(f"prompt {prompt.prompt_id}: {error}") from error
+            raise DatasetError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
 def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]:
@@ -245,7 +244,7 @@ def _tokens(target: Target, prompt: Prompt, history: list[Message]) -> list[int]
     except PromptUnusable:
         raise
     except TemplateError as error:
-        raise PromptsError(f"prompt {prompt.prompt_id}: {error}") from error
+        raise DatasetError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
 def _compare(

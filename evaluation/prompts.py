@@ -15,10 +15,10 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from ..errors import DatasetError
 from ..pipeline.chats.dataset import parse_json
 from ..pipeline.chats.messages import Message, Rejection, UnreadableRow, parse_prompt
 from ..text import printable
-from .errors import PromptsError
 
 CHATS, SPEC_BENCH = "chats", "spec-bench"
 
@@ -65,16 +65,16 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
             every category is there; None uses all.
 
     Raises:
-        PromptsError: no such file, a line that is no prompt (named), two formats in one file, or nothing in it.
+        DatasetError: no such file, a line that is no prompt (named), two formats in one file, or nothing in it.
     """
     path = Path(path).expanduser()
     try:
         # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for the end of a line.
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError as error:
-        raise PromptsError(f"{path} does not exist; give a file of chats or of Spec-Bench questions.") from error
+        raise DatasetError(f"{path} does not exist; give a file of chats or of Spec-Bench questions.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptsError(f"{path} cannot be read as UTF-8 text: {error}. Give a jsonl file.") from error
+        raise DatasetError(f"{path} cannot be read as UTF-8 text: {error}. Give a jsonl file.") from error
     prompts: list[Prompt] = []
     kinds: set[str] = set()
     for number, line in enumerate(lines, start=1):
@@ -85,9 +85,9 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
         kinds.add(kind)
         prompts.append(prompt)
         if len(kinds) > 1:
-            raise PromptsError(f"{where} is a {kind} prompt, the lines before are not; put them into two files.")
+            raise DatasetError(f"{where} is a {kind} prompt, the lines before are not; put them into two files.")
     if not prompts:
-        raise PromptsError(f"{path} holds no prompt; expected one JSON object per line.")
+        raise DatasetError(f"{path} holds no prompt; expected one JSON object per line.")
     kind = kinds.pop()
     return PromptFile(kind, len(prompts), tuple(_choose(_with_own_ids(prompts), kind, n_prompts)))
 
@@ -106,9 +106,9 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
 def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
     row = parse_json(line)
     if isinstance(row, UnreadableRow):
-        raise PromptsError(f"{where} is {row.detail}; expected one JSON object per line.")
+        raise DatasetError(f"{where} is {row.detail}; expected one JSON object per line.")
     if not isinstance(row, dict):
-        raise PromptsError(f"{where} is a {type(row).__name__}, expected an object with messages or turns.")
+        raise DatasetError(f"{where} is a {type(row).__name__}, expected an object with messages or turns.")
     if "turns" in row:
         return SPEC_BENCH, _spec_bench_prompt(row, where, number)
     return CHATS, _chat_prompt(row, where, number)
@@ -117,7 +117,7 @@ def _parse_line(line: str, where: str, number: int) -> tuple[str, Prompt]:
 def _spec_bench_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
     turns = row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise PromptsError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; mend or remove the line.")
+        raise DatasetError(f"{where}: turns must be a list of texts, got {str(turns)[:60]!r}; mend or remove the line.")
     return Prompt(
         prompt_id=_identity(row, number, "question_id"),
         category=printable(str(row.get("category", "all"))),
@@ -128,14 +128,14 @@ def _spec_bench_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
 def _chat_prompt(row: dict[str, Any], where: str, number: int) -> Prompt:
     chat = parse_prompt(row)
     if isinstance(chat, Rejection):
-        raise PromptsError(f"{where}: {chat.reason} ({chat.detail}); mend or remove the line.")
+        raise DatasetError(f"{where}: {chat.reason} ({chat.detail}); mend or remove the line.")
     # A chat that ends with the question is a prompt as it stands.
     messages = chat.messages
     n_before = len(messages)
     if messages[-1]["role"] == "assistant":
         n_before -= 1
     if n_before == 0:
-        raise PromptsError(f"{where}: nothing comes before the assistant's message; mend or remove the line.")
+        raise DatasetError(f"{where}: nothing comes before the assistant's message; mend or remove the line.")
     category = printable(str(row.get("category") or "all"))
     tools = None if chat.tools is None else tuple(chat.tools)
     turns = (tuple(messages[:n_before]),)

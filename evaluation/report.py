@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import OptionInvalid
 from .drafters import training_differences
-from .errors import EvaluationError
 from .measure import Measurement, MethodRun, PromptRow
 from .pairs import DrafterPair, drafter_pairs
 from .statistics import Interval, accepted_by_position, ratio_with_interval
@@ -172,7 +172,7 @@ def build_report(
     rows = measurement.rows
     if not rows:
         n_prompts = sum(skipped.turn == 0 for skipped in measurement.skipped)
-        raise EvaluationError(
+        raise OptionInvalid(
             f"all {n_prompts} prompts are as long as the target's positions or longer; give shorter prompts."
         )
     categories = list(dict.fromkeys(row.category for row in rows))
@@ -251,17 +251,17 @@ def check_output(path: str | Path, kind: str = KIND) -> Path:
         kind: of the report; an earlier one of this kind may be there.
 
     Raises:
-        EvaluationError: something other than a report is there, or nothing can be written there.
+        OptionInvalid: something other than a report is there, or nothing can be written there.
     """
     path = Path(path).expanduser()
     if path.suffix != ".json":
-        raise EvaluationError(f"--out {path} does not end in .json; the report is JSON, with a .md file beside it.")
+        raise OptionInvalid(f"--out {path} does not end in .json; the report is JSON, with a .md file beside it.")
     try:
         _check_predecessor(path, kind)
         _check_writable(path)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise EvaluationError(f"--out {path} cannot be written ({reason}); choose another --out.") from error
+        raise OptionInvalid(f"--out {path} cannot be written ({reason}); choose another --out.") from error
     return path
 
 
@@ -270,9 +270,9 @@ def _check_predecessor(path: Path, kind: str) -> None:
     if not path.exists():
         occupied = [folder for folder in path.parents if folder.exists() and not folder.is_dir()]
         if occupied:
-            raise EvaluationError(f"--out {path}: {occupied[0]} is a file, not a folder; choose another --out.")
+            raise OptionInvalid(f"--out {path}: {occupied[0]} is a file, not a folder; choose another --out.")
         if (notes := path.with_suffix(".md")).exists():
-            raise EvaluationError(
+            raise OptionInvalid(
                 f"--out {path} would replace {notes}, which belongs to no report; move it, or choose another --out."
             )
         return
@@ -281,7 +281,7 @@ def _check_predecessor(path: Path, kind: str) -> None:
     except (OSError, ValueError, AttributeError):
         is_report = False
     if not is_report:
-        raise EvaluationError(f"--out {path} holds something that is not a {kind}; choose another --out.")
+        raise OptionInvalid(f"--out {path} holds something that is not a {kind}; choose another --out.")
 
 
 def _check_writable(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ReportUnwritten
 from ..moa.targets.live import Target
 from ..pipeline.chats.prompts import check_template
 from ..pipeline.chats.template_arguments import choose_template_arguments
@@ -18,7 +19,6 @@ from .disconnection import measure_disconnections
 from .disconnection_report import KIND as DISCONNECTION
 from .disconnection_report import DisconnectionReport, build_disconnection_report, disconnection_markdown
 from .drafters import LoadedDrafter, load_drafters
-from .errors import ReportUnwritten
 from .figures import disconnection_figure, write_figures
 from .markdown import markdown_report, write_report
 from .measure import measure
@@ -40,10 +40,10 @@ def evaluate(
         The report, which was also written: JSON at ``config.out``, Markdown and figures beside it.
 
     Raises:
-        EvaluationError: settings or prompts that cannot be used, or an output that holds something else.
+        OptionInvalid: settings or prompts that cannot be used, or an output that holds something else.
         ReportUnwritten: all was measured, and the report cannot be written.
         DrafterError: target or drafter cannot be loaded, or do not belong together.
-        PipelineError: the target has no chat template.
+        WorkerError: the target has no chat template.
     """
     out = check_output(config.out)
     prompts = load_prompts(config.prompts, config.n_prompts)
@@ -92,9 +92,9 @@ def disconnect(
         progress: called with (done, total, message) per batch.
 
     Raises:
-        EvaluationError: settings, prompts or a scorer that cannot be used, or an output that holds something else.
+        OptionInvalid: settings, prompts or a scorer that cannot be used, or an output that holds something else.
         DrafterError: target or drafter cannot be loaded, or do not belong together.
-        PipelineError: the target has no chat template.
+        WorkerError: the target has no chat template.
     """
     out = check_output(config.out, DISCONNECTION)
     scorer = None if config.scorer is None else load_scorer(config.scorer)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from .errors import EvaluationError
+from ..errors import OptionInvalid
 
 Scorer = Callable[[str, str], float]
 """(the prompt's messages as text, the answer's text) -> a number; greater is better."""
@@ -19,17 +19,17 @@ def load_scorer(name: str) -> Scorer:
         name: ``module:function`` of a module that Python can import, or ``file.py:function``.
 
     Raises:
-        EvaluationError: no such module, file or function, or the module raises something.
+        OptionInvalid: no such module, file or function, or the module raises something.
     """
     where, _, function = name.rpartition(":")
     try:
         module = _from_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # the user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EvaluationError(f"--scorer {name}: {where} cannot be imported ({reason}); check the name.") from error
+        raise OptionInvalid(f"--scorer {name}: {where} cannot be imported ({reason}); check the name.") from error
     scorer: Scorer | None = getattr(module, function, None)
     if not callable(scorer):
-        raise EvaluationError(f"--scorer {name}: {where} has no function {function!r}; check the name.")
+        raise OptionInvalid(f"--scorer {name}: {where} has no function {function!r}; check the name.")
     return scorer
 
 

@@ -11,9 +11,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from ..errors import MoaDataError
+from ..errors import InteropError, MoaDataError
 from ..text import first_line
-from .errors import HubError
 
 _NOT_OURS = (".gitattributes", ".gitignore")
 
@@ -45,18 +44,18 @@ def files_of(api: HfApi, repo: str, repo_type: str, revision: str | None = None)
 
 @contextmanager
 def one_line(repo: str, advice: str) -> Iterator[None]:
-    """Turn what the client raises into :class:`HubError` with advice."""
+    """Turn what the client raises into :class:`InteropError` with advice."""
     try:
         yield
     except RepositoryNotFoundError as error:
-        raise HubError(
+        raise InteropError(
             f"The Hub has no repository {repo} that may be seen here. Check the name, and HF_TOKEN in the environment."
         ) from error
     except HFValidationError as error:
-        raise HubError(f"{repo!r} is no name of a repository, expected OWNER/NAME.") from error
+        raise InteropError(f"{repo!r} is no name of a repository, expected OWNER/NAME.") from error
     except MoaDataError:
         raise
     except Exception as error:  # the client raises many unrelated types
         # A failed upload is a RuntimeError whose cause says why.
         reason = first_line(error.__cause__ or error).rstrip(".")
-        raise HubError(f"{repo} on the Hub: {reason}. {advice}") from error
+        raise InteropError(f"{repo} on the Hub: {reason}. {advice}") from error

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..errors import InteropError
 from ..storage.care.summary import summarize_store
 from ..storage.disk.durable import PARTIAL_SUFFIX, walk
 from ..storage.names import CARD_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PUBLISH_NAME, RUNS_NAME
-from .errors import NothingToPush
 
 DRAFTER_FILE = "drafter.json"
 COMMIT_FILES, COMMIT_BYTES = 200, 4 << 30
@@ -95,7 +95,7 @@ def contents_of(path: Path, most_files: int = COMMIT_FILES, most_bytes: int = CO
     """List what a store, a drafter's folder or a training run gives to the Hub.
 
     Raises:
-        NothingToPush: it is none of these, or a store that is not whole.
+        InteropError: it is none of these, or a store that is not whole.
         StoreError: it is a store that cannot be read.
     """
     path = path.expanduser()
@@ -104,7 +104,7 @@ def contents_of(path: Path, most_files: int = COMMIT_FILES, most_bytes: int = CO
     folder = path if (path / DRAFTER_FILE).is_file() else path / "drafter"
     if (folder / DRAFTER_FILE).is_file():
         return _drafter(folder, most_files, most_bytes)
-    raise NothingToPush(
+    raise InteropError(
         f"{path} is neither a store ({MANIFEST_NAME}), a drafter ({DRAFTER_FILE}) nor a run of `moa-data train`. Name "
         "one of them."
     )
@@ -113,7 +113,7 @@ def contents_of(path: Path, most_files: int = COMMIT_FILES, most_bytes: int = CO
 def _store(path: Path, most_files: int, most_bytes: int) -> Contents:
     summary = summarize_store(path)
     if what := summary.missing or ", ".join(summary.unfinished):
-        raise NothingToPush(f"{path} is incomplete: {what}. Finish it with the command that began it, then push.")
+        raise InteropError(f"{path} is incomplete: {what}. Finish it with the command that began it, then push.")
     items = [item for item in _files(path) if item.path.split("/")[0] in KNOWN_NAMES - _STAY_HERE]
     last = [item for item in items if item.path in (MANIFEST_NAME, CARD_NAME)]
     first = [item for item in items if item not in last]
@@ -137,7 +137,7 @@ def _files(folder: Path) -> list[Item]:
         for name in sorted(names):
             file = root / name
             if file.is_symlink() or not file.is_file():
-                raise NothingToPush(f"{file} is no plain file. Replace it by the file that it stands for.")
+                raise InteropError(f"{file} is no plain file. Replace it by the file that it stands for.")
             if not name.endswith(PARTIAL_SUFFIX):
                 found.append(Item(str(PurePosixPath(file.relative_to(folder))), file, file.stat().st_size))
     return sorted(found, key=lambda item: item.path)

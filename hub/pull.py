@@ -10,14 +10,13 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from ..errors import FolderOccupied
+from ..errors import InteropError, OutputOccupied
 from ..storage.care.verify import verify_store
 from ..storage.disk.durable import walk
 from ..storage.names import MANIFEST_NAME
 from ..text import Progress, format_bytes
 from .client import RemoteFile, connect, files_of, one_line
 from .contents import DRAFTER_FILE, Item
-from .errors import HubError, PullDamaged
 
 _CACHE = ".cache"
 """Where the Hub's client keeps what it has begun to download, below the folder."""
@@ -51,20 +50,21 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         progress: called with (bytes, all bytes, message) while bytes are checked.
 
     Raises:
-        HubError: the Hub has no such repository, cannot be reached, or holds neither a store nor a drafter.
-        FolderOccupied: the folder holds something else.
-        PullDamaged: a file is not what its commit says, or a store not what its checksums say.
+        InteropError: the Hub has no such repository, cannot be reached, or holds neither a store nor a drafter.
+        OutputOccupied: the folder holds something else.
     """
     folder = folder.expanduser()
     if folder.exists() and not (folder.is_dir() and ((folder / _CACHE).is_dir() or not any(folder.iterdir()))):
-        raise FolderOccupied(f"{folder} is there already. Choose another folder, or delete it.")
+        raise OutputOccupied(f"{folder} is there already. Choose another folder, or delete it.")
     api = connect()
     with one_line(repo, _AGAIN):
         repo_type, commit = _find(api, repo, revision)
         files = files_of(api, repo, repo_type, commit)
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
-            raise HubError(f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}: nothing that `push` has finished.")
+            raise InteropError(
+                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}: nothing that `push` has finished."
+            )
         snapshot_download(
             repo, repo_type=repo_type, revision=commit, local_dir=folder, allow_patterns=list(files),
             token=os.environ.get("HF_TOKEN") or False, endpoint=os.environ.get("HF_ENDPOINT"),
@@ -74,7 +74,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         report = verify_store(folder, progress=progress, values=False)
         report.check_complete(folder)
         if not report.ok or report.n_pending_parts:
-            raise PullDamaged(
+            raise _damaged(
                 f"{folder} is not whole: `moa-data verify {folder}` says why. Push it again from its source."
             )
     shutil.rmtree(folder / _CACHE)
@@ -95,7 +95,7 @@ def _check_files(folder: Path, files: dict[str, RemoteFile], progress: Progress 
         item = Item(name, folder / name, (folder / name).stat().st_size)
         if item.n_bytes != file.n_bytes or not item.matches(file.blob_id, file.sha256):
             item.source.unlink()  # type: ignore[union-attr]  # a path: it was made a line above
-            raise PullDamaged(f"{folder / name} is not the file of its commit, and was deleted. {_AGAIN}")
+            raise _damaged(f"{folder / name} is not the file of its commit, and was deleted. {_AGAIN}")
         done += file.n_bytes
         if progress:
             progress(done, total, "check")
@@ -104,4 +104,10 @@ def _check_files(folder: Path, files: dict[str, RemoteFile], progress: Progress 
             folders.remove(_CACHE)
         for name in names:
             if str((root / name).relative_to(folder)) not in files:
-                raise PullDamaged(f"{root / name} is not in this commit. Delete {folder} and pull again.")
+                raise _damaged(f"{root / name} is not in this commit. Delete {folder} and pull again.")
+
+
+def _damaged(message: str) -> InteropError:
+    error = InteropError(message)
+    error.exit_code = 1  # as `verify` ends for a damaged store
+    return error

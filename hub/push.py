@@ -8,10 +8,10 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 
+from ..errors import InteropError
 from ..text import Progress, format_bytes
 from .client import RemoteFile, connect, files_of, one_line
 from .contents import COMMIT_BYTES, COMMIT_FILES, Contents, Item, contents_of
-from .errors import HubError
 
 _AGAIN = "Commits so far are kept: run the same command again to go on."
 
@@ -52,19 +52,21 @@ def push(
         most_bytes: most bytes of a commit, unless one file has more.
 
     Raises:
-        NothingToPush: the path is neither a whole store nor a drafter.
-        HubError: no token, or the Hub refuses, cannot be reached, or holds another store under this name.
+        InteropError: the path is neither a whole store nor a drafter.
+        InteropError: no token, or the Hub refuses, cannot be reached, or holds another store under this name.
     """
     contents = contents_of(path, most_files, most_bytes)
     if not os.environ.get("HF_TOKEN"):
-        raise HubError(
+        raise InteropError(
             "No token: set HF_TOKEN in the environment to one that may write (huggingface.co/settings/tokens)."
         )
     api = connect()
     with one_line(repo, _AGAIN):
         url = str(api.create_repo(repo, repo_type=contents.repo_type, private=private, exist_ok=True))
         if private and not api.repo_info(repo, repo_type=contents.repo_type).private:
-            raise HubError(f"{repo} is there already and public. Make it private on the Hub, or choose another name.")
+            raise InteropError(
+                f"{repo} is there already and public. Make it private on the Hub, or choose another name."
+            )
         there = files_of(api, repo, contents.repo_type)
         _check_free(contents, there, repo)
         n_sent, n_sent_bytes, done = 0, 0, 0
@@ -93,7 +95,7 @@ def _check_free(contents: Contents, there: dict[str, RemoteFile], repo: str) -> 
     if contents.entry in there and not _is_there(ours[contents.entry], there):
         strange.insert(0, contents.entry)
     if strange:
-        raise HubError(f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name.")
+        raise InteropError(f"{repo} holds another dataset ({strange[0]} is not this store's). Choose another name.")
 
 
 def _send(api: HfApi, repo: str, repo_type: str, items: list[Item], number: str) -> None:

@@ -94,7 +94,7 @@ class RegenerateConfig(Config):
         return []
 
     def _shape_problems(self) -> list[str]:
-        from ..moa.errors import DrafterError
+        from ..errors import DrafterError
 
         if self.tree is not None and self.drafter is None:
             return [f"tree is {self.tree!r}, but without a drafter nothing drafts; give --drafter RUN"]

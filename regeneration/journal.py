@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from ..errors import DatasetError
 from ..storage.disk.durable import disk_full_guard, fsync_directory, write_all
 from .chats import Outcome
-from .errors import JournalRefused
 
 _GO_ON = "The answers so far are safe. Free some space and run the same command again."
 
@@ -38,7 +38,7 @@ class Journal:
         n_rows: rows that are answered.
 
     Raises:
-        JournalRefused: other settings began it, or it is damaged.
+        DatasetError: other settings began it, or it is damaged.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], unit: int, n_all: int) -> None:
@@ -74,7 +74,7 @@ class Journal:
                 if number == 0:
                     self._check(values.get("settings"))
                 elif values.get("row") != n_rows:
-                    raise JournalRefused(self._damaged(f"line {number + 1} is not that of row {n_rows}"))
+                    raise DatasetError(self._damaged(f"line {number + 1} is not that of row {n_rows}"))
                 else:
                     n_rows += 1
                 if n_rows % self._unit == 0 or n_rows == self._n_all:
@@ -87,7 +87,7 @@ class Journal:
         except ValueError:
             values = None
         if not isinstance(values, dict):
-            raise JournalRefused(self._damaged(f"line {number + 1} is no JSON object"))
+            raise DatasetError(self._damaged(f"line {number + 1} is no JSON object"))
         return values
 
     def _damaged(self, what: str) -> str:
@@ -95,9 +95,9 @@ class Journal:
 
     def _check(self, begun: Any) -> None:
         if not isinstance(begun, dict):
-            raise JournalRefused(self._damaged("line 1 has no settings"))
+            raise DatasetError(self._damaged("line 1 has no settings"))
         if changed := differences(begun, self._settings):
-            raise JournalRefused(
+            raise DatasetError(
                 f"{self.path} was begun with {changed}. Give the settings that it was begun with, or another --out."
             )
 

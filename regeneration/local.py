@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import TemplateError
 from ..moa.decoding.loop import Generation, generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import Shape
@@ -15,7 +16,6 @@ from ..moa.targets.live import Target
 from ..pipeline.chats.messages import Rejection
 from ..pipeline.chats.prompts import check_template, prompt_tokens, tokenize_chat
 from ..pipeline.chats.template_arguments import choose_template_arguments
-from ..pipeline.errors import TemplateError
 from .chats import Exchange, LossReason
 from .config import RegenerateConfig
 
@@ -28,7 +28,7 @@ class LocalTarget:
 
     Raises:
         DrafterError: target or drafter cannot be loaded, or do not belong together.
-        PipelineError: the target has no chat template.
+        WorkerError: the target has no chat template.
     """
 
     def __init__(self, config: RegenerateConfig) -> None:

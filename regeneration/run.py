@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import FolderOccupied, OptionInvalid
+from ..errors import DatasetError, OptionInvalid, OutputOccupied
 from ..pipeline.chats.columns import Columns
 from ..pipeline.chats.dataset import ChatSource
 from ..pipeline.chats.splits import RECORD_SUFFIX
-from ..pipeline.errors import DatasetError
 from ..storage.disk.durable import replacing, write_atomic
 from ..storage.disk.locking import LockHeld, lock_file
 from ..text import Progress, counted, format_hours
 from .chats import Exchange, Outcome, Question, Tally
 from .config import RegenerateConfig
-from .errors import JournalRefused, TooManyLost
 from .journal import Journal, differences
 from .local import LocalTarget
 from .server import Server
@@ -66,7 +64,7 @@ class _Places:
         try:
             held = lock_file(lock)
         except LockHeld as error:
-            raise JournalRefused(f"{self.chats} is being written by {error.holder}; wait for it to end.") from error
+            raise DatasetError(f"{self.chats} is being written by {error.holder}; wait for it to end.") from error
         try:
             yield
         finally:
@@ -164,10 +162,10 @@ def regenerate(
         tell: called with lines: what will be done, and after the first answers how long it takes.
 
     Raises:
-        RegenerationError: a journal of another run, an unusable server, or more rejected rows than allowed.
-        PipelineError: the dataset or the target's template cannot be used.
+        OptionInvalid: a journal of another run, an unusable server, or more rejected rows than allowed.
+        WorkerError: the dataset or the target's template cannot be used.
         DrafterError: target or drafter cannot be loaded.
-        FolderOccupied: the output holds something else.
+        OutputOccupied: the output holds something else.
         OptionInvalid: the output lies in the dataset.
     """
     places = _Places.of(config.out)
@@ -241,11 +239,11 @@ class _Run:
         """Refuse more rejected rows than allowed.
 
         Raises:
-            TooManyLost: so many are rejected that the rest cannot mend it.
+            DatasetError: so many are rejected that the rest cannot mend it.
         """
         tally, most = self._tally, self._config.questions.max_rejected_fraction
         if tally.n_rejected > most * self._work.n_rows:
-            raise TooManyLost(
+            raise DatasetError(
                 f"{tally.n_rejected:,} of the first {tally.n_rows:,} rows ({self._work.n_rows:,} in all) gave no chat, "
                 f"more than --max-rejected-fraction {most}: {'; '.join(tally.lines(tally.rejected))}. Raise that "
                 "fraction and run the same command again, which keeps the answers so far; or correct the data."
@@ -292,14 +290,14 @@ def _finished(places: _Places, settings: Mapping[str, Any]) -> Tally | None:
     """Return the counts of a run that has ended with these settings; None where there is work to do.
 
     Raises:
-        FolderOccupied: the file there is not of this run.
+        OutputOccupied: the file there is not of this run.
     """
     if not places.chats.exists():
         return None
     if not places.record.is_file():
         if places.journal.is_file():
             return None  # it ended between the two files
-        raise FolderOccupied(f"{places.chats} is there already, and no regeneration wrote it. Choose another --out.")
+        raise OutputOccupied(f"{places.chats} is there already, and no regeneration wrote it. Choose another --out.")
     try:
         record = json.loads(places.record.read_bytes())
         begun, rows = record["settings"], record["rows"]
@@ -309,11 +307,11 @@ def _finished(places: _Places, settings: Mapping[str, Any]) -> Tally | None:
         tally.examples.update(rows["examples"])
         is_whole = record["sha256"] == _sha256(places.chats)
     except (ValueError, KeyError, TypeError) as error:
-        raise FolderOccupied(f"{places.record} is no record of a regeneration. Choose another --out.") from error
+        raise OutputOccupied(f"{places.record} is no record of a regeneration. Choose another --out.") from error
     if changed := differences(begun, settings):
-        raise FolderOccupied(f"{places.chats} was made with {changed}. Choose another --out, or delete it.")
+        raise OutputOccupied(f"{places.chats} was made with {changed}. Choose another --out, or delete it.")
     if not is_whole:
-        raise FolderOccupied(f"{places.chats} was changed after it was made. Choose another --out, or delete it.")
+        raise OutputOccupied(f"{places.chats} was changed after it was made. Choose another --out, or delete it.")
     return tally
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx2 as httpx
 
+from ..errors import ServingError
 from ..pipeline.chats.template_arguments import parse_template_arguments
 from ..text import first_line
 from .chats import Exchange, LossReason, Outcome, Question
 from .config import RegenerateConfig
-from .errors import ServerUnusable
 
 _TOO_LONG = ("context_length_exceeded", "maximum context length", "shorten")
 _AGAIN = (409, 425, 429, 500, 502, 503, 504)
@@ -35,7 +35,7 @@ class Server:
         facts: what is recorded of it.
 
     Raises:
-        ServerUnusable: it cannot be reached, or has not the model.
+        ServingError: it cannot be reached, or has not the model.
     """
 
     def __init__(self, config: RegenerateConfig) -> None:
@@ -56,7 +56,7 @@ class Server:
             commit: called with outcomes in the order of the questions, as soon as all before them are there.
 
         Raises:
-            ServerUnusable: it is gone, or cannot answer.
+            ServingError: it is gone, or cannot answer.
         """
         asyncio.run(self._answer_all(questions, commit))
 
@@ -91,16 +91,16 @@ class Server:
         async with self._client() as client:
             answer = await self._request(client, "GET", "/models")
         if answer.status_code != 200:
-            raise ServerUnusable(f"{self._url}/models answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
+            raise ServingError(f"{self._url}/models answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
         try:
             names = [str(item["id"]) for item in answer.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise ServerUnusable(f"{self._url}/models gives no list of models. {_ADVICE}") from error
+            raise ServingError(f"{self._url}/models gives no list of models. {_ADVICE}") from error
         wanted = self._config.model
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
         has = f"has {', '.join(names) or 'no model'}"
-        raise ServerUnusable(f"{self._url} {has}. Name one of them by --model{f', not {wanted}' if wanted else ''}.")
+        raise ServingError(f"{self._url} {has}. Name one of them by --model{f', not {wanted}' if wanted else ''}.")
 
     async def _exchange(self, client: httpx.AsyncClient, question: Question) -> Outcome:
         exchange = Exchange(question)
@@ -115,7 +115,7 @@ class Server:
             elif answer.status_code in _REFUSALS:
                 _refuse(exchange, _message(answer))
             elif answer.status_code != 200:
-                raise ServerUnusable(f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
+                raise ServingError(f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
             else:
                 self._take(exchange, answer)
         return exchange.outcome
@@ -147,9 +147,9 @@ class Server:
             n_prompt = int((document.get("usage") or {}).get("prompt_tokens") or 0)
             text = message.get("content") or ""
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ServerUnusable(f"{self._url} gives no chat completion ({first_line(error)}). {_ADVICE}") from error
+            raise ServingError(f"{self._url} gives no chat completion ({first_line(error)}). {_ADVICE}") from error
         if message.get("reasoning_content") or message.get("reasoning"):
-            raise ServerUnusable(
+            raise ServingError(
                 f"{self._url} keeps the reasoning apart from the answer, so that the text is not all that was written. "
                 "Start it without a reasoning parser, or leave thinking out: --template-kwargs enable_thinking=false."
             )
@@ -166,7 +166,7 @@ class Server:
         """Send a request until it is answered with something that does not pass by itself.
 
         Raises:
-            ServerUnusable: the server's patience is used up.
+            ServingError: the server's patience is used up.
             httpx.ReadTimeout: the answer took too long.
         """
         wait_s, last_s = _FIRST_WAIT_S, time.monotonic() + self._config.serving.patience_s
@@ -181,7 +181,7 @@ class Server:
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem, asked_s = f"cannot be reached ({first_line(error)})", 0.0
             if time.monotonic() + wait_s > last_s:
-                raise ServerUnusable(
+                raise ServingError(
                     f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start it, and run the same "
                     "command again: the answers so far are kept."
                 )

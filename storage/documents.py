@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ShardCorrupt
+from ..errors import StoreDamaged
 from .paths import RemotePath, StorePath
 
 MAX_DOCUMENT_BYTES = 16 << 20
@@ -27,7 +27,7 @@ def open_regular(path: Path) -> int:
 
     Raises:
         FileNotFoundError: no such file.
-        ShardCorrupt: it is no regular file.
+        StoreDamaged: it is no regular file.
         OSError: it cannot be opened, which says nothing about its bytes.
     """
     try:
@@ -35,11 +35,11 @@ def open_regular(path: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):  # what a socket gives
             raise
-        raise ShardCorrupt(f"{path} is a socket or device, expected a regular file") from error
+        raise StoreDamaged(f"{path} is a socket or device, expected a regular file") from error
     kind = stat.S_IFMT(os.fstat(fd).st_mode)
     if kind != stat.S_IFREG:
         os.close(fd)
-        raise ShardCorrupt(f"{path} is {_KINDS.get(kind, 'a device')}, expected a regular file")
+        raise StoreDamaged(f"{path} is {_KINDS.get(kind, 'a device')}, expected a regular file")
     return fd
 
 

@@ -37,9 +37,9 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import SchemaVersionError, StoreDamaged
 from .documents import mapping, parse_object, relative_name, whole_number, whole_numbers
 from .dtypes import FLOAT_DTYPES, storage_dtype
-from .errors import ManifestInvalid, SchemaVersionError
 
 ALIGNMENT_TOKENS = 64
 """Every sequence of a new store starts at a multiple of this, so that rows of 64 tokens belong to one sequence."""
@@ -171,7 +171,7 @@ class StoreManifest:
         alignment_tokens: every sequence starts at a multiple of this.
 
     Raises:
-        ManifestInvalid: a convention has another value than this schema version, or two fields share a name.
+        StoreDamaged: a convention has another value than this schema version, or two fields share a name.
     """
 
     fields: tuple[FieldSpec, ...]
@@ -191,18 +191,18 @@ class StoreManifest:
         object.__setattr__(self, "fields", tuple(self.fields))
         for key, value in CONVENTIONS.items():
             if self.conventions.get(key, value) != value:
-                raise ManifestInvalid(
+                raise StoreDamaged(
                     f"Convention {key!r} is {self.conventions[key]!r}, but schema version {self.schema_version} means "
                     f"{value!r}. Read this store with the release that wrote it."
                 )
         object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
         if self.n_parts > max(1, self.n_sequences):
-            raise ManifestInvalid(
+            raise StoreDamaged(
                 f"The manifest has {self.n_parts} parts for {self.n_sequences} sequences; each part holds at least one."
             )
         names = [spec.name for spec in self.fields]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ManifestInvalid(f"Fields appear twice: {', '.join(repeated)}. Name each field once.")
+            raise StoreDamaged(f"Fields appear twice: {', '.join(repeated)}. Name each field once.")
 
     def to_json(self) -> str:
         """Return the text of store.json: sorted keys, two spaces, ending in a newline."""
@@ -215,11 +215,11 @@ class StoreManifest:
 
         Raises:
             SchemaVersionError: another schema version.
-            ManifestInvalid: not JSON, not a store's manifest, or a key is missing or unknown.
+            StoreDamaged: not JSON, not a store's manifest, or a key is missing or unknown.
         """
         document = _json_object(text, source)
         if document.pop("format", None) != FORMAT_NAME:
-            raise ManifestInvalid(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
+            raise StoreDamaged(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
         version = document.get("schema_version")
         if type(version) is not int or version not in READABLE_VERSIONS:
             raise SchemaVersionError(
@@ -234,9 +234,9 @@ class StoreManifest:
                 _check_keys(mapping(spec, "a field"), spec_keys, f"{source}: a field")
             return cls(**(document | {"fields": tuple(_read_field(spec) for spec in document["fields"])}))
         except (TypeError, ValueError) as error:
-            if isinstance(error, ManifestInvalid):
+            if isinstance(error, StoreDamaged):
                 raise
-            raise ManifestInvalid(f"{source} holds a value of the wrong kind: {error}") from error
+            raise StoreDamaged(f"{source} holds a value of the wrong kind: {error}") from error
 
 
 def _check_kinds(document: Mapping[str, Any]) -> None:
@@ -297,7 +297,7 @@ def _json_object(text: str | bytes, source: str) -> dict[str, Any]:
     try:
         return parse_object(text)
     except ValueError as error:
-        raise ManifestInvalid(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
+        raise StoreDamaged(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
 
 
 def _words(versions: tuple[int, ...]) -> str:
@@ -307,7 +307,7 @@ def _words(versions: tuple[int, ...]) -> str:
 def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) -> None:
     missing, unknown = sorted(expected - document.keys()), sorted(document.keys() - expected)
     if missing or unknown:
-        raise ManifestInvalid(
+        raise StoreDamaged(
             f"{source} does not fit its schema version: "
             f"missing keys {missing or 'none'}, unknown keys {unknown or 'none'}."
         )

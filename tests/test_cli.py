@@ -151,7 +151,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moa_data.pipeline.errors import DatasetError
+    from moa_data.errors import DatasetError
 
     error = DatasetError("empty")
     replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", raising(error))

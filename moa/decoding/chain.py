@@ -13,8 +13,8 @@ its own levels is a branch of a tree, in which a node sees its ancestors alone::
 import torch
 from torch import Tensor
 
+from ...errors import DrafterError
 from ..drafters.base import Drafter, DraftLevel
-from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import DrafterError
 from ..drafters.base import Drafter
-from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
 from ..targets.clock import DeviceClock

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...errors import DrafterError
 from ..drafters.base import Drafter, DraftLevel
-from ..errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target

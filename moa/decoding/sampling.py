@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from .tree import NO_DRAFT, DraftTree, Shape, TreeShape
 
 _N_LIKELY = 1024

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
 NO_DRAFT = -1

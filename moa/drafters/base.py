@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.context_cache import ContextCache

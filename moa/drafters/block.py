@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..targets.bundle import target_sizes
 from .layer_memory import MemorySizes
 

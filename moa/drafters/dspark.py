@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, markov_head
 from .block import BlockDrafter
 from .block_sizes import BlockDrafterSizes

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..nn.limits import LIMITS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn import masks
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotary, Rotation

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn.kv import rotate_packed_keys
 from ..nn.layers import BlockSizes, DecoderBlock, Rotary, Rotation
 from ..targets.bundle import target_sizes

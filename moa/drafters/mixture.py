@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_behind
 from ..nn.layers import DecoderBlock, Rotary, Rotation

@@ -1,6 +1,6 @@
 """Registry of drafters by the kind that their ``drafter.json`` names."""
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from .base import Drafter
 from .dspark import DFlashDrafter, DSparkDrafter
 from .eagle import EagleDrafter

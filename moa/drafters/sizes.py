@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from ..errors import DrafterError, TargetMismatch
+from ...errors import DrafterError, TargetError
 from ..nn.layers import BlockSizes
 from ..targets.bundle import rope_parameters, target_sizes
 
@@ -171,13 +171,13 @@ def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:
     sizes = {**sizes, "kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"]}
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         if getattr(config, name, sizes[name]) not in (sizes[name], 0):  # 0: a foreign checkpoint does not say
-            raise TargetMismatch(
+            raise TargetError(
                 f"the drafter was trained for another target: {name} {getattr(config, name)}, this target has "
                 f"{sizes[name]}. Pass the target that its store was extracted from."
             )
     layers = getattr(config, "fused_layers", ())
     if any(layer >= sizes["n_layers"] for layer in layers):
-        raise TargetMismatch(
+        raise TargetError(
             f"the drafter was trained for another target: it reads layer {max(layers)}, this target has "
             f"{sizes['n_layers']} layers. Pass the target that its store was extracted from."
         )
@@ -187,7 +187,7 @@ def check_identity_fits(config: DrafterSizes, identity: dict[str, str]) -> None:
     """Refuse a drafter that names other weights than the target's (``bundle.hash_target``)."""
     expected, got = config.target.get("weights_sha256"), identity.get("weights_sha256")
     if expected and got and expected != got:
-        raise TargetMismatch(
+        raise TargetError(
             f"the drafter was trained for a target with weights {expected[:12]}, this one has {got[:12]}. "
             "Pass the target that its store was extracted from."
         )

@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ...errors import DrafterError, TargetError
 from ...text import first_line
-from ..errors import DrafterError, TargetError
 from .tensor_list import TensorHeader
 
 MAX_CONFIG_BYTES = 16 << 20

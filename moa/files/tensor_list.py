@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that every engine accepts for weights and casts to its own."""

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import LlamaConfig
 
+from ...errors import CheckpointError
 from ..drafters.sizes import DrafterSizes
-from ..errors import CheckpointError
 from ..files.foreign import parsing
 from ..files.tensor_list import TensorList
 from ..targets.bundle import rope_parameters

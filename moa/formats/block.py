@@ -22,9 +22,9 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import override
 
+from ...errors import CheckpointError, DrafterError
 from ..drafters.block_sizes import BlockDrafterSizes
 from ..drafters.dspark import DFlashSizes, DSparkSizes
-from ..errors import CheckpointError, DrafterError
 from ..files.tensor_list import TensorList, TensorSpec, decoder_layer
 from .base import DrafterLayout, Weights, drafter_facts, rope_keys, rows
 

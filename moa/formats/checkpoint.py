@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...errors import CheckpointError
 from ..drafters.base import Drafter
 from ..drafters.mixture import MoADrafter
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
-from ..errors import CheckpointError
 from ..files.foreign import read_json
 from ..files.tensor_file import write_tensors
 from ..files.tensor_list import FLOATS, TensorSpec, check_tensors

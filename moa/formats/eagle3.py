@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...errors import CheckpointError, DrafterError
 from ..drafters.eagle3 import Eagle3Sizes
-from ..errors import CheckpointError, DrafterError
 from ..files.tensor_list import TensorList, TensorSpec, decoder_layer
 from .base import DrafterLayout, Weights, drafter_facts, rope_keys, rows
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from ...errors import CheckpointError, DrafterError, TargetError
 from ..drafters.mixture_sizes import MoASizes
-from ..errors import CheckpointError, DrafterError, TargetError
 from ..files.tensor_list import TensorList, TensorSpec, decoder_layer
 from ..targets.bundle import parse_target_config
 from .base import DrafterLayout, Weights, drafter_facts, is_rope_scaled, rope_keys, rows, split_heads

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ...errors import CheckpointError, DrafterError
 from ..drafters.base import Drafter
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes
-from ..errors import CheckpointError, DrafterError
 from ..files.foreign import check_regular, load_pickled_tensors, parsing, read_header, read_json
 from ..files.tensor_list import check_tensors
 from .base import OWN_KEY, DrafterLayout, Weights

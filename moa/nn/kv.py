@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from .layers import Rotation, rotate
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..files.foreign import parsing
 from .attention import attend
 from .masks import Mask

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from ...errors import DrafterError, TargetError
 from ...text import Progress
-from ..errors import DrafterError, TargetError
 from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..files.tensor_list import FLOATS, TensorList, TensorSpec, find_problems
 from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 
 _INITIAL_SLOTS = 256
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..errors import DrafterError
+from ...errors import DrafterError
 from ..nn.kv import KVBuffer, pack_kv, unpack_kv
 from .cache import KVSource
 

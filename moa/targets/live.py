@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ...errors import TargetError
 from ...machine import free_memory
 from ...text import first_line, format_bytes
-from ..errors import TargetError
 from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..nn import masks
 from .bundle import (

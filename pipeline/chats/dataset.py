@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...errors import DatasetError
 from ...text import first_line, format_bytes
-from ..errors import DatasetError
 from .messages import UnreadableRow
 from .splits import DEFAULT_SPLIT, SUFFIXES, ChosenFiles, choose_files
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..errors import DatasetError, NotEnoughDisk, PipelineError
+from ...errors import DatasetError, StorageUnavailable, WorkerError
 from .messages import Rejection
 from .prompts import TokenizedChat
 
@@ -55,7 +55,7 @@ def tokenise_rows(
         n_left: called before rows are read ahead; gives how many sequences are still wanted, None for all.
 
     Raises:
-        PipelineError: a process was killed, or there is no room for the rows that are passed between processes.
+        WorkerError: a process was killed, or there is no room for the rows that are passed between processes.
     """
     while n_processes > 1:
         block = _Block.read(rows, n_processes * ROWS_PER_PROCESS, n_left())
@@ -163,7 +163,7 @@ def _temporary_folder() -> Iterator[Path]:
     except OSError as error:
         if error.errno is None:
             raise
-        raise NotEnoughDisk(
+        raise StorageUnavailable(
             f"{tempfile.gettempdir()} cannot hold the rows that are tokenised ({os.strerror(error.errno)}). Set TMPDIR "
             "to a folder with some room."
         ) from error
@@ -189,7 +189,7 @@ def _forking(tokenise: Tokenise) -> Iterator[None]:
             raise behind from None  # `datasets` answers a signal with a time-out of its own
         if not isinstance(error, RuntimeError) or "abruptly died" not in str(error):
             raise
-        raise PipelineError(
+        raise WorkerError(
             "A process that tokenises was killed, most likely because memory ran out. Use fewer processes, such as "
             "`--set data.tokenize_processes=1`, or free some memory."
         ) from error

@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ...errors import PromptUnusable, TemplateError
 from ...text import first_line
-from ..errors import PromptUnusable, TemplateError
 from .messages import Message, Rejection, RejectReason, tool_name
 from .rendering import (
     RENDER_ERRORS,

@@ -22,8 +22,8 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from ...errors import TemplateError
 from ...text import first_line
-from ..errors import TemplateError
 from .messages import Message, RejectReason
 
 TEMPLATE_ARGUMENTS = {"date_string": "26 Jul 2024"}

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...errors import DatasetError
 from ...machine import usable_cores
 from ...text import Progress
 from ..config import DEFAULT_MAX_LENGTH, ExtractConfig
-from ..errors import DatasetError, SequenceTooLong, TooManyRejected
 from .columns import FORMATS, Columns
 from .dataset import ChatSource
 from .messages import Rejection, RejectReason, parse_chat
@@ -199,8 +199,8 @@ def read_sequences(
 
     Raises:
         DatasetError: nothing usable in the dataset, or the tokenizer does not fit the target.
-        TooManyRejected: more rejected rows than allowed.
-        SequenceTooLong: a sequence has more tokens than the target has positions.
+        DatasetError: more rejected rows than allowed.
+        DatasetError: a sequence has more tokens than the target has positions.
     """
     sequences = Sequences()
     most = config.data.max_sequences
@@ -256,7 +256,7 @@ def tokenize_row(
 def _check_fits(row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig) -> None:
     n_positions = sizes["max_position_embeddings"]
     if len(chat.tokens) > n_positions:
-        raise SequenceTooLong(
+        raise DatasetError(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
             f"{config.data.max_length:,}, but the target has {n_positions:,} positions. Use --max-length {n_positions}."
         )
@@ -288,7 +288,7 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
         )
     fraction = sequences.n_rejected / sequences.n_rows
     if fraction > config.data.max_rejected_fraction:
-        raise TooManyRejected(
+        raise DatasetError(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be used, more than "
             f"--max-rejected-fraction {config.data.max_rejected_fraction}: {reasons}. Mend the data or raise the limit."
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..errors import DatasetError
+from ...errors import DatasetError
 
 TABLES = (".csv", ".tsv")
 """Suffixes of tables. A folder may hold tables that are no chats, so they are read where there is nothing else."""

@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...errors import WorkerError
 from ...moa.targets.bundle import layer_windows
 from ...moa.targets.live import Target
 from ...text import first_line
 from ..config import ActivationSpec
-from ..errors import EngineRefused
 from ..forwards.capture import Capture, finite_rows
 
 VLLM_VERSION = "0.33.0"
@@ -43,26 +43,26 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
         max_length: tokens of the longest sequence.
 
     Raises:
-        EngineRefused: vLLM is not installed, or another release, or the target has sliding windows or too few
+        WorkerError: vLLM is not installed, or another release, or the target has sliding windows or too few
             positions.
     """
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError as error:
-        raise EngineRefused(
+        raise WorkerError(
             f"vllm is not installed, and --source vllm needs it: pip install vllm=={VLLM_VERSION} beside moa-data."
         ) from error
     if version != VLLM_VERSION:
-        raise EngineRefused(
+        raise WorkerError(
             f"vllm is {version}, and its connector interface changes between releases: install vllm=={VLLM_VERSION}, "
             "or leave out --source vllm."
         )
     if any(window is not None for window in layer_windows(model_config)):
-        raise EngineRefused(
+        raise WorkerError(
             "the target has sliding windows, whose blocks vLLM gives up while it reads on. Leave out --source vllm."
         )
     if max_length >= model_config.max_position_embeddings:
-        raise EngineRefused(
+        raise WorkerError(
             f"vLLM writes a token behind each sequence, for which one of {model_config.max_position_embeddings:,} "
             f"positions is needed: use --max-length {model_config.max_position_embeddings - 1}."
         )
@@ -128,7 +128,7 @@ class VllmSource:
                 **({"speculative_config": states} if self._states else {}),
             )
         except Exception as error:  # vLLM raises many unrelated types
-            raise EngineRefused(
+            raise WorkerError(
                 f"vLLM does not start ({first_line(error)}). Its log says more; or leave out --source vllm."
             ) from error
 
@@ -136,7 +136,7 @@ class VllmSource:
         """Run a batch of sequences, B arrays of token ids (int32 [n_tokens]); gives what ``forwards.capture`` gives.
 
         Raises:
-            EngineRefused: vLLM fails, or writes nothing.
+            WorkerError: vLLM fails, or writes nothing.
         """
         from vllm import SamplingParams
 
@@ -153,7 +153,7 @@ class VllmSource:
         try:
             self._engine.generate(prompts, parameters, use_tqdm=False)
         except Exception as error:  # as above
-            raise EngineRefused(f"vLLM fails ({first_line(error)}). Its log says more.") from error
+            raise WorkerError(f"vLLM fails ({first_line(error)}). Its log says more.") from error
         return self._collect(sequences, [_read(file) for file in files])
 
     def _collect(self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]) -> Capture:
@@ -161,7 +161,7 @@ class VllmSource:
         n_tokens = tuple(map(len, sequences))
         for tokens, found in zip(sequences, values, strict=True):
             if wrong := [len(each) for each in found.values() if len(each) != len(tokens)]:
-                raise EngineRefused(f"vLLM gave values of {wrong[0]} tokens for {len(tokens)}. Its log may say more.")
+                raise WorkerError(f"vLLM gave values of {wrong[0]} tokens for {len(tokens)}. Its log may say more.")
         width = max(n_tokens)
         padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
         fields: dict[str, Tensor] = {}
@@ -191,9 +191,9 @@ def _read(file: Path) -> dict[str, Tensor]:
     last_s = time.monotonic() + _WRITTEN_WITHIN_S
     while not file.exists():
         if (trouble := file.with_suffix(".error")).exists():
-            raise EngineRefused(f"vLLM's connector cannot write ({trouble.read_text()}). Free some memory.")
+            raise WorkerError(f"vLLM's connector cannot write ({trouble.read_text()}). Free some memory.")
         if time.monotonic() > last_s:
-            raise EngineRefused(f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. Its log says more.")
+            raise WorkerError(f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. Its log says more.")
         time.sleep(0.002)
     values: dict[str, Tensor] = load_file(file)
     file.unlink()

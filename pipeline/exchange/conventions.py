@@ -32,9 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...errors import OptionInvalid
+from ...errors import OptionInvalid, SelectionInvalid
 from ...text import add_command
-from .errors import FieldMissing
 
 LAST = "hidden/last"
 
@@ -53,8 +52,8 @@ def default_layers(n_layers: int) -> tuple[int, int, int]:
     Raises:
         OptionInvalid: the target is so small that these do not exist, or not three of them.
     """
+    from ...errors import DrafterError
     from ...moa.drafters.eagle3 import default_fused_layers
-    from ...moa.errors import DrafterError
 
     try:
         return default_fused_layers(n_layers)
@@ -88,7 +87,7 @@ def require_fields(needed: Iterable[str], present: Iterable[str], store: str, pu
     why = ""
     if any(name != LAST for name in missing) and purpose == "speculators":
         why = " It takes the last layer's output before the final norm, which hidden/last cannot give back."
-    raise FieldMissing(
+    raise SelectionInvalid(
         f"{store} lacks {', '.join(missing)}, needed for {purpose}.{why} Add with "
         f"{add_command(store, missing)}, or choose other --layers."
     )

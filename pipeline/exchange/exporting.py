@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import FolderOccupied
+from ...errors import OutputOccupied
 from ...moa.targets.bundle import layer_windows, load_target_config
 from ...storage.disk.durable import write_atomic
 from ...storage.read.store import ActivationStore
@@ -92,8 +92,8 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> Expo
 
     Raises:
         OptionInvalid: an option cannot be used.
-        FieldMissing: the store lacks a field that the file format needs.
-        FolderOccupied: the folder holds something else, or an export of another store.
+        SelectionInvalid: the store lacks a field that the file format needs.
+        OutputOccupied: the folder holds something else, or an export of another store.
         StoreError: the store cannot be read, or parts of it are still to be extracted.
     """
     folder = Path(config.out).expanduser()
@@ -162,7 +162,7 @@ def _encode_sequence(folder: Path, file_format: FileFormat, dataset: ActivationD
     tokens = dataset.store.read(i, "tokens")
     if path.exists():
         if not np.array_equal(file_format.read_tokens(path), tokens):
-            raise FolderOccupied(f"{path} holds other tokens than sequence {i} of the store. Choose another --out.")
+            raise OutputOccupied(f"{path} holds other tokens than sequence {i} of the store. Choose another --out.")
         return None
     return file_format.encode(tokens, dataset.store.read(i, "response_mask"), dataset[i])
 
@@ -186,18 +186,18 @@ def _claim(folder: Path, record: dict[str, Any], n_sequences: int) -> None:
             old = json.loads(path.read_bytes())
             n_before = int(old.pop("n_sequences"))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FolderOccupied(f"{path} is no record of an export ({error!r}). Choose another --out.") from error
+            raise OutputOccupied(f"{path} is no record of an export ({error!r}). Choose another --out.") from error
         if changed := [key for key in record if old.get(key) != record[key]]:
-            raise FolderOccupied(
+            raise OutputOccupied(
                 f"{folder} holds another export: {', '.join(changed)} differ, see {RECORD_NAME}. Choose another --out."
             )
         if n_before > n_sequences:
-            raise FolderOccupied(
+            raise OutputOccupied(
                 f"{folder} was begun with {n_before:,} sequences, {n_sequences:,} are asked for now. Choose another "
                 "--out or a larger --max-sequences."
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FolderOccupied(f"{folder} is not an empty folder and no export of this program. Choose another --out.")
+        raise OutputOccupied(f"{folder} is not an empty folder and no export of this program. Choose another --out.")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record | {"n_sequences": n_sequences}, indent=2, sort_keys=True) + "\n"
     write_atomic(path, text.encode())

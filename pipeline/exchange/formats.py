@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...errors import InteropError
 from ...moa.files.foreign import check_regular, load_pickled_tensors, parsing
 from .conventions import LAST, layer_field
-from .errors import ForeignInvalid
 
 _MAX_OVERHEAD_BYTES = 64 << 20
 _MAX_GROWTH = 32
@@ -44,7 +44,7 @@ ROWS_PER_FOLDER = 2000
 
 
 class FileFormat(ABC):
-    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `ForeignInvalid`.
+    """How one project keeps sequences on disk; reading a file that is damaged or another's raises `InteropError`.
 
     Args:
         layers: decoder layers (from 0) whose outputs lie beside the last hidden state, in the order of the files.
@@ -179,7 +179,7 @@ class SpecForgeFormat(CheckpointFormat):
         layers = _matrix(record, "aux_hidden_state", n_tokens, path)
         width, count = last.shape[1], len(self.layers)
         if layers.shape[1] != count * width:
-            raise ForeignInvalid(
+            raise InteropError(
                 f"{path}: aux_hidden_state has width {layers.shape[1]}, expected {count} layers of {width}. "
                 "Name the layers of these files with --layers."
             )
@@ -215,10 +215,10 @@ def load_checkpoint(path: Path, max_bytes: int = FileFormat.max_file_bytes) -> d
         max_bytes: most bytes that it holds uncompressed.
 
     Raises:
-        ForeignInvalid: damaged, too long, or it holds other objects.
+        InteropError: damaged, too long, or it holds other objects.
     """
     advice = "Make the file again, or take it away."
-    with parsing(f"{path} is damaged, or holds more than tensors", ForeignInvalid, advice):
+    with parsing(f"{path} is damaged, or holds more than tensors", InteropError, advice):
         n_bytes = check_regular(path, max_bytes)
         if not path.name.endswith(".gz"):
             return load_pickled_tensors(path)
@@ -240,7 +240,7 @@ def _gunzip(path: Path, max_bytes: int) -> io.BytesIO:
 def sort_by_number(paths: list[Path], folder: Path, expected: str) -> list[Path]:
     """Sort by the numbers in the paths, so that 10 comes after 9."""
     if not paths:
-        raise ForeignInvalid(f"{folder} holds no file {expected}. Check the folder and --format.")
+        raise InteropError(f"{folder} holds no file {expected}. Check the folder and --format.")
 
     def numbers(path: Path) -> list[tuple[int, str]]:
         words = re.findall(r"\d+|\D+", path.relative_to(folder).as_posix())
@@ -252,7 +252,7 @@ def sort_by_number(paths: list[Path], folder: Path, expected: str) -> list[Path]
 def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     value = record.get(key)
     if not isinstance(value, Tensor):
-        raise ForeignInvalid(
+        raise InteropError(
             f"{path} has no tensor {key}; it holds {', '.join(map(str, record)) or 'nothing'}. Check --format."
         )
     return value
@@ -264,7 +264,7 @@ def _matrix(record: Mapping[str, Any], key: str, n_tokens: int, path: Path) -> T
     if value.dim() == 3 and len(value) == 1:
         value = value[0]
     if value.dim() != 2 or len(value) != n_tokens:
-        raise ForeignInvalid(
+        raise InteropError(
             f"{path}: {key} has shape {list(value.shape)}, expected [{n_tokens}, width] as there are {n_tokens} "
             "input_ids. Make the file again, or take it away."
         )

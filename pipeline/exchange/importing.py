@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ...errors import InteropError
 from ...moa.targets.bundle import FrozenTarget, hash_target, load_target_config, save_target_bundle, target_sizes
 from ...moa.targets.live import load_target_model, load_target_tokenizer, resolve_model_folder
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
@@ -32,7 +33,6 @@ from ...text import Progress, counted
 from ..jobs.card import CardOrigin, public_name, write_card
 from .config import ImportConfig
 from .conventions import LAST
-from .errors import ForeignInvalid
 from .exporting import make_format
 from .formats import FileFormat
 
@@ -118,7 +118,7 @@ def import_folder(
     """
     folder = Path(config.folder).expanduser()
     if not folder.is_dir():
-        raise ForeignInvalid(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
+        raise InteropError(f"{folder} is no folder. Point to the folder with the files of {config.format}.")
     target_folder = resolve_model_folder(config.model)
     sizes = target_sizes(load_target_config(target_folder))
     file_format = make_format(config.format, config.layers, sizes["n_layers"])
@@ -160,7 +160,7 @@ def read_texts(
         At least one text.
 
     Raises:
-        ForeignInvalid: there is no file, or one is damaged, of another format or of another target.
+        InteropError: there is no file, or one is damaged, of another format or of another target.
     """
     paths = file_format.files(folder)[:max_sequences]
     texts = Texts(paths)
@@ -180,11 +180,11 @@ def read_texts(
 
 def _check_text(path: Path, tokens: np.ndarray, mask: np.ndarray, vocab_size: int) -> None:
     if not len(tokens) or len(tokens) != len(mask):
-        raise ForeignInvalid(f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again.")
+        raise InteropError(f"{path} has {len(tokens)} token ids and a loss mask of {len(mask)}. Make the file again.")
     if not np.isin(mask, (0, 1)).all():
-        raise ForeignInvalid(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
+        raise InteropError(f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file again.")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ForeignInvalid(
+        raise InteropError(
             f"{path} has token ids {tokens.min()} to {tokens.max()}, the vocabulary of the target has {vocab_size:,}. "
             "Give the --model that the files were made with."
         )
@@ -194,7 +194,7 @@ def _field_specs(file_format: FileFormat, first: Path, sizes: Mapping[str, Any])
     """Make the store's fields, in the dtype of the first file."""
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
-        raise ForeignInvalid(
+        raise InteropError(
             f"{first} holds hidden states of {values.dtype} and width {values.shape[1]}, expected one of "
             f"{', '.join(_DTYPES.values())} and the target's width {sizes['hidden_size']}. Check --model."
         )
@@ -262,11 +262,11 @@ def _write_sequence(
     for spec in specs[2:]:
         values = hidden[spec.name]
         if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (row["n_tokens"], *spec.token_shape):
-            raise ForeignInvalid(
+            raise InteropError(
                 f"{path}: {spec.name} is {values.dtype} {list(values.shape)}, expected {spec.dtype} "
                 f"{[row['n_tokens'], *spec.token_shape]} as in the first file. Make the file again."
             )
         if not bool(torch.isfinite(values).all()):
-            raise ForeignInvalid(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or take it away.")
+            raise InteropError(f"{path}: {spec.name} holds NaN or infinity. Make the file again, or take it away.")
         bits = values.contiguous().view(torch.uint16) if values.dtype == torch.bfloat16 else values.contiguous()
         out.write(spec.name, row["first_token"], bits.numpy())

@@ -21,10 +21,10 @@ from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import override
 
+from ...errors import InteropError
 from ...moa.files.foreign import MAX_CONFIG_BYTES, check_regular, parsing, read_header
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
 from .conventions import layer_field, vllm_layer_id
-from .errors import ForeignInvalid
 from .formats import FileFormat, sort_by_number
 
 _ROWS_PER_BATCH = 256
@@ -84,19 +84,17 @@ class SpeculatorsFormat(FileFormat):
         """Return the loss mask of a file's row; the row's ids must be the file's."""
         rows, number = self._dataset(path), path.stem.removeprefix("hs_")
         if not number.isdecimal():
-            raise ForeignInvalid(f"{path}: the name ends in no number of a row. Take the file away.")
+            raise InteropError(f"{path}: the name ends in no number of a row. Take the file away.")
         row = int(number)
         if row >= len(rows):
-            raise ForeignInvalid(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {row}.")
-        with parsing(
-            f"{path}: row {row} of the Arrow dataset is no text", ForeignInvalid, "Prepare the dataset again."
-        ):
+            raise InteropError(f"{path}: the Arrow dataset has {len(rows)} rows, none with number {row}.")
+        with parsing(f"{path}: row {row} of the Arrow dataset is no text", InteropError, "Prepare the dataset again."):
             ids, mask = (
                 rows[name][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
                 for name in ("input_ids", "loss_mask")
             )
         if not np.array_equal(ids, self.read_tokens(path)):
-            raise ForeignInvalid(
+            raise InteropError(
                 f"{path}: its token_ids are not the input_ids of row {row} of the Arrow dataset. The files belong to "
                 "another dataset; make them again."
             )
@@ -106,7 +104,7 @@ class SpeculatorsFormat(FileFormat):
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         states = _read(path, "hidden_states")  # [S, K + 1, E]
         if states.dim() != 3 or states.shape[1] != len(self._states):
-            raise ForeignInvalid(
+            raise InteropError(
                 f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, {len(self._states)} layers, "
                 "width]. Name the layers of these files with --layers."
             )
@@ -115,7 +113,7 @@ class SpeculatorsFormat(FileFormat):
     def _dataset(self, path: Path) -> pa.Table:
         folder = next((parent for parent in path.parents if (parent / _STATE).is_file()), None)
         if folder is None:
-            raise ForeignInvalid(
+            raise InteropError(
                 f"{path.parent}: no Arrow dataset (state.json) in this folder or above it; the loss masks lie there. "
                 "Put hidden_states/ into the folder of the dataset."
             )
@@ -178,7 +176,7 @@ def _load_rows(folder: Path) -> pa.Table:
     from datasets import load_from_disk
 
     trouble = f"{folder} holds no Arrow dataset with input_ids and loss_mask"
-    with parsing(trouble, ForeignInvalid, "Prepare the dataset again."):
+    with parsing(trouble, InteropError, "Prepare the dataset again."):
         for file in folder.glob("*.json"):
             check_regular(file, MAX_CONFIG_BYTES)
         rows = load_from_disk(str(folder)).with_format(None)
@@ -186,8 +184,8 @@ def _load_rows(folder: Path) -> pa.Table:
 
 
 def _read(path: Path, key: str) -> Tensor:
-    if key not in read_header(path, ForeignInvalid):
-        raise ForeignInvalid(f"{path} has no tensor {key}. Make the file again.")
+    if key not in read_header(path, InteropError):
+        raise InteropError(f"{path} has no tensor {key}. Make the file again.")
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(key)
     return tensor

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ...errors import SchemaVersionError, StoreDamaged
 from ...moa.targets.live import Target
 from ...storage.chunks.field import TOKENS, Learning, Observing
 from ...storage.codecs.registry import StoreCodec, joint_order
@@ -19,7 +20,6 @@ from ...storage.codecs.transform.calibration import logit_metric
 from ...storage.codecs.transform.codec import TransformCodec
 from ...storage.codecs.transform.joint import left_variances, split_bits
 from ...storage.codecs.transform.rope import Rope
-from ...storage.errors import ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing
 from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
 from ...text import Progress
@@ -58,7 +58,7 @@ def learned_before(codec: StoreCodec, store: StorePath) -> StoreCodec | None:
     try:
         manifest = read_manifest(store)
         return StoreCodec.open(manifest, store) if manifest.codec.get("name") == codec.name else None
-    except (ManifestInvalid, SchemaVersionError, ShardCorrupt, ShardMissing):
+    except (StoreDamaged, SchemaVersionError):
         return None  # opening the store for writing names the damage, or repairs it
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
 from ...moa.targets.live import layer_outputs
 from ...storage.chunks.field import StoredArray
 from ...storage.codecs.registry import StoreCodec
 from ..config import ActivationSpec
-from ..errors import NonFiniteActivation
 from .host_copy import HostSlot, HostSlots
 
 
@@ -104,7 +104,7 @@ class Capture:
             if not bool(flags.all()):
                 index, layer = (int(value) for value in (~flags).nonzero()[0])
                 where = f"kv of layer {layer}" if name == "kv" else name
-                raise NonFiniteActivation(
+                raise TargetError(
                     f"Sequence {names[index]}: {where} holds NaN or infinity. The target overflows in this dtype; "
                     "choose another --dtype or --compute-dtype (bfloat16 has the range of float32, float16 has not)."
                 )

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ...errors import NotEnoughMemory
 from ...machine import free_memory
 from ...text import format_bytes
-from ..errors import NotEnoughMemory
 from .parts import N_HOST_SLOTS
 
 _COPIES_GATHERED = 3

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import Interrupted
+from ...errors import Interrupted, OptionInvalid, WorkerError
 from ...machine import fix_sums
 from ...moa.targets.bundle import held_layers
 from ...moa.targets.live import Target
@@ -28,7 +28,6 @@ from ...storage.write.store import StoreWriter
 from ...text import Progress, activation_name, counted, format_bytes, format_hours
 from ..chats.sequences import content_id
 from ..config import AddConfig, ExtractConfig, parse_fields, resolve_encode_threads
-from ..errors import AdditionRefused, RepairRefused
 from ..forwards.calibrate import learn_from_target, learning_on
 from ..forwards.capture import capture
 from ..forwards.parts import Forwards, Timings, batches, load_target, run_parts, save_bundle
@@ -95,9 +94,9 @@ def add(config: AddConfig, progress: Progress | None = None, provenance: Mapping
     differ. Readers see the new fields once every part has them.
 
     Raises:
-        AdditionRefused: nothing can be added to this store, or the target gives other values than the store holds.
+        OptionInvalid: nothing can be added to this store, or the target gives other values than the store holds.
         Interrupted: after Ctrl-C.
-        PipelineError: the configuration or the target's values cannot be used, or the disk is too small.
+        WorkerError: the configuration or the target's values cannot be used, or the disk is too small.
         StoreError: the store cannot be used, or was made with another target.
         TargetError: the target cannot be loaded.
     """
@@ -179,7 +178,7 @@ class _Addition:
         index = self.rows[sequence_id]
         tokens, mask = self.reader.read(index, TOKENS), self.reader.read(index, "response_mask")
         if content_id(tokens, mask) != sequence_id:
-            raise AdditionRefused(
+            raise OptionInvalid(
                 f"{self.plan.store}: the tokens of sequence {sequence_id[:12]} are not those that it was named after. "
                 "Run `moa-data verify`, then `moa-data repair`."
             )
@@ -212,7 +211,7 @@ class _Addition:
         """Let the new fields learn from the sequences that the old ones learned from."""
         plan = self.plan
         if self.writer.pending_parts():
-            raise AdditionRefused(
+            raise OptionInvalid(
                 f"{plan.store}: {', '.join(plan.fields)} must learn from all sequences, but "
                 f"{len(self.writer.pending_parts())} parts are still to be extracted. Run the extract command that "
                 "began the store, then add."
@@ -250,7 +249,7 @@ class _Addition:
             error, norm = error + float(np.square(was - own).sum()), norm + float(np.square(own).sum())
         relative = (error / max(norm, 1e-30)) ** 0.5
         if not relative <= stored_tolerance(reader, plan.dtype):
-            raise AdditionRefused(
+            raise OptionInvalid(
                 f"{plan.store}: {plan.config.model} gives a {LAST} that differs by {relative:.1%} from the stored one, "
                 "more than rounding explains, so new fields would not belong to the old ones. Nothing was written; "
                 "check the release of transformers, and run `moa-data audit`."
@@ -285,7 +284,7 @@ def _recorded(plan: AddPlan) -> ExtractConfig | None:
     """Return the settings of the store's last extraction, with what is added; None where none is recorded."""
     try:
         recorded = recorded_config(plan.store)
-    except RepairRefused:
+    except WorkerError:
         return None
     names = tuple(map(activation_name, plan.all_activations))
     return recorded.replaced(model=plan.config.model, activations=names, target_layers=plan.n_layers_kept)

@@ -12,13 +12,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ...errors import OptionInvalid
+from ...errors import OptionInvalid, SchemaVersionError, StorageUnavailable, StoreDamaged, StoreMismatch, StoreNotFound
 from ...machine import free_memory
 from ...moa.targets.bundle import load_target_config, target_sizes
 from ...moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ...storage.codecs.registry import StoreCodec
 from ...storage.disk.files import open_path
-from ...storage.errors import ManifestInvalid, SchemaVersionError, StoreMismatch, StoreNotFound
 from ...storage.names import PLAN_NAME
 from ...storage.parts.manifest_commit import find_manifest_damage
 from ...storage.parts.plan import read_plan
@@ -28,7 +27,6 @@ from ...storage.schema import StoreManifest
 from ...storage.write.addition import extended_codec, lacking_fields
 from ...text import Progress, add_command, format_bytes
 from ..config import ActivationSpec, AddConfig, parse_activations, parse_fields
-from ..errors import AdditionRefused, AdditionWanted, NotEnoughDisk
 from ..forwards.memory import ForwardMemory
 from .identity import check_weights, target_identities
 from .plan import ExtractPlan, existing_parent, expected_bytes, field_specs, forward_memory, kept_weights, weight_bytes
@@ -127,12 +125,12 @@ class AddPlan:
         return "\n".join(lines)
 
     def check_disk(self) -> None:
-        """Refuse an addition that the disk cannot hold; raises NotEnoughDisk."""
+        """Refuse an addition that the disk cannot hold; raises StorageUnavailable."""
         needed = self.stored_bytes
         if isinstance(self.store, RemotePath):  # only shards on their way lie on a disk
             needed = min(needed, 2 * self.stored_bytes // max(1, self.n_left_parts))
         if needed > self.free_bytes:
-            raise NotEnoughDisk(
+            raise StorageUnavailable(
                 f"The new fields need about {format_bytes(needed)}, but {existing_parent(self.store)} has "
                 f"{format_bytes(self.free_bytes)} free. Free some space, or add fewer --activations."
             )
@@ -145,7 +143,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         progress: called with (bytes done, bytes of the target's weights, message) while these are hashed.
 
     Raises:
-        AdditionRefused: `extract` did not make the store.
+        OptionInvalid: `extract` did not make the store.
         NotEnoughMemory: the target's forwards do not fit in the memory that is free.
         OptionInvalid: unknown activations, or nothing to add.
         StoreMismatch: the store was made with another target, or on another kind of device.
@@ -169,7 +167,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     new = ActivationSpec(full.kv and not old.kv, full.last and not old.last, _without(full.layers, old.layers))
     specs = field_specs(full, sizes, str(stored.extraction["dtype"]))
     if not set(stored.fields) <= set(specs):
-        raise AdditionRefused(f"{path} describes its fields in another way than this release. Extract to a new store.")
+        raise OptionInvalid(f"{path} describes its fields in another way than this release. Extract to a new store.")
     codec = extended_codec(old_codec, specs)
     activations = list(full.fields)
     settings = {**stored.extraction, "activations": activations, "target_layers": n_kept}
@@ -219,14 +217,14 @@ def refuse_addition(plan: ExtractPlan) -> None:
     To add them the target must run again over parts that are complete, which a resumption does not do.
 
     Raises:
-        AdditionWanted: naming what the store lacks, and the command that adds it.
+        OptionInvalid: naming what the store lacks, and the command that adds it.
     """
     path = open_path(plan.config.out)
     if find_manifest_damage(path):
         return  # opening the store for writing repairs it, or names the damage
     try:
         old, old_table = read_manifest(path), read_plan(path / PLAN_NAME)
-    except (StoreNotFound, ManifestInvalid, SchemaVersionError):
+    except (StoreNotFound, StoreDamaged, SchemaVersionError):
         return
     new = plan.manifest
     n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))
@@ -248,7 +246,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
     if old_table.equals(plan.table.replace_schema_metadata(None)):
         what = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
         command = add_command(str(path), lacking, n_new if n_old < n_new else 0)
-        raise AdditionWanted(f"{path} lacks {', '.join(what)}; what it has is whole. Add with {command}.")
+        raise OptionInvalid(f"{path} lacks {', '.join(what)}; what it has is whole. Add with {command}.")
 
 
 def _without(layers: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
@@ -261,21 +259,21 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> None:
     if missing:
         origin = stored.extraction.get("imported_from")
         how = f"was imported from {origin}" if origin else f"does not say its {missing[0]}"
-        raise AdditionRefused(
+        raise OptionInvalid(
             f"{path} {how}, so the forwards that made it cannot be repeated. Extract to a new store with all fields."
         )
     if engine := stored.extraction.get("engine"):
-        raise AdditionRefused(
+        raise OptionInvalid(
             f"{path} was extracted by {engine['name']}, and forwards of transformers would differ from it in rounding. "
             "Extract to a new store with all fields."
         )
     names = stored.extraction["activations"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise AdditionRefused(f"{path} does not say its activations. Extract to a new store with all fields.")
+        raise OptionInvalid(f"{path} does not say its activations. Extract to a new store with all fields.")
     try:
         parse_fields(spec.name for spec in stored.fields)
     except OptionInvalid as error:
-        raise AdditionRefused(f"{path}: {error} Extract to a new store.") from error
+        raise OptionInvalid(f"{path}: {error} Extract to a new store.") from error
 
 
 def _check_same_target(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import OptionInvalid
+from ...errors import DatasetError, OptionInvalid, TargetError
 from ...moa.targets.bundle import FrozenTarget, hash_target
 from ...moa.targets.live import Target, resolve_model_folder
 from ...storage.disk.files import names_in
@@ -29,7 +29,6 @@ from ..chats.prompts import TokenizedChat, check_template
 from ..chats.rendering import TEMPLATE_TIME, asked_the_time
 from ..chats.sequences import content_id, tokenize_row
 from ..config import ActivationSpec
-from ..errors import DatasetError, TargetDiffers
 from ..forwards.capture import Capture, capture
 from .records import known_split, recorded_arguments
 from .sources import pinned_revision, recorded_sources
@@ -126,7 +125,7 @@ def audit(
     Raises:
         OptionInvalid: fewer than one sequence is asked for.
         DatasetError: no part of the store is committed.
-        TargetDiffers: the store was made from another target.
+        TargetError: the store was made from another target.
         StoreError: the store cannot be read.
         TargetError: the target cannot be loaded.
     """
@@ -163,7 +162,7 @@ def _check_target(stored: ActivationStore, model: str, folder: Path) -> None:
     changed = [key for key, value in live.items() if recorded.get(key, value) != value]
     if changed:
         details = "; ".join(f"{key}: store {recorded[key][:12]}, {model} {live[key][:12]}" for key in changed)
-        raise TargetDiffers(
+        raise TargetError(
             f"{stored.path} was made from another target than {model} ({details}). Give the target it was made from, "
             "or extract again."
         )

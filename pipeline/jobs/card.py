@@ -46,9 +46,9 @@ def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
 
     Raises:
         StoreNotFound: not a store.
-        ManifestInvalid: damaged manifest, plan or commit.
-        DiskFull: no room; an older card stays.
-        LinkRefused: a symbolic link stands in its place.
+        StoreDamaged: damaged manifest, plan or commit.
+        StorageUnavailable: no room; an older card stays.
+        StoreDamaged: a symbolic link stands in its place.
     """
     refuse_links(store, folders=())
     path = below(store, CARD_NAME)

@@ -24,13 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import Interrupted, OptionInvalid
+from ...errors import Interrupted, OptionInvalid, StoreMismatch
 from ...machine import fix_sums
 from ...moa.targets.live import Target
 from ...storage.care.repair import RepairPlan, retract_damage
 from ...storage.disk.durable import PARTIAL_SUFFIX, check_room
 from ...storage.disk.files import open_path
-from ...storage.errors import StoreMismatch
 from ...storage.names import TEXTS_NAME, commit_path
 from ...storage.parts.commit import read_part_commit
 from ...storage.paths import StorePath
@@ -131,8 +130,8 @@ def extract(
         redo: parts to extract again although they are committed, if they are damaged when the store is opened.
 
     Raises:
-        PipelineError: the input cannot be used, or Interrupted after Ctrl-C.
-        AdditionWanted: the store lacks fields or decoder layers, which `add` adds.
+        WorkerError: the input cannot be used, or Interrupted after Ctrl-C.
+        OptionInvalid: the store lacks fields or decoder layers, which `add` adds.
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
     """

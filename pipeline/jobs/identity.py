@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from ...moa.errors import TargetError
+from ...errors import TargetError
 from ...moa.targets.bundle import hash_target, weight_files
 from ...text import Progress
 from ..chats.rendering import template_text

@@ -80,7 +80,7 @@ def keep_texts(store: StorePath, sequences: Sequences, origin: Mapping[str, Any]
     """Write sequences beside a store's plan; returns them mapped from that file, which frees this process's memory.
 
     Raises:
-        DiskFull: no room.
+        StorageUnavailable: no room.
     """
     if origin is None:
         return sequences
@@ -97,7 +97,7 @@ def write_texts(path: Path, sequences: Sequences, origin: Mapping[str, Any] | No
     """Write sequences to an Arrow file; returns them mapped from it.
 
     Raises:
-        DiskFull: no room.
+        StorageUnavailable: no room.
     """
     table = sequences.to_arrow()
     added = {_ORIGIN: json.dumps(origin, sort_keys=True), _SHA256: sequences.sha256()}

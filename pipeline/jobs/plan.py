@@ -15,14 +15,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ...errors import OptionInvalid
+from ...errors import CodecUnknown, OptionInvalid, StorageUnavailable
 from ...machine import free_memory
 from ...moa.targets.bundle import load_target_config, target_sizes
 from ...moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform.calibration import MAX_FEATURES
 from ...storage.disk.files import open_path
-from ...storage.errors import CodecUnknown
 from ...storage.parts.commit import committed_bytes
 from ...storage.parts.plan import plan_counts, plan_parts
 from ...storage.paths import RemotePath, StorePath
@@ -44,7 +43,6 @@ from ..chats.sequences import Sequences, check_counts, read_sequences
 from ..chats.template_arguments import parse_template_arguments
 from ..config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations
 from ..engines.vllm_source import check_vllm
-from ..errors import NotEnoughDisk
 from ..forwards.learning_cost import LearningCost, learning_cost, product_speed
 from ..forwards.memory import ForwardMemory
 from ..workers.ray_data import require_ray
@@ -160,15 +158,15 @@ class ExtractPlan:
         return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
 
     def check_disk(self) -> None:
-        """Refuse a plan that the disk cannot hold; raises NotEnoughDisk."""
+        """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
         needed = max(0, self.stored_bytes - self.present_bytes)
         if self.is_remote and (needed := min(needed, 2 * self.stored_bytes // self.n_parts)) > self.free_bytes:
-            raise NotEnoughDisk(
+            raise StorageUnavailable(
                 f"Shards on their way to {self.config.out} need about {format_bytes(needed)}, but {self.disk} has "
                 f"{format_bytes(self.free_bytes)} free. Set TMPDIR to another disk, or lower --part-tokens."
             )
         if needed > self.free_bytes:
-            raise NotEnoughDisk(
+            raise StorageUnavailable(
                 f"The store needs about {format_bytes(needed)}, but {self.disk} has "
                 f"{format_bytes(self.free_bytes)} free. Free some space, choose another --out, lower --max-sequences, "
                 "or store fewer --activations."
@@ -196,7 +194,7 @@ def build_plan(config: ExtractConfig, progress: Progress | None = None, with_wei
         The plan; equal inputs give equal plans.
 
     Raises:
-        PipelineError: configuration, dataset or tokenizer cannot be used.
+        WorkerError: configuration, dataset or tokenizer cannot be used.
         NotEnoughMemory: the target's forwards do not fit in the memory that is free.
         TargetError: the model folder has no config, weights or tokenizer.
     """

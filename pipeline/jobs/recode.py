@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...errors import Interrupted, OptionInvalid
+from ...errors import CodecUnknown, Interrupted, OptionInvalid
 from ...machine import fix_sums
 from ...moa.targets.bundle import FrozenTarget, load_target_config
 from ...storage.chunks.field import TOKENS
@@ -23,7 +23,6 @@ from ...storage.disk.checking import exists
 from ...storage.disk.durable import check_room, walk
 from ...storage.disk.files import open_path
 from ...storage.dtypes import to_float32
-from ...storage.errors import CodecUnknown
 from ...storage.names import TARGET_NAME, commit_path
 from ...storage.parts.commit import read_part_commit
 from ...storage.paths import StorePath

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ...errors import WorkerError
 from ...storage.disk.files import names_in
 from ...storage.documents import parse_object, read_bounded
 from ...storage.names import RUNS_NAME
 from ...storage.paths import StorePath
 from ..chats.splits import DEFAULT_SPLIT
 from ..config import ExtractConfig
-from ..errors import RepairRefused
 
 
 def known_split(settings: Mapping[str, Any]) -> str | None:
@@ -31,7 +31,7 @@ def recorded_config(store: StorePath) -> ExtractConfig:
     """Return the settings of the store's last finished extraction.
 
     Raises:
-        RepairRefused: none is recorded, or no record can be used.
+        WorkerError: none is recorded, or no record can be used.
         OSError: the records cannot be read.
     """
     runs = store / RUNS_NAME
@@ -44,7 +44,7 @@ def recorded_config(store: StorePath) -> ExtractConfig:
             return ExtractConfig.of(**{name: value for name, value in settings.items() if name in names})
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
-    raise RepairRefused(
+    raise WorkerError(
         f"{runs} records no finished extraction, so its settings are not known. Run `moa-data repair "
         f"{json.dumps(str(store))} --drop`, then the command that made the store: it writes what is missing."
     )

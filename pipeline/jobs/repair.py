@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...errors import StoreMismatch, WorkerError
 from ...storage.care.repair import RepairPlan
-from ...storage.errors import StoreMismatch
 from ...storage.names import CODEC_NAME
 from ...text import Progress
-from ..errors import RepairRefused
 from .extract import ExtractReport, extract
 from .records import recorded_config
 
@@ -33,19 +32,19 @@ def repair(
         device: device of the forward; None for that of the store's last extraction.
 
     Raises:
-        RepairRefused: no extraction is recorded, there is damage that this does not mend, or the codec learns something
+        WorkerError: no extraction is recorded, there is damage that this does not mend, or the codec learns something
             else than the parts were written with.
         StoreMismatch: the store was made from another target or dataset.
-        PipelineError: the input cannot be used.
+        WorkerError: the input cannot be used.
     """
     if plan.others:
-        raise RepairRefused(f"{plan.others[0].path}: {plan.others[0].message} This cannot be repaired; extract again.")
+        raise WorkerError(f"{plan.others[0].path}: {plan.others[0].message} This cannot be repaired; extract again.")
     try:
         recorded = recorded_config(plan.store)
-    except RepairRefused as error:
+    except WorkerError as error:
         if not plan.codec:
             raise
-        raise RepairRefused(
+        raise WorkerError(
             f"{plan.store}: {CODEC_NAME}/ is damaged and no extraction is recorded. If `recode` made the store, run "
             "the same command again: it learns the codec from the lossless store anew."
         ) from error
@@ -64,7 +63,7 @@ def repair(
     except StoreMismatch as error:
         if set(error.changes) != {"codec.basis_sha256"}:
             raise
-        raise RepairRefused(
+        raise WorkerError(
             f"{plan.store}: what the codec learns here is not what the parts were written with, which another device "
             f"or number of threads is enough for ({error.changes['codec.basis_sha256'][0]} is recorded). Repair it "
             f"where it was extracted, restore {CODEC_NAME}/ from a copy, or extract to another folder."

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...storage.errors import StorageUnavailable, StoreError
+from ...errors import StorageUnavailable, StoreError
 from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
 from ..chats.dataset import ChatSource

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import IO
 
+from ...errors import WorkerError
 from ...storage.parts.shard import new_attempt
 from ...storage.write.store import StoreWriter
-from ..errors import WorkersLost
 from ..forwards.parts import Outcome, Timings
 from .messages import Asking, Computed, Done, Ended, Failed, Loading, Piece, Start
 from .tally import Tally
@@ -133,7 +133,7 @@ class LocalWorkers:
         """Start the workers, and direct them until every piece has a commit.
 
         Raises:
-            WorkersLost: none is left, and there is work to do.
+            WorkerError: none is left, and there is work to do.
             Exception: what one of them raised; the others were told to end.
         """
         try:
@@ -209,7 +209,7 @@ class LocalWorkers:
         worker.pieces = []
         left = [piece for piece in (*self._left, *self._claimed) if is_pending(self._store, piece)]
         if left and all(other.is_done for other in self._workers):
-            raise WorkersLost(
+            raise WorkerError(
                 f"No worker is left, of {len(self._workers)}; the last one ended by {self.lost[-1]}. What was "
                 "committed is kept: run the same command again to go on, with fewer --workers if memory ran out."
             )

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import MoaDataError
-from ..errors import PipelineError
+from ...errors import MoaDataError, WorkerError
 from ..forwards.parts import Outcome, Timings
 from .work import WorkOrder
 
@@ -78,7 +77,7 @@ class Failed:
 def portable(error: Exception) -> Exception:
     """Return the error as it can be sent to another process, with the lines that led to it as a note."""
     lines = "".join(traceback.format_exception(error))
-    sent: Exception = PipelineError(str(error)) if isinstance(error, MoaDataError) else RuntimeError(repr(error))
+    sent: Exception = WorkerError(str(error)) if isinstance(error, MoaDataError) else RuntimeError(repr(error))
     with contextlib.suppress(Exception):  # an error's own constructor may take anything
         copied = pickle.loads(pickle.dumps(error))
         sent = copied if str(copied) == str(error) else sent

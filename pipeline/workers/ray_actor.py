@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import WorkerError
 from ...storage.disk.durable import PARTIAL_SUFFIX
 from ...storage.disk.files import open_path
 from ...storage.names import RUNS_NAME
 from ...storage.paths import RemotePath, StorePath
 from ...storage.write.store import StoreWriter
 from ..config import core_share, resolve_encode_threads
-from ..errors import WorkersLost
 from ..forwards.parts import Outcome, Timings
 from .messages import is_of_device, portable
 from .work import BUNDLE, Worker, WorkOrder
@@ -137,7 +137,7 @@ class RayWorker:
     def _count_life(self, context: Any, lot: np.ndarray) -> None:
         """Refuse one more life where a lot ends each of them, which Ray would go on with for ever."""
         if _count(self._lives(context)) > _MOST_LIVES:
-            raise WorkersLost(
+            raise WorkerError(
                 f"A worker on {socket.gethostname()} has ended {_MOST_LIVES} times in a row at the same work (parts "
                 f"{', '.join(map(str, lot.tolist()))}), as it does when memory runs out. What was committed is kept: "
                 "mend it and run the same command again to go on."

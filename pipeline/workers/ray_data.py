@@ -23,13 +23,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from ...errors import OptionInvalid
+from ...errors import OptionInvalid, WorkerError
 from ...machine import usable_cores
 from ...storage.paths import RemotePath
 from ...storage.write.store import StoreWriter
 from ...text import first_line
 from ..config import ScaleSettings
-from ..errors import WorkersLost
 from ..forwards.parts import Timings
 from .ray_actor import PIECE, LotReport, RayWorker, forget_lives
 from .tally import Tally
@@ -103,7 +102,7 @@ class RayWorkers:
         """Submit what has no commit until everything has one.
 
         Raises:
-            WorkersLost: Ray could not go on, and no piece was done since the last time.
+            WorkerError: Ray could not go on, and no piece was done since the last time.
             Exception: what a worker raised; the others are ended.
         """
         try:
@@ -138,7 +137,7 @@ class RayWorkers:
                     return  # what failed came after the last commit
                 self.lost.append(f"Ray gave up: {first_line(row)}")
                 if all(is_pending(self._store, piece) for piece in pieces):
-                    raise WorkersLost(
+                    raise WorkerError(
                         f"Ray's workers end before they have done anything: {_cause(row)}. What was committed is kept: "
                         "mend it and run the same command again to go on."
                     ) from row

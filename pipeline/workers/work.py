@@ -17,12 +17,12 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from ...errors import StoreMismatch
 from ...machine import fix_sums
 from ...moa.targets.bundle import hash_target
 from ...moa.targets.live import Target, pick_device, resolve_model_folder
 from ...storage.codecs.registry import StoreCodec
 from ...storage.disk.files import download
-from ...storage.errors import StoreMismatch
 from ...storage.names import TEXTS_NAME
 from ...storage.paths import StorePath
 from ...storage.schema import StoreManifest

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from ...errors import RequestInvalid
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed
 from ...pipeline.chats.prompts import prompt_tokens
 from ..detokenizer import Detokenizer
-from ..errors import RequestInvalid
 from ..protocol import moa_v1_pb2 as pb
 from ..protocol.codecs import check_codec
 from ..protocol.identity import drafter_identity, target_identity, tokenizer_identity

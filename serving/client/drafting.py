@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...config import read_config_file
+from ...errors import RequestInvalid
 from ...moa.decoding.chain import Chain
 from ...moa.decoding.coupling import choose
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, penalised
@@ -32,7 +33,6 @@ from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids,
 from ...moa.targets.live import load_target_tokenizer
 from ...pipeline.chats.prompts import check_template
 from ...pipeline.chats.template_arguments import choose_template_arguments
-from ..errors import RequestInvalid
 from .session import Draft
 
 _RUN_FILE, _BUNDLE = "run.yaml", "target"

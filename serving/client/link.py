@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from ..errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
+from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
 from ..protocol.channel import CLIENT_OPTIONS
 

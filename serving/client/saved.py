@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from ...errors import DrafterError, RequestInvalid
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
-from ...moa.errors import DrafterError
-from ..errors import RequestInvalid
 
 _VERSION = 1
 _MOST_BYTES = 64 << 20

@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...text import counted
 from ..detokenizer import Detokenizer
-from ..errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
 from ..protocol.identity import PROTOCOL
 from .events import Done, Event, Kind, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified

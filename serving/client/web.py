@@ -21,9 +21,8 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import OptionInvalid
+from ...errors import OptionInvalid, ServingError
 from ...text import first_line
-from ..errors import ServingError
 from .events import Event, as_json
 
 _PAGE = Path(__file__).with_name("page") / "index.html"

@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
 
-from ..errors import EmulationUnavailable
+from ...errors import ServingError
 from .conditions import Condition
 from .shuttle import Counts
 
@@ -63,7 +63,7 @@ class Tunnel:
         seed: of delays and losses.
 
     Raises:
-        EmulationUnavailable: this machine, or this user, cannot make one.
+        ServingError: this machine, or this user, cannot make one.
     """
 
     server_address = _ADDRESSES["server"]
@@ -72,7 +72,7 @@ class Tunnel:
     def __init__(self, condition: Condition, seed: int = 0) -> None:
         reason = unavailable_because()
         if reason is not None:
-            raise EmulationUnavailable(f"No network namespaces: {reason}. Use the TCP proxy instead.")
+            raise ServingError(f"No network namespaces: {reason}. Use the TCP proxy instead.")
         sweep()
         name = f"moa-{os.getpid()}-{secrets.token_hex(4)}"
         self.namespaces: dict[Side, str] = {"client": f"{name}-client", "server": f"{name}-server"}
@@ -139,7 +139,7 @@ class Tunnel:
             self._control.send(verb.encode())
             answer = self._control.recv(4096)
         if not answer:
-            raise EmulationUnavailable("The process that carries the packets has ended. Make a new tunnel.")
+            raise ServingError("The process that carries the packets has ended. Make a new tunnel.")
         counts = json.loads(answer)
         return {"up": Counts(**counts["up"]), "down": Counts(**counts["down"])}
 
@@ -168,7 +168,7 @@ def _device() -> Iterator[BinaryIO]:
         try:
             fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", b"moa%d", _IFF_TUN | _IFF_NO_PI))
         except OSError as error:
-            raise EmulationUnavailable(f"No TUN device: {error}. Use the TCP proxy instead.") from error
+            raise ServingError(f"No TUN device: {error}. Use the TCP proxy instead.") from error
         yield file
 
 
@@ -196,5 +196,5 @@ def _ip(*arguments: str) -> str:
     """Run iproute2's command and return what it says."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise EmulationUnavailable(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Is this a full root?")
+        raise ServingError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Is this a full root?")
     return done.stdout

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...errors import DrafterError, RequestInvalid
 from ...moa.decoding.sampling import check_seed
 from ...moa.decoding.tree import Shape
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
-from ...moa.errors import DrafterError
 from ...moa.targets.live import Target
-from ..errors import RequestInvalid
 from .kv import BLOCK_TOKENS, blocks_for
 from .sequence import Request
 

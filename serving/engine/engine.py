@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...errors import Overloaded, ServingError
 from ...moa.decoding.coupling import Text, accept_chosen
 from ...moa.decoding.policy import AUTO_SHAPE
 from ...moa.decoding.sampling import accept_argmax
@@ -34,7 +35,6 @@ from ...moa.decoding.tree import Shape, StaticTree
 from ...moa.drafters.base import Drafter
 from ...moa.targets.live import Target
 from ...text import first_line
-from ..errors import Overloaded, ServingError
 from .admission import Admission, EngineSettings
 from .kv import BLOCK_TOKENS, KVPool
 from .runner import Output, Part, Runner

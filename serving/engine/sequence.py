@@ -17,8 +17,8 @@ from enum import Enum
 
 from torch import Tensor
 
+from ...errors import ServingError
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
-from ..errors import ServingError
 from .kv import SequenceKV
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import RequestInvalid, ServingError
+from ...errors import RequestInvalid, ServingError
 
 CODECS = ("bf16", "int8", "int4")
 """Names, from the most exact to the smallest."""

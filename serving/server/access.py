@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..errors import NotAllowed, RequestInvalid
+from ...errors import NotAllowed, RequestInvalid
 
 _SCHEME = "bearer "
 

@@ -5,10 +5,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from ...errors import ServingError
 from ..detokenizer import Detokenizer
 from ..engine.sequence import Commit, Request, Work
 from ..engine.thread import EngineThread
-from ..errors import ServingError
 from .stop_strings import StopStrings
 
 _HOLD_AT, _GO_ON_AT = 64, 8

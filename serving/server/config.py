@@ -41,7 +41,7 @@ class EngineOptions(Config):
 
     @override
     def problems(self) -> list[str]:
-        from ...moa.errors import DrafterError
+        from ...errors import DrafterError
 
         try:
             self.build()

@@ -18,12 +18,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...errors import MoaDataError
-from ...moa.errors import DrafterError
+from ...errors import DrafterError, MoaDataError, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...text import first_line
 from ..engine.sequence import Request
 from ..engine.thread import EngineThread
-from ..errors import NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
 from .access import BearerTokens, Rate
 from .handshake import Identities, read_open

@@ -4,10 +4,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...errors import ProtocolMismatch, RequestInvalid
 from ...moa.decoding.sampling import SamplingConfig
 from ...moa.drafters.base import Drafter
 from ..engine.sequence import Request
-from ..errors import ProtocolMismatch, RequestInvalid
 from ..protocol import moa_v1_pb2 as pb
 from ..protocol.codecs import check_codec
 from ..protocol.identity import PROTOCOL

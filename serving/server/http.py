@@ -17,10 +17,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from ...errors import PromptUnusable, ServingError
 from ...pipeline.chats.messages import Rejection, parse_prompt
 from ...pipeline.chats.prompts import prompt_tokens
-from ...pipeline.errors import PromptUnusable
-from ..errors import ServingError
 from .answer import Answer
 from .answer_form import AnswerForm, ChatForm, CompletionForm
 from .guard import Guard, Sites

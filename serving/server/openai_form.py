@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import NotAllowed, Overloaded, RequestInvalid, ServingError
+from ...errors import NotAllowed, Overloaded, RequestInvalid, ServingError
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "n": (1,),

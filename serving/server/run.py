@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import uvicorn
 
-from ..errors import RequestInvalid
+from ...errors import RequestInvalid
 from .connections import ConnectionLimits, HttpServer
 from .grpc import DraftingServer, DraftingSettings, serve_grpc
 from .guard import Sites

@@ -10,12 +10,11 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from ...errors import Overloaded, PromptUnusable, ServingError, TemplateError
 from ...moa.decoding.sampling import SamplingConfig
 from ...moa.targets.live import Target
-from ...pipeline.errors import PromptUnusable, TemplateError
 from ..engine.sequence import Request, Work
 from ..engine.thread import EngineThread
-from ..errors import Overloaded, ServingError
 from .access import BearerTokens, Rate
 from .answer import Answer
 from .connections import Connection

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...errors import Overloaded, RequestInvalid, ServingError
 from ..engine.sequence import Commit, Request, Work
 from ..engine.thread import EngineThread
-from ..errors import Overloaded, RequestInvalid, ServingError
 from ..protocol import moa_v1_pb2 as pb
 from .outbox import ContextLog, Outbox
 

@@ -7,11 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import StoreDamaged
 from ...text import Progress
 from ..disk.checking import check_guard
 from ..disk.durable import remove_file
 from ..disk.files import open_path
-from ..errors import RepairImpossible
 from ..names import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -121,10 +121,10 @@ def drop_damage(plan: RepairPlan) -> tuple[int, ...]:
     """Delete what is damaged: dropped parts are pending, as if they had never been extracted.
 
     Raises:
-        RepairImpossible: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
-        CheckIncomplete: it could not be checked once more; nothing was deleted.
+        StoreDamaged: store.json, plan.parquet or codec/ is damaged, without which no part can be read.
+        StorageUnavailable: it could not be checked once more; nothing was deleted.
         StoreLocked: another process is writing to the store.
-        LinkRefused: a symbolic link stands inside the store.
+        StoreDamaged: a symbolic link stands inside the store.
     """
     _check_droppable(plan)
     with check_guard(plan.store):
@@ -157,12 +157,12 @@ def retract_damage(writer: StoreWriter, plan: RepairPlan) -> RepairPlan:
 def _check_droppable(plan: RepairPlan) -> None:
     """Refuse damage without which no part can be told to be whole."""
     if plan.manifest:
-        raise RepairImpossible(
+        raise StoreDamaged(
             f"{plan.store}: {MANIFEST_NAME} or {PLAN_NAME} is damaged, and no part can be read without them. Restore "
             "the file from a copy, or pass --model, which makes it anew from the recorded inputs."
         )
     if plan.codec:
-        raise RepairImpossible(
+        raise StoreDamaged(
             f"{plan.store}: {CODEC_NAME}/ is damaged, and no part can be decoded without it. Restore it from a copy, "
             "or pass --model, which learns it again."
         )

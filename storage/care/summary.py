@@ -149,7 +149,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath, n_bins: int = 16) 
     Raises:
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
-        ManifestInvalid: damaged manifest, plan or commit.
+        StoreDamaged: damaged manifest, plan or commit.
     """
     store = open_path(path)
     manifest = read_manifest(store)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...errors import StoreDamaged, StoreError
 from ...text import Progress
 from ..chunks.field import FieldCodec
 from ..codecs.registry import StoreCodec
@@ -19,7 +20,6 @@ from ..disk.checking import MISSING, check_guard, exists
 from ..disk.durable import file_crc32
 from ..disk.files import names_in, open_path, reads_of, sizes_of
 from ..dtypes import FLOAT_DTYPES, is_finite
-from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from ..names import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -72,11 +72,11 @@ def verify_store(
         plan.parquet is not the file that was written, nothing else is checked.
 
     Raises:
-        CheckIncomplete: a file without which nothing else can be checked could not be read.
+        StorageUnavailable: a file without which nothing else can be checked could not be read.
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
-        ManifestInvalid: store.json or plan.parquet cannot be read, in a store without commits/store.json.
-        PlanInvalid: plan.parquet breaks a rule of the plan.
+        StoreDamaged: store.json or plan.parquet cannot be read, in a store without commits/store.json.
+        StoreDamaged: plan.parquet breaks a rule of the plan.
     """
     store = open_path(path)
     report = VerifyReport()
@@ -105,7 +105,7 @@ def _verify(store: StorePath, report: VerifyReport, settings: _Settings) -> None
     manifest = read_manifest(store)
     try:
         StoreCodec.open(manifest, store)
-    except (ShardMissing, ShardCorrupt) as error:
+    except StoreDamaged as error:
         report.add([Damage(None, CODEC_NAME, str(error))])
         return  # no part can be decoded
     plan = read_plan(store / PLAN_NAME)
@@ -149,7 +149,7 @@ def _check_bundle(store: StorePath, pool: Executor) -> Iterator[Finding]:
         if not exists(path):
             return
         files = read_target_commit(path)
-    except ManifestInvalid as error:
+    except StoreDamaged as error:
         yield Damage(None, _below(store, path), str(error))
         return
     except (OSError, MemoryError) as error:
@@ -176,7 +176,7 @@ def _check_commits(
             report.n_pending_parts += 1
             report.n_parts -= 1
             continue
-        except ManifestInvalid as error:
+        except StoreDamaged as error:
             report.damages.append(Damage(part, _below(store, path), str(error)))
             continue
         except (OSError, MemoryError) as error:

@@ -17,8 +17,8 @@ import numcodecs.blosc
 import numpy as np
 from zarr.codecs import BloscCodec, Crc32cCodec
 
+from ...errors import StoreDamaged
 from ..disk.durable import crc32c
-from ..errors import ShardCorrupt
 from .blosc_frame import encode_frame
 
 # Blosc's own threads would make the order of blocks depend on timing and do not survive a fork; callers run threads.
@@ -75,21 +75,21 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
         out: C-contiguous array of the chunk's shape in the storage dtype; filled.
 
     Raises:
-        ShardCorrupt: the checksum does not match, or the frame holds another number of bytes than ``out``.
+        StoreDamaged: the checksum does not match, or the frame holds another number of bytes than ``out``.
     """
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
-        raise ShardCorrupt(f"chunk of {len(buffer)} bytes is shorter than its own header and checksum")
+        raise StoreDamaged(f"chunk of {len(buffer)} bytes is shorter than its own header and checksum")
     n_bytes = len(buffer) - CRC_BYTES
     # Behind a big decompression all Python is cold, so this does with few steps: no slice, one checksum of the whole.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got, (expected,) = crc32c(buffer[:n_bytes]), _CRC.unpack_from(buffer.data, n_bytes)
-        raise ShardCorrupt(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
+        raise StoreDamaged(f"chunk checksum is {got:#010x}, expected {expected:#010x}")
     n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:  # blosc believes its header
-        raise ShardCorrupt(
+        raise StoreDamaged(
             f"chunk decodes {n_frame_bytes} bytes to {n_raw_bytes}, expected {n_bytes} bytes and {out.nbytes}"
         )
     try:
         numcodecs.blosc.decompress(buffer, out)
     except (RuntimeError, ValueError) as error:
-        raise ShardCorrupt(f"chunk cannot be decompressed: {error}") from error
+        raise StoreDamaged(f"chunk cannot be decompressed: {error}") from error

@@ -110,7 +110,7 @@ class FieldCodec(Protocol):
             Array name -> [array.n_rows(n_tokens), *row_shape] in the array's dtype, on the device of ``values``.
 
         Raises:
-            WriteInvalid: a value is NaN or infinite.
+            StoreError: a value is NaN or infinite.
         """
 
     def decode(

@@ -27,8 +27,8 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
+from ...errors import CodecUnknown, StoreError
 from ..chunks.field import BLOCK_AXIS, Array, LearnedCodec, StoredArray
-from ..errors import CodecUnknown, WriteInvalid
 from ..schema import ALIGNMENT_TOKENS, LAYER_AXIS, TOKEN_AXIS, FieldSpec
 
 BLOCK_TOKENS = ALIGNMENT_TOKENS
@@ -126,7 +126,7 @@ class QuantisedCodec:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
-            raise WriteInvalid(
+            raise StoreError(
                 f"Field {self.spec.name!r} has NaN or infinite values, which codec {self.scheme.name!r} cannot hold. "
                 "Extract with codec lossless, or drop the sequence."
             )

@@ -11,12 +11,12 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from ...errors import CodecUnknown, StoreDamaged
 from ..chunks.chunk import BYTE_CHAIN
 from ..chunks.field import TOKENS, Array, FieldCodec, LearnedCodec, StoredArray
 from ..disk.checking import MISSING, exists
 from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
-from ..errors import CodecUnknown, ManifestInvalid, ShardCorrupt, ShardMissing
 from ..names import CODEC_NAME
 from ..paths import StorePath
 from ..schema import SCHEMA_VERSION, FieldSpec, StoreManifest, tokens_field
@@ -87,20 +87,20 @@ class StoreCodec:
         """Return the codec of a store, with what it has learned.
 
         Raises:
-            ManifestInvalid: the manifest names a codec that this release does not have.
-            ShardMissing: the learned basis is missing.
-            ShardCorrupt: the basis is not the one that the parts were written with.
+            StoreDamaged: the manifest names a codec that this release does not have.
+            StoreDamaged: the learned basis is missing.
+            StoreDamaged: the basis is not the one that the parts were written with.
         """
         name = str(manifest.codec.get("name"))
         if name in _GONE:
-            raise ManifestInvalid(
+            raise StoreDamaged(
                 f"{store} has codec {name!r}, which this release does not read; commit {_LAST_WITH_GONE} of moa-data "
                 "is the last that does. Read it with that, or extract again with another --codec."
             )
         try:
             codec = cls(name, manifest.fields, manifest.schema_version, _recorded_sources(manifest))
         except CodecUnknown as error:
-            raise ManifestInvalid(f"{store}: {error} Install a release of moa-data that knows it.") from error
+            raise StoreDamaged(f"{store}: {error} Install a release of moa-data that knows it.") from error
         if codec.learned:
             codec._load(store / CODEC_NAME, str(manifest.codec.get("basis_sha256")))
         return codec
@@ -143,7 +143,7 @@ class StoreCodec:
             Field -> array name -> rows.
 
         Raises:
-            WriteInvalid: a value is NaN or infinite.
+            StoreError: a value is NaN or infinite.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
@@ -219,7 +219,7 @@ class StoreCodec:
         try:
             content = self.read_basis(path)
         except MISSING as error:
-            raise ShardMissing(f"{path} is missing: nothing can be decoded without it. {_RESTORE}") from error
+            raise StoreDamaged(f"{path} is missing: nothing can be decoded without it. {_RESTORE}") from error
         got = hashlib.sha256(content).hexdigest()
         following = folder / NEXT_BASIS_NAME
         if got != expected_sha256 and exists(following):
@@ -230,11 +230,11 @@ class StoreCodec:
                 if (got := hashlib.sha256(content).hexdigest()) == expected_sha256:
                     break
         if got != expected_sha256:
-            raise ShardCorrupt(f"{path} has sha256 {got}, store.json says {expected_sha256}. {_RESTORE}")
+            raise StoreDamaged(f"{path} has sha256 {got}, store.json says {expected_sha256}. {_RESTORE}")
         try:
             self.load(content)
         except ValueError as error:
-            raise ShardCorrupt(f"{path}: {error}") from error
+            raise StoreDamaged(f"{path}: {error}") from error
 
 
 def joint_order(fields: Iterable[FieldCodec]) -> list[str]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import CheckIncomplete, StorageUnavailable, StoreError
+from ...errors import MoaDataError, StorageUnavailable
 from ..paths import RemotePath, StorePath
 
 MISSING = (FileNotFoundError, NotADirectoryError)
@@ -45,12 +45,12 @@ def reason(error: OSError | MemoryError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-def check_incomplete(store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1) -> CheckIncomplete:
+def check_incomplete(store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1) -> StorageUnavailable:
     """Return the error for what could not be checked; ``path``, the first file, is absolute or in the store."""
     code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno or 0
     advice = _ADVICE.get(code, "Check the disk, or the mount of the network file system")
     what = path if n_files == 1 else f"{n_files} files, the first of them {path},"
-    return CheckIncomplete(
+    return StorageUnavailable(
         f"{store}: {what} could not be checked ({reason(error)}), which says nothing about damage, so nothing was "
         f"deleted. {advice}, then run the same command again."
     )
@@ -58,10 +58,10 @@ def check_incomplete(store: StorePath, path: str, error: OSError | MemoryError, 
 
 @contextmanager
 def check_guard(store: StorePath) -> Iterator[None]:
-    """Turn what the machine refuses while a store is looked at into :class:`CheckIncomplete`."""
+    """Turn what the machine refuses while a store is looked at into :class:`StorageUnavailable`."""
     try:
         yield
-    except (StoreError, StorageUnavailable):  # each says what to do
+    except MoaDataError:  # each says what to do
         raise
     except (OSError, MemoryError) as error:
         named = None if isinstance(error, MemoryError) else error.filename

@@ -13,8 +13,8 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
+from ...errors import StorageUnavailable
 from ...text import format_bytes
-from ..errors import DiskFull, StoreReadOnly
 from ..paths import RemotePath, StorePath
 from .files import blocks_of
 
@@ -48,7 +48,7 @@ def file_crc32(path: StorePath, block_bytes: int = 8 << 20) -> int:
     lengths alone. It would not notice a shard in the place of another.
 
     Raises:
-        ShardCorrupt: it is no regular file.
+        StoreDamaged: it is no regular file.
         OSError: the file cannot be read.
     """
     crc = 0
@@ -160,25 +160,27 @@ def replacing(path: Path, advice: str = _GO_ON) -> Iterator[Path]:
 
 @contextmanager
 def disk_full_guard(path: StorePath, advice: str = _GO_ON) -> Iterator[None]:
-    """Turn "no space left" (or an exhausted quota) into :class:`DiskFull` with advice: what is safe, what to do.
+    """Turn "no space left" (or an exhausted quota) into :class:`StorageUnavailable` with advice.
 
-    A file system that is read-only becomes :class:`StoreReadOnly`.
+    A file system that is read-only becomes :class:`StorageUnavailable`.
     """
     try:
         yield
-    except (DiskFull, StoreReadOnly):
+    except StorageUnavailable:
         raise
     except OSError as error:
         if error.errno == errno.EROFS:
             raise read_only(error.filename or path, error) from error
         if error.errno not in _FULL_ERRNOS:
             raise
-        raise DiskFull(f"No space left while writing {path} ({os.strerror(error.errno)}). {advice}") from error
+        raise StorageUnavailable(
+            f"No space left while writing {path} ({os.strerror(error.errno)}). {advice}"
+        ) from error
 
 
-def read_only(path: StorePath | str, error: OSError) -> StoreReadOnly:
+def read_only(path: StorePath | str, error: OSError) -> StorageUnavailable:
     """Return the error for a folder that cannot be written."""
-    return StoreReadOnly(
+    return StorageUnavailable(
         f"{path} cannot be written ({os.strerror(error.errno or errno.EROFS)}). Give yourself the right to write "
         "there, or choose another output folder."
     )
@@ -188,8 +190,8 @@ def check_room(folder: StorePath, n_bytes: int = 0, advice: str = _GO_ON) -> Non
     """Refuse a folder, which may be missing, that cannot be written or whose disk has less room; no bucket is asked.
 
     Raises:
-        StoreReadOnly: it cannot be written.
-        DiskFull: no room.
+        StorageUnavailable: it cannot be written.
+        StorageUnavailable: no room.
     """
     if isinstance(folder, RemotePath):
         return
@@ -200,6 +202,6 @@ def check_room(folder: StorePath, n_bytes: int = 0, advice: str = _GO_ON) -> Non
         status = os.statvfs(there)
         raise read_only(folder, OSError(errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES, ""))
     if (n_free := shutil.disk_usage(there).free) < n_bytes:
-        raise DiskFull(
+        raise StorageUnavailable(
             f"{folder} needs about {format_bytes(n_bytes)}, its disk has {format_bytes(n_free)} free. {advice}"
         )

@@ -50,7 +50,7 @@ class LocalFile:
         path: the file. It is closed when this object is garbage.
 
     Raises:
-        ShardCorrupt: it is no regular file, when it is read.
+        StoreDamaged: it is no regular file, when it is read.
     """
 
     max_read_bytes = 512 << 10
@@ -217,7 +217,7 @@ def blocks_of(path: StorePath, block_bytes: int = 8 << 20) -> Iterator[bytes | m
     """Yield the bytes of a whole file in order; of a remote one several blocks are on their way at a time.
 
     Raises:
-        ShardCorrupt: it is no regular file.
+        StoreDamaged: it is no regular file.
         OSError: it cannot be read.
     """
     if not isinstance(path, RemotePath):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StorageUnavailable, StoreNotFound, StoreReadOnly
+from ...errors import StorageUnavailable, StoreNotFound
 from ..paths import Bucket, Entry
 from .requests import bounded
 
@@ -88,7 +88,7 @@ class FsspecBucket:
     def delete(self, names: Iterable[str]) -> None:  # noqa: D102
         raise self._read_only()
 
-    def _read_only(self) -> StoreReadOnly:
-        return StoreReadOnly(
+    def _read_only(self) -> StorageUnavailable:
+        return StorageUnavailable(
             f"{self.url} can be read but not written: stores are written to folders, s3://, gs:// and az://."
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import LinkRefused, LocksUnsupported
+from ...errors import StorageUnavailable, StoreDamaged
 from .durable import disk_full_guard
 
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -38,10 +38,10 @@ def lock_file(path: Path, note: str = "") -> int:
 
     Raises:
         LockHeld: by another process, or by this one through another descriptor.
-        LocksUnsupported: the file system refuses to lock.
-        LinkRefused: the file is a symbolic link.
+        StorageUnavailable: the file system refuses to lock.
+        StoreDamaged: the file is a symbolic link.
         OSError: the file cannot be opened for writing.
-        DiskFull: no room for the process's name.
+        StorageUnavailable: no room for the process's name.
     """
     fd = _open(path)
     try:
@@ -58,7 +58,7 @@ def lock_beside_others(path: Path) -> int:
 
     Raises:
         LockHeld: another process has it alone.
-        LocksUnsupported, LinkRefused, OSError: as for :func:`lock_file`.
+        StorageUnavailable, StoreDamaged, OSError: as for :func:`lock_file`.
     """
     fd = _open(path)
     try:
@@ -97,8 +97,8 @@ def lock_slot(path: Path, slot: int) -> Iterator[None]:
     each other out too.
 
     Raises:
-        LocksUnsupported: the file system refuses to lock.
-        LinkRefused: the file is a symbolic link.
+        StorageUnavailable: the file system refuses to lock.
+        StoreDamaged: the file is a symbolic link.
         OSError: the file cannot be opened for writing.
     """
     fd = _open(path)
@@ -151,8 +151,8 @@ def lock_waiting(path: Path) -> Iterator[int]:
     """Hold a file, made if missing, waiting for whoever holds it; yields its descriptor.
 
     Raises:
-        LocksUnsupported: the file system refuses to lock.
-        LinkRefused: the file is a symbolic link.
+        StorageUnavailable: the file system refuses to lock.
+        StoreDamaged: the file is a symbolic link.
         OSError: the file cannot be opened for writing.
     """
     fd = _open(path)
@@ -174,7 +174,7 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP or not path.is_symlink():
             raise
-        raise LinkRefused(f"{path} is a symbolic link, expected a file. Delete the link and try again.") from error
+        raise StoreDamaged(f"{path} is a symbolic link, expected a file. Delete the link and try again.") from error
 
 
 def _write_name(fd: int, path: Path, note: str) -> None:
@@ -196,8 +196,8 @@ def _flock(fd: int, path: Path, operation: int) -> None:
         return
 
 
-def _unsupported(path: Path, error: OSError) -> LocksUnsupported:
-    return LocksUnsupported(
+def _unsupported(path: Path, error: OSError) -> StorageUnavailable:
+    return StorageUnavailable(
         f"{path} cannot be locked ({os.strerror(error.errno or 0)}), and without a lock two processes could write to "
         f"{path.parent} at the same time. Put that folder on a file system with locks, or mount this one with them "
         "(NFS: without nolock, with its lock service running)."

@@ -27,9 +27,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
-from ...errors import MoaDataError
+from ...errors import MoaDataError, StorageUnavailable, StoreNotFound
 from ...text import first_line
-from ..errors import StorageUnavailable, StoreNotFound
 from ..paths import Bucket, Entry
 from .requests import REQUEST_BYTES, answering, bounded, requests
 

@@ -40,7 +40,7 @@ class ReadHandle:
 
         Raises:
             FileNotFoundError: no such file.
-            ShardCorrupt: it is no regular file.
+            StoreDamaged: it is no regular file.
             OSError: it cannot be opened.
         """
         with _lock:

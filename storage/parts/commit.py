@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import StoreDamaged, StoreError
 from ..disk.checking import MISSING
 from ..disk.files import names_in, reads_of
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
-from ..errors import ManifestInvalid, ShardCorrupt, ShardMissing, StoreError
 from ..names import COMMITS_NAME, commit_path
 from ..paths import RemotePath, Stat, StorePath
 from .shard import FileRecord
@@ -46,7 +46,7 @@ class PartCommit:
 
 
 def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -> PartCommit:
-    """Read a part's commit; raises ManifestInvalid where it is damaged.
+    """Read a part's commit; raises StoreDamaged where it is damaged.
 
     Args:
         read: reads the file, where it is on its way already (``files.reads_of``).
@@ -75,7 +75,7 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
         except MISSING:
             continue
         if commit.part != part:
-            raise ManifestInvalid(f"{path} is the commit of part {commit.part}. Delete it and run extract again.")
+            raise StoreDamaged(f"{path} is the commit of part {commit.part}. Delete it and run extract again.")
         commits[part] = commit
     return commits
 
@@ -107,7 +107,7 @@ def read_target_commit(path: StorePath) -> dict[str, FileRecord]:
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
-    """Read a commit that lists files alone; raises ManifestInvalid where it is damaged."""
+    """Read a commit that lists files alone; raises StoreDamaged where it is damaged."""
     try:
         text = read_bounded(path)
         records = _records(parse_object(text))
@@ -137,13 +137,13 @@ def find_size_damage(
             if found.st_size != record.bytes and isinstance(path, RemotePath):
                 found = path.stat()  # a listing may lag behind
         except MISSING:
-            damage.append((path, ShardMissing(f"{path} is missing although it was committed. {_REPAIR}")))
+            damage.append((path, StoreDamaged(f"{path} is missing although it was committed. {_REPAIR}")))
             continue
         if not stat.S_ISREG(found.st_mode):
-            damage.append((path, ShardCorrupt(f"{path} is no regular file. {_REPAIR}")))
+            damage.append((path, StoreDamaged(f"{path} is no regular file. {_REPAIR}")))
         elif found.st_size != record.bytes:
             message = f"{path} has {found.st_size} bytes, its commit says {record.bytes}. {_REPAIR}"
-            damage.append((path, ShardCorrupt(message)))
+            damage.append((path, StoreDamaged(message)))
     return damage
 
 
@@ -160,8 +160,8 @@ def _dump(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _invalid(path: StorePath, error: Exception) -> ManifestInvalid:
-    return ManifestInvalid(f"{path} is not a commit ({error}). Delete it and run extract again: it redoes that part.")
+def _invalid(path: StorePath, error: Exception) -> StoreDamaged:
+    return StoreDamaged(f"{path} is not a commit ({error}). Delete it and run extract again: it redoes that part.")
 
 
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")

@@ -31,10 +31,10 @@ from typing import Any
 import zarr
 from zarr.storage import MemoryStore
 
+from ...errors import StoreDamaged
 from ..chunks.chunk import zarr_codecs
 from ..chunks.field import PIECE_AXIS, StoredArray
 from ..documents import parse_object, whole_number, whole_numbers
-from ..errors import ShardCorrupt
 
 MIN_CHUNK_TOKENS = 64
 CHUNK_OVERHEAD_BYTES = 64 << 10
@@ -212,7 +212,7 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
     """Read an array's grid from its zarr.json, and refuse metadata that this reader would misread.
 
     Raises:
-        ShardCorrupt: not valid metadata, or another dtype, shape or codec chain than the manifest declares.
+        StoreDamaged: not valid metadata, or another dtype, shape or codec chain than the manifest declares.
     """
     try:
         document = parse_object(text)
@@ -234,7 +234,7 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
             "chunk keys": (key_encoding["name"], key_encoding.get("configuration", {}).get("separator", "/")),
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ShardCorrupt(f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}).") from error
+        raise StoreDamaged(f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}).") from error
     chain = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if array.storage_dtype.itemsize == 1:
         chain = [{"name": "bytes"}]
@@ -249,9 +249,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
     }
     for key, value in expected.items():
         if got[key] != value:
-            raise ShardCorrupt(f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}.")
+            raise StoreDamaged(f"{source}: {key} is {got[key]!r}, the manifest declares {value!r}.")
     if not _is_usable(grid, array.storage_dtype.itemsize):
-        raise ShardCorrupt(f"{source}: shards of {grid.shard_shape} cannot be cut into chunks {grid.chunk_shape}.")
+        raise StoreDamaged(f"{source}: shards of {grid.shard_shape} cannot be cut into chunks {grid.chunk_shape}.")
     return grid
 
 

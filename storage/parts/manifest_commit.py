@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import PurePosixPath
 
+from ...errors import StoreDamaged, StoreError
 from ..disk.checking import MISSING, exists
 from ..disk.durable import file_crc32, make_folder, write_atomic
 from ..documents import MAX_DOCUMENT_BYTES, read_bounded
-from ..errors import ManifestInvalid, ShardCorrupt, StoreError
 from ..names import (
     COMMITS_NAME,
     MANIFEST_NAME,
@@ -60,11 +60,11 @@ def read_manifest_commit(store: StorePath) -> dict[str, FileRecord] | None:
         records = read_file_records(path)
     except MISSING:
         return None
-    except ManifestInvalid as error:
-        raise ManifestInvalid(f"{path}, which guards {' and '.join(_NAMES)}, is damaged. {_RESTORE}") from error
+    except StoreDamaged as error:
+        raise StoreDamaged(f"{path}, which guards {' and '.join(_NAMES)}, is damaged. {_RESTORE}") from error
     others = sorted(name for name in records.keys() - _NAMES if not is_metadata(name))
     if not records.keys() >= set(_NAMES) or others:
-        raise ManifestInvalid(f"{path} names the files {sorted(records)}, expected {sorted(_NAMES)}. {_RESTORE}")
+        raise StoreDamaged(f"{path} names the files {sorted(records)}, expected {sorted(_NAMES)}. {_RESTORE}")
     return records
 
 
@@ -73,7 +73,7 @@ def is_metadata(name: str) -> bool:
     return name.startswith(f"{PARTS_NAME}/") and name.endswith(f"/{ZARR_NAME}")
 
 
-def find_manifest_damage(store: StorePath, metadata: bool = True) -> list[tuple[StorePath, ManifestInvalid]]:
+def find_manifest_damage(store: StorePath, metadata: bool = True) -> list[tuple[StorePath, StoreDamaged]]:
     """Return (path, error) for each recorded file that has changed, or for the commit itself.
 
     Args:
@@ -90,10 +90,10 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> list[tuple[
             return damage
 
 
-def _compare(store: StorePath, metadata: bool) -> list[tuple[StorePath, ManifestInvalid]]:
+def _compare(store: StorePath, metadata: bool) -> list[tuple[StorePath, StoreDamaged]]:
     try:
         records = read_manifest_commit(store)
-    except ManifestInvalid as error:
+    except StoreDamaged as error:
         return [(manifest_commit_path(store), error)]
     damage = []
     for name, record in (records or {}).items():
@@ -101,7 +101,7 @@ def _compare(store: StorePath, metadata: bool) -> list[tuple[StorePath, Manifest
         if (metadata or name in _NAMES) and not _holds(path, record):
             message = f"{path} is not the file that was written: its checksum differs from the one in {COMMITS_NAME}/."
             advice = _REPAIR if is_metadata(name) else _RESTORE
-            damage.append((path, ManifestInvalid(f"{message} {advice}")))
+            damage.append((path, StoreDamaged(f"{message} {advice}")))
     return damage
 
 
@@ -131,7 +131,7 @@ def matches_record(content: bytes, record: FileRecord) -> bool:
 
 
 def check_manifest(store: StorePath) -> None:
-    """Refuse a store whose store.json or plan.parquet has changed; raises ManifestInvalid."""
+    """Refuse a store whose store.json or plan.parquet has changed; raises StoreDamaged."""
     for _, error in find_manifest_damage(store, metadata=False):
         raise error
 
@@ -145,7 +145,7 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> list[str]:
         contents: name inside the store -> bytes that the same inputs give; other recorded files are left alone.
 
     Raises:
-        ManifestInvalid: their commit is damaged, or records other bytes.
+        StoreDamaged: their commit is damaged, or records other bytes.
     """
     records = read_manifest_commit(store)
     restored = []
@@ -168,9 +168,9 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
         folder: the target bundle, or a local copy of it.
 
     Raises:
-        ShardMissing: a file is gone.
-        ShardCorrupt: a file is not the one that was written.
-        ManifestInvalid: the commit is damaged.
+        StoreDamaged: a file is gone.
+        StoreDamaged: a file is not the one that was written.
+        StoreDamaged: the commit is damaged.
     """
     commit = target_commit_path(store)
     while (content := _content(commit)) is not None:
@@ -191,7 +191,7 @@ def _bundle_error(commit: StorePath, folder: StorePath) -> StoreError | None:
     for name, record in files.items():
         path = folder / name
         if file_crc32(path) != record.crc32:
-            return ShardCorrupt(
+            return StoreDamaged(
                 f"{path} is not the file that was written: its checksum differs from the one in {commit}. "
                 "Run `moa-data repair` with --model."
             )

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ...errors import StoreDamaged
 from ...text import first_line
 from ..disk.checking import MISSING
 from ..documents import MAX_WHOLE_NUMBER, read_bounded
-from ..errors import ManifestInvalid, PlanInvalid
 from ..paths import StorePath
 
 SEQUENCE_SCHEMA = pa.schema(
@@ -54,10 +54,10 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
         The table with columns part (int32) and first_token (int64), ordered by them.
 
     Raises:
-        PlanInvalid: a column is missing, there are no rows, a sequence has no tokens, or an id is repeated.
+        StoreDamaged: a column is missing, there are no rows, a sequence has no tokens, or an id is repeated.
     """
     if part_tokens < 1 or alignment_tokens < 1:
-        raise PlanInvalid(f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1.")
+        raise StoreDamaged(f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at least 1.")
     _check_sequences(table)
     table = table.select(SEQUENCE_SCHEMA.names).cast(SEQUENCE_SCHEMA)
     table = table.take(pc.sort_indices(table, sort_keys=[("source_row", "ascending")]))
@@ -83,15 +83,15 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
 def _check_sequences(table: pa.Table) -> None:
     missing = [name for name in SEQUENCE_SCHEMA.names if name not in table.column_names]
     if missing:
-        raise PlanInvalid(f"The table of sequences lacks the columns {missing}; it has {table.column_names}.")
+        raise StoreDamaged(f"The table of sequences lacks the columns {missing}; it has {table.column_names}.")
     if table.num_rows == 0:
-        raise PlanInvalid("There are no sequences to plan. Check the dataset and the counts of rejected rows.")
+        raise StoreDamaged("There are no sequences to plan. Check the dataset and the counts of rejected rows.")
     if any(table[name].null_count for name in table.column_names) or pc.min(table["n_tokens"]).as_py() < 1:
-        raise PlanInvalid("Every sequence needs an id, a row and counts, and at least one token.")
+        raise StoreDamaged("Every sequence needs an id, a row and counts, and at least one token.")
     if len(pc.unique(table["sequence_id"])) != table.num_rows:
         counts = pc.value_counts(table["sequence_id"].combine_chunks())
         repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist()
-        raise PlanInvalid(
+        raise StoreDamaged(
             f"{len(repeated)} sequence ids appear twice, the first is {repeated[0]}. Drop duplicates before planning."
         )
 
@@ -117,11 +117,13 @@ def part_lengths(plan: pa.Table, alignment_tokens: int) -> np.ndarray:
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     """Refuse a plan whose sequences overlap, are not aligned, or whose parts have holes in their numbers."""
     if not plan.schema.equals(PLAN_SCHEMA):
-        raise PlanInvalid(f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got {plan.schema.names}.")
+        raise StoreDamaged(
+            f"The plan must have the columns {PLAN_SCHEMA.names} of plan_parts, got {plan.schema.names}."
+        )
     _check_sequences(plan)
     part, first = plan["part"].to_numpy().astype(np.int64), plan["first_token"].to_numpy()
     if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
-        raise PlanInvalid(f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts.")
+        raise StoreDamaged(f"first_token lies between {first.min()} and {first.max()}. Make the plan with plan_parts.")
     ends = first + plan["n_tokens"].to_numpy()
     same = part[1:] == part[:-1]
     wrong = first % alignment_tokens != 0
@@ -129,7 +131,7 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     wrong[1:] |= np.where(same, first[1:] < ends[:-1], (part[1:] != part[:-1] + 1) | (first[1:] != 0))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        raise PlanInvalid(
+        raise StoreDamaged(
             f"Plan row {row} (part {part[row]}, first_token {first[row]}) overlaps its neighbour, is not at a multiple "
             f"of {alignment_tokens}, or skips a part. Make the plan with plan_parts."
         )
@@ -146,15 +148,15 @@ def read_plan(path: StorePath) -> pa.Table:
     """Read plan.parquet; sizes that it claims are checked against the file's own before anything is allocated.
 
     Raises:
-        ManifestInvalid: it is missing, no plan, or has other columns.
+        StoreDamaged: it is missing, no plan, or has other columns.
         OSError: it cannot be read, which says nothing about its bytes; likewise MemoryError.
     """
     try:
         content = read_bounded(path, MAX_PLAN_BYTES)
     except MISSING as error:
-        raise ManifestInvalid(f"{path} is missing. Restore it.") from error
+        raise StoreDamaged(f"{path} is missing. Restore it.") from error
     except ValueError as error:
-        raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {error}. Restore it.") from error
+        raise StoreDamaged(f"{path} cannot be read as the plan of a store: {error}. Restore it.") from error
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         # Ids differ, so that a row takes at least a byte; other columns may compress to almost nothing.
@@ -172,9 +174,9 @@ def read_plan(path: StorePath) -> pa.Table:
         raise
     except (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = first_line(error)
-        raise ManifestInvalid(f"{path} cannot be read as the plan of a store: {reason}. Restore it.") from error
+        raise StoreDamaged(f"{path} cannot be read as the plan of a store: {reason}. Restore it.") from error
     if not plan.schema.equals(PLAN_SCHEMA):
-        raise ManifestInvalid(f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}.")
+        raise StoreDamaged(f"{path} has the columns {plan.schema.names}, expected {PLAN_SCHEMA.names}.")
     return plan
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
+from ...errors import StoreDamaged
 from ..chunks.field import StoredArray
 from ..disk.checking import MISSING
 from ..disk.files import CachedAs
 from ..disk.read_cache import ReadCache
 from ..documents import read_bounded
-from ..errors import ShardCorrupt, ShardMissing
 from ..names import ZARR_NAME, part_folder
 from ..parts.commit import PartCommit
 from ..parts.grid import ArrayGrid, grid_from_metadata
@@ -51,8 +51,8 @@ class PartArrays:
         """Return the grid of an array in a part.
 
         Raises:
-            ShardMissing: its metadata is gone.
-            ShardCorrupt: its metadata is not what the manifest and the commit declare.
+            StoreDamaged: its metadata is gone.
+            StoreDamaged: its metadata is not what the manifest and the commit declare.
         """
         key = (part if self._has_part_groups else 0, array.name)
         return self._grids.get(key, partial(self._read_grid, part, array))
@@ -70,17 +70,17 @@ class PartArrays:
         try:
             text = read_bounded(path)
         except MISSING as error:
-            raise ShardMissing(f"{path} is missing. Run extract again: it writes what is missing.") from error
+            raise StoreDamaged(f"{path} is missing. Run extract again: it writes what is missing.") from error
         except ValueError as error:
-            raise ShardCorrupt(f"{path} is no metadata of an array: {error}.") from error
+            raise StoreDamaged(f"{path} is no metadata of an array: {error}.") from error
         grid = grid_from_metadata(text, array, str(path))
         unit, shared = array.axes[0], not self._has_part_groups
         n_rows = array.n_rows(self._longest_part if shared else self._commits[part].allocated_tokens)
         if (grid.part_rows > 0) != shared or (shared and grid.part_rows < n_rows):
-            raise ShardCorrupt(f"{path} has room for {grid.part_rows} {unit}s of each part, the longest has {n_rows}.")
+            raise StoreDamaged(f"{path} has room for {grid.part_rows} {unit}s of each part, the longest has {n_rows}.")
         n_rows = self._manifest.n_parts * grid.part_rows if shared else n_rows
         if grid.shape[0] != n_rows:
-            raise ShardCorrupt(f"{path} has {grid.shape[0]} {unit}s, expected {n_rows}.")
+            raise StoreDamaged(f"{path} has {grid.shape[0]} {unit}s, expected {n_rows}.")
         return grid
 
     def _open(self, part: int, array: StoredArray, number: int) -> ShardReader:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...errors import StoreDamaged
 from ..chunks.field import StoredArray
 from ..disk.files import RemoteFile, fetch_ranges, scratch_bytes
-from ..errors import ShardMissing
 from .arrays import PartArrays
 from .shard import ShardReader
 
@@ -109,8 +109,8 @@ def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int =
         n_threads: threads that decode, the caller's included.
 
     Raises:
-        ShardMissing: a file is gone.
-        ShardCorrupt: a checksum or a size is wrong.
+        StoreDamaged: a file is gone.
+        StoreDamaged: a checksum or a size is wrong.
     """
     plans = list(_plan_shards(arrays, ranges))
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
@@ -251,7 +251,7 @@ def _fetch_ahead(reads: list[_Read]) -> None:
         try:
             found = fetch_ranges([(file, read.offset, read.offset + read.n_bytes) for read, file in remote])
         except FileNotFoundError as error:
-            raise ShardMissing(f"{error} is missing since the store was opened. Restore it.") from error
+            raise StoreDamaged(f"{error} is missing since the store was opened. Restore it.") from error
         for (read, _), data in zip(remote, found, strict=True):
             read.data = np.frombuffer(data, np.uint8)
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from ...errors import SelectionInvalid
 from ..chunks.field import PIECE_AXIS, FieldCodec, StoredArray
 from ..codecs.lossless import LosslessCodec
 from ..codecs.transform.codec import TransformCodec
 from ..dtypes import from_float32
-from ..errors import SliceInvalid, UnknownField
 from ..schema import FieldSpec, tokens_field
 
 _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
@@ -20,13 +20,13 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list
     """Return non-negative layer indices, or None for all layers in order.
 
     Raises:
-        UnknownField: the field has no layers.
-        SliceInvalid: no such layer.
+        SelectionInvalid: the field has no layers.
+        SelectionInvalid: no such layer.
     """
     if layers is None:
         return None
     if spec.layer_axis != 1:
-        raise UnknownField(f"Field {spec.name!r} has no layers; leave `layers` out.")
+        raise SelectionInvalid(f"Field {spec.name!r} has no layers; leave `layers` out.")
     n_layers = spec.token_shape[0]
     if isinstance(layers, slice):
         chosen = list(range(n_layers))[layers]
@@ -34,7 +34,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list
         chosen = [int(layer) for layer in layers]
         for layer in chosen:
             if not -n_layers <= layer < n_layers:
-                raise SliceInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
+                raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
         chosen = [layer % n_layers for layer in chosen]
     return None if chosen == list(range(n_layers)) else chosen
 
@@ -132,16 +132,16 @@ def batch_buffer(
         shape: [n_sequences, n_rows, ...]; a buffer of the caller may have more rows.
 
     Raises:
-        SliceInvalid: the caller's buffer is missing, or has another dtype or shape.
+        SelectionInvalid: the caller's buffer is missing, or has another dtype or shape.
     """
     if out is None:
         return np.empty(shape, dtype)
     if name not in out:
-        raise SliceInvalid(f"`out` has no buffer for {name!r}; it has {', '.join(out) or 'none'}.")
+        raise SelectionInvalid(f"`out` has no buffer for {name!r}; it has {', '.join(out) or 'none'}.")
     buffer = out[name]
     fits = buffer.ndim == len(shape) and buffer.shape[0] == shape[0] and buffer.shape[2:] == shape[2:]
     if not fits or buffer.shape[1] < shape[1] or buffer.dtype != dtype:
-        raise SliceInvalid(
+        raise SelectionInvalid(
             f"The batch of {name!r} needs a buffer of {dtype.name} with shape "
             f"{[shape[0], f'>={shape[1]}', *shape[2:]]}, got {buffer.dtype} {list(buffer.shape)}."
         )

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
+from ...errors import StoreDamaged
 from ..chunks.chunk import CRC_BYTES, decode_chunk
 from ..disk.checking import MISSING
 from ..disk.durable import crc32c
 from ..disk.files import CachedAs, LocalFile, RemoteFile, open_file, scratch_bytes
-from ..errors import ShardCorrupt, ShardMissing
 from ..parts.grid import ArrayGrid
 from ..paths import StorePath
 
@@ -29,8 +29,8 @@ class ShardReader:
         index: int64 [n_rows, chunks_per_row, 2]: offset and bytes of each inner chunk.
 
     Raises:
-        ShardMissing: no such file.
-        ShardCorrupt: the index is damaged.
+        StoreDamaged: no such file.
+        StoreDamaged: the index is damaged.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class ShardReader:
         except MISSING as error:
             raise self._missing() from error
 
-    def _missing(self) -> ShardMissing:
-        return ShardMissing(f"{self.path} is missing. {_REPAIR}")
+    def _missing(self) -> StoreDamaged:
+        return StoreDamaged(f"{self.path} is missing. {_REPAIR}")
 
     def _read_index(self, n_rows: int) -> np.ndarray:
         shape = (self.grid.rows_per_shard, self.grid.chunks_per_row, 2)
@@ -59,18 +59,18 @@ class ShardReader:
         file_bytes = self.file.n_bytes
         data_bytes = file_bytes - index_bytes - CRC_BYTES
         if data_bytes < 0:
-            raise ShardCorrupt(f"{self.path} has {file_bytes} bytes, too few for its index. {_REPAIR}")
+            raise StoreDamaged(f"{self.path} has {file_bytes} bytes, too few for its index. {_REPAIR}")
         tail = np.empty(index_bytes + CRC_BYTES, np.uint8)
         if self.file.read_into(data_bytes, tail) < len(tail):
-            raise ShardCorrupt(f"{self.path} ends inside its index. {_REPAIR}")
+            raise StoreDamaged(f"{self.path} ends inside its index. {_REPAIR}")
         expected = int.from_bytes(tail[index_bytes:].tobytes(), "little")
         if (got := crc32c(tail[:index_bytes])) != expected:
-            raise ShardCorrupt(f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}")
+            raise StoreDamaged(f"{self.path}: index checksum is {got:#010x}, expected {expected:#010x}. {_REPAIR}")
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
         # Offsets are compared before they are added: a sum could wrap around.
         offset, n_bytes = index[..., 0], index[..., 1]
         if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool((offset + n_bytes > data_bytes).any()):
-            raise ShardCorrupt(f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}")
+            raise StoreDamaged(f"{self.path}: the index names chunks outside the file or absent ones. {_REPAIR}")
         return index.astype(np.int64)
 
     def prefetch(self, offset: int, n_bytes: int) -> None:
@@ -88,7 +88,7 @@ class ShardReader:
         except MISSING as error:
             raise self._missing() from error
         if n_read < n_bytes:
-            raise ShardCorrupt(f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}")
+            raise StoreDamaged(f"{self.path} ends at byte {offset + n_read}, inside a chunk. {_REPAIR}")
         return raw
 
     def decode(self, data: np.ndarray, row: int, column: int, out: np.ndarray) -> None:
@@ -100,8 +100,8 @@ class ShardReader:
         """
         try:
             decode_chunk(data, out)
-        except ShardCorrupt as error:
+        except StoreDamaged as error:
             grid = self.grid
             layers = f", layers from {column * grid.chunk_layers}" if len(grid.shape) > 2 else ""
             where = f"tokens from {row * grid.chunk_tokens} of the shard{layers}"
-            raise ShardCorrupt(f"{self.path}: {error} ({where}). {_REPAIR}") from error
+            raise StoreDamaged(f"{self.path}: {error} ({where}). {_REPAIR}") from error

@@ -13,21 +13,13 @@ from typing import Literal, overload
 import numpy as np
 import pyarrow as pa
 
+from ...errors import SelectionInvalid, StoreDamaged, StoreIncomplete, StoreNotFound
 from ..chunks.field import TOKENS, FieldCodec, StoredArray
 from ..codecs.registry import StoreCodec
 from ..disk.checking import exists
 from ..disk.files import download, open_path, sizes_of
 from ..disk.read_cache import ReadCache, cache_at
 from ..documents import read_bounded
-from ..errors import (
-    ManifestInvalid,
-    PartUncommitted,
-    ShardCorrupt,
-    ShardMissing,
-    SliceInvalid,
-    StoreNotFound,
-    UnknownField,
-)
 from ..names import (
     MANIFEST_NAME,
     PARTS_NAME,
@@ -78,11 +70,11 @@ class ActivationStore:
     Raises:
         StoreNotFound: not a store.
         SchemaVersionError: another schema version.
-        ManifestInvalid: damaged manifest, plan or commit, or one that contradicts another.
-        PlanInvalid: the plan breaks a rule.
-        ShardMissing: a committed file is gone.
-        ShardCorrupt: a committed file has another size.
-        PartUncommitted: with ``require_complete``.
+        StoreDamaged: damaged manifest, plan or commit, or one that contradicts another.
+        StoreDamaged: the plan breaks a rule.
+        StoreDamaged: a committed file is gone.
+        StoreDamaged: a committed file has another size.
+        StoreIncomplete: with ``require_complete``.
 
     Example::
 
@@ -113,7 +105,7 @@ class ActivationStore:
         for part, commit in self.commits.items():
             # Before anything is read: arrays are as long as the plan says, and a damaged one may say gigabytes.
             if commit.allocated_tokens != lengths[part]:
-                raise ManifestInvalid(
+                raise StoreDamaged(
                     f"{self.path / PLAN_NAME} gives part {part} {lengths[part]} tokens, padding included, its commit "
                     f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
                     "and run extract again: it redoes that part."
@@ -123,7 +115,7 @@ class ActivationStore:
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
-            raise PartUncommitted(
+            raise StoreIncomplete(
                 f"{self.path} is incomplete: {len(pending)} of {self.manifest.n_parts} parts have no commit, the first "
                 f"is part {pending[0]}. Run the same extract command again to write them."
             )
@@ -140,7 +132,7 @@ class ActivationStore:
         counts = plan_counts(plan)
         for key in ("n_sequences", "n_parts"):
             if (expected := getattr(self.manifest, key)) != (counted := counts[key]):
-                raise ManifestInvalid(
+                raise StoreDamaged(
                     f"{self.path / PLAN_NAME} has {key} {counted}, {MANIFEST_NAME} says {expected}. "
                     "Restore the two files from one copy."
                 )
@@ -242,17 +234,17 @@ class ActivationStore:
             that these layers need. Where the field is predicted from tokens, they are there too.
 
         Raises:
-            UnknownField: no such field, or it has no layers.
-            SliceInvalid: no such sequence or layer, or a step other than 1.
-            ShardCorrupt: a checksum is wrong, or a token id is none of the target's.
-            ShardMissing: a file vanished since the store was opened.
+            SelectionInvalid: no such field, or it has no layers.
+            SelectionInvalid: no such sequence or layer, or a step other than 1.
+            StoreDamaged: a checksum is wrong, or a token id is none of the target's.
+            StoreDamaged: a file vanished since the store was opened.
         """
         spec = self._field(field)
         i = self._sequence(i)
         chosen = layer_indices(spec, layers)
         start, stop, step = (tokens or slice(None)).indices(int(self._n_tokens[i]))
         if step != 1:
-            raise SliceInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
+            raise SelectionInvalid(f"Token slices must have step 1, got {step}. Slice the result instead.")
         stop = max(start, stop)
         codec = self.codec.fields[field]
         if not decoded:
@@ -272,7 +264,7 @@ class ActivationStore:
             out: [at least n_tokens, *token_shape] in the storage dtype; any strides, fastest if C-contiguous.
 
         Raises:
-            SliceInvalid: ``out`` has another dtype or shape; otherwise as :meth:`read`.
+            SelectionInvalid: ``out`` has another dtype or shape; otherwise as :meth:`read`.
         """
         spec = self._field(field)
         i = self._sequence(i)
@@ -280,7 +272,7 @@ class ActivationStore:
         n_tokens = int(self._n_tokens[i])
         shape = token_shape(spec, chosen)
         if out.dtype != spec.storage_dtype or out.shape[1:] != shape or out.ndim < 1 or len(out) < n_tokens:
-            raise SliceInvalid(
+            raise SelectionInvalid(
                 f"Sequence {i} of {field!r} needs an out array of {spec.storage_dtype.name} with shape "
                 f"{[f'>={n_tokens}', *shape]}, got {out.dtype} {list(out.shape)}."
             )
@@ -312,10 +304,10 @@ class ActivationStore:
             Field -> array. Sequence b lies in ``[b, :n_tokens]``; what follows is zero.
 
         Raises:
-            UnknownField: no such field, or none of them has layers.
-            SliceInvalid: no such sequence or layer, or an array of ``out`` is missing or does not fit.
-            ShardCorrupt: a checksum is wrong, or a token id is none of the target's.
-            ShardMissing: a file vanished since the store was opened.
+            SelectionInvalid: no such field, or none of them has layers.
+            SelectionInvalid: no such sequence or layer, or an array of ``out`` is missing or does not fit.
+            StoreDamaged: a checksum is wrong, or a token id is none of the target's.
+            StoreDamaged: a file vanished since the store was opened.
         """
         rows = [self._sequence(int(i)) for i in sequences]
         lengths = [int(self._n_tokens[i]) for i in rows]
@@ -367,7 +359,7 @@ class ActivationStore:
             return
         for i, ids in zip(sequences, tokens.reshape(len(sequences), -1), strict=True):
             if ids.min() < 0 or ids.max() >= vocab_size:
-                raise ShardCorrupt(
+                raise StoreDamaged(
                     f"{self.path}: sequence {self.sequences['sequence_id'][i]} (source row "
                     f"{self.sequences['source_row'][i]}) has token ids {ids.min()} to {ids.max()}, which lie outside "
                     f"the vocabulary of {vocab_size}. Run `moa-data verify`, and extract again."
@@ -382,12 +374,12 @@ class ActivationStore:
 
     def _field(self, name: str) -> FieldSpec:
         if name not in self.fields:
-            raise UnknownField(f"{self.path} has no field {name!r}; it has {', '.join(self.fields)}.")
+            raise SelectionInvalid(f"{self.path} has no field {name!r}; it has {', '.join(self.fields)}.")
         return self.fields[name]
 
     def _sequence(self, i: int) -> int:
         if not -len(self) <= i < len(self):
-            raise SliceInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
+            raise SelectionInvalid(f"{self.path} has {len(self)} committed sequences, there is no sequence {i}.")
         return i % len(self)
 
     def _read(
@@ -435,7 +427,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
         reason = "there is no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
         raise StoreNotFound(f"{store} is not an activation store: {reason}. Make one with extract.") from error
     except ValueError as error:
-        raise ManifestInvalid(f"{path} is no manifest of an activation store: {error}. Restore it.") from error
+        raise StoreDamaged(f"{path} is no manifest of an activation store: {error}. Restore it.") from error
     return StoreManifest.from_json(text, str(path))
 
 
@@ -446,6 +438,6 @@ def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
         check_manifest(store)
         try:
             return manifest, StoreCodec.open(manifest, store)
-        except (ShardMissing, ShardCorrupt):
+        except StoreDamaged:
             if read_manifest(store) == manifest:  # else fields were added, and with them the basis was replaced
                 raise

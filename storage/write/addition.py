@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ...errors import StoreError, StoreIncomplete, StoreLocked
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
 from ..disk.durable import replace_file, write_new
-from ..errors import PartIncomplete, StoreLocked, WriteInvalid
 from ..names import CODEC_NAME, ZARR_NAME, commit_path
 from ..parts.commit import PartCommit, array_of, read_part_commit
 from ..parts.encoding import EncodePool
@@ -102,15 +102,15 @@ class StoreAddition:
         codec: codec of that manifest, with what it has learned.
 
     Raises:
-        WriteInvalid: the manifest removes a field or changes anything else.
+        StoreError: the manifest removes a field or changes anything else.
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
         old = writer.manifest
         if replace(manifest, fields=old.fields, extraction=old.extraction, codec=old.codec) != old:
-            raise WriteInvalid(f"{writer.path}: an addition may change fields only; extract to another folder.")
+            raise StoreError(f"{writer.path}: an addition may change fields only; extract to another folder.")
         if not set(old.fields) <= set(manifest.fields) or codec.name != writer.codec.name:
-            raise WriteInvalid(f"{writer.path}: an addition keeps all fields and the codec; extract to another folder.")
+            raise StoreError(f"{writer.path}: an addition keeps all fields and the codec; extract to another folder.")
         self.manifest, self.codec = manifest, codec
         self.fields = tuple(spec.name for spec in manifest.fields if spec not in old.fields)
         self._writer = writer
@@ -141,11 +141,11 @@ class StoreAddition:
             pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
 
         Raises:
-            WriteInvalid: there is no such part, or it lacks nothing.
-            LinkRefused: there is a symbolic link inside the store.
+            StoreError: there is no such part, or it lacks nothing.
+            StoreDamaged: there is a symbolic link inside the store.
         """
         if not self._lacking.get(part):
-            raise WriteInvalid(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
+            raise StoreError(f"Part {part} lacks no field; write only the parts that pending_parts() returns.")
         if not self._is_laid_out:  # not before: until the first part is written the store is as it was
             self._writer.lay_out(self.codec)
             self._is_laid_out = True
@@ -159,11 +159,11 @@ class StoreAddition:
         """Make the new fields exist for readers.
 
         Raises:
-            PartIncomplete: a committed part lacks them.
-            DiskFull: no room; the store is the old one or the new one.
+            StoreIncomplete: a committed part lacks them.
+            StorageUnavailable: no room; the store is the old one or the new one.
         """
         if pending := self.pending_parts():
-            raise PartIncomplete(
+            raise StoreIncomplete(
                 f"{self.path}: {len(pending)} parts lack {', '.join(self._lacking[pending[0]])}, the first is part "
                 f"{pending[0]}. Write them all before finish()."
             )

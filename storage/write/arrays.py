@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...errors import StoreDamaged
 from ..chunks.field import StoredArray
 from ..disk.checking import check_guard, exists
 from ..disk.durable import disk_full_guard, fsync_directory, make_folder, write_new
 from ..documents import read_bounded
-from ..errors import ManifestInvalid, ShardCorrupt
 from ..names import PARTS_NAME, ZARR_NAME, manifest_commit_path
 from ..parts.grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
 from ..parts.manifest_commit import find_manifest_damage, restore_files
@@ -24,8 +24,8 @@ def lay_out(store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longe
         longest_part: tokens of the longest part, padding included.
 
     Raises:
-        ManifestInvalid: metadata that is there is damaged, and not what this release would write.
-        DiskFull: no room.
+        StoreDamaged: metadata that is there is damaged, and not what this release would write.
+        StorageUnavailable: no room.
     """
     wanted = {array.name: array for array in arrays}
     documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in wanted.values())
@@ -48,10 +48,10 @@ def lay_out(store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longe
         try:
             with check_guard(store):
                 grids[name] = grid = grid_from_metadata(read_bounded(path), array, str(path))
-        except (ValueError, ShardCorrupt) as error:
-            raise ManifestInvalid(f"{error} Restore the file from a copy.") from error
+        except (ValueError, StoreDamaged) as error:
+            raise StoreDamaged(f"{error} Restore the file from a copy.") from error
         if grid.shape[0] != n_parts * grid.part_rows or grid.part_rows < array.n_rows(longest_part):
-            raise ManifestInvalid(
+            raise StoreDamaged(
                 f"{path} has {grid.shape[0]} rows and {grid.part_rows} for each part, which is not what the plan's "
                 f"{n_parts} parts of up to {longest_part} tokens need. Restore the file from a copy."
             )

@@ -40,12 +40,12 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
 from ..disk.checking import MISSING
 from ..disk.durable import PARTIAL_SUFFIX, disk_full_guard, file_crc32, walk
 from ..disk.files import download, names_in
 from ..disk.requests import requests
 from ..documents import mapping, parse_object, read_bounded, relative_name, whole_number
-from ..errors import ManifestInvalid, StorageUnavailable, StoreLocked, StoreReadOnly
 from ..names import (
     COMMITS_NAME,
     PARTS_NAME,
@@ -235,7 +235,7 @@ class BucketPart:
         # The record may be there even if no answer came, and then others need the uploads. Else they grow old.
         try:
             return read_part_commit(commit_path(self.store, self.part)) == self._asked_for
-        except (OSError, ManifestInvalid):
+        except (OSError, StoreDamaged):
             return False
 
     def _delete_uploads(self) -> None:
@@ -275,7 +275,7 @@ class BucketSite:
         documents: Mapping[str, bytes],
     ) -> BucketPart:
         if documents:
-            raise StoreReadOnly(
+            raise StorageUnavailable(
                 f"{self.store} has schema version 1, which is written to disks only. Copy the store to one."
             )
         return BucketPart(self.store, part, grids, existing, new_attempt(), self.scratch_path)
@@ -285,7 +285,7 @@ class BucketSite:
         path = target_commit_path(self.store)
         try:
             old = self._target_files()
-        except ManifestInvalid:
+        except StoreDamaged:
             self.store.bucket.delete([path.key])
             old = None
         attempt = new_attempt()
@@ -317,7 +317,7 @@ class BucketSite:
     def drop_bundle(self) -> None:  # noqa: D102
         try:
             files = self._target_files() or {}
-        except ManifestInvalid:
+        except StoreDamaged:
             files = {}
         self.store.bucket.delete([target_commit_path(self.store).key])
         self._delete_from_bundle(files)

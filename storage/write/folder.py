@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from ...errors import StoreDamaged, StoreError
 from ..disk.checking import exists
 from ..disk.durable import (
     PARTIAL_SUFFIX,
@@ -20,7 +21,6 @@ from ..disk.durable import (
     write_atomic,
     write_file,
 )
-from ..errors import ManifestInvalid, StoreError, WriteInvalid
 from ..names import (
     COMMITS_NAME,
     PARTS_NAME,
@@ -65,7 +65,7 @@ class FolderPart:
         for name, content in self.documents.items():
             record = record_of(content)
             if files.setdefault(name, record) != record:
-                raise WriteInvalid(f"Part {self.part}: {name} would change; extract to another folder.")
+                raise StoreError(f"Part {self.part}: {name} would change; extract to another folder.")
             if name not in self.existing:
                 path = self.folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class FolderPart:
         try:
             path = commit_path(self.store, self.part)
             committed = read_part_commit(path).files if exists(path) else {}
-        except (OSError, ManifestInvalid):
+        except (OSError, StoreDamaged):
             return False  # unknown; the next run that opens the store deletes what no commit lists
         if committed and committed != self.existing:
             # An interrupt can arrive right after the commit was written: the part is finished and stays.

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
+from ...errors import StoreDamaged
 from ..disk.durable import PARTIAL_SUFFIX
-from ..errors import LinkRefused
 from ..names import KNOWN_NAMES
 from ..paths import RemotePath, StorePath
 
@@ -57,7 +57,7 @@ def refuse_linked_folders(store: StorePath, folder: StorePath, names: Iterable[s
 
 def _refuse_link(path: str, is_link: bool) -> None:
     if is_link:
-        raise LinkRefused(
+        raise StoreDamaged(
             f"{path} is a symbolic link to {os.readlink(path)!r}, and nothing inside a store is written or deleted "
             "through a link. Put the files themselves in its place, or move the whole store and link its folder."
         )

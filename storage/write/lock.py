@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from ...errors import StoreLocked
 from ..disk.durable import read_only
 from ..disk.locking import (
     CAN_LOCK_SLOTS,
@@ -32,7 +33,6 @@ from ..disk.locking import (
     slot_is_held,
     try_slot,
 )
-from ..errors import StoreLocked
 from ..names import LOCK_NAME, PUBLISH_NAME
 
 _Result = TypeVar("_Result")
@@ -77,9 +77,9 @@ class StoreLock:
 
         Raises:
             StoreLocked: another process holds it.
-            StoreReadOnly: no right to write there.
-            LocksUnsupported: the file system has no locks.
-            LinkRefused: the lock's file is a symbolic link.
+            StorageUnavailable: no right to write there.
+            StorageUnavailable: the file system has no locks.
+            StoreDamaged: the lock's file is a symbolic link.
         """
         if not (shares and CAN_LOCK_SLOTS):
             try:

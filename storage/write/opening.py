@@ -9,16 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreMismatch, StoreNotFound
 from ..disk.checking import exists
 from ..disk.durable import PARTIAL_SUFFIX
 from ..disk.files import names_in
-from ..errors import (
-    ManifestInvalid,
-    OutputOccupied,
-    SchemaVersionError,
-    StoreMismatch,
-    StoreNotFound,
-)
 from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
 from ..parts.manifest_commit import find_manifest_damage, matches_record, read_manifest_commit, restore_files
 from ..parts.plan import plan_bytes, plan_counts, read_plan
@@ -28,10 +22,10 @@ from ..schema import READABLE_VERSIONS, StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
-    """Compare the manifest's counts with the plan's; raises ManifestInvalid."""
+    """Compare the manifest's counts with the plan's; raises StoreDamaged."""
     for key, value in plan_counts(plan).items():
         if getattr(manifest, key) != value:
-            raise ManifestInvalid(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
+            raise StoreDamaged(f"The manifest says {key} {getattr(manifest, key)}, the plan has {value}.")
 
 
 def check_unoccupied(store: StorePath) -> None:
@@ -48,7 +42,7 @@ def check_unoccupied(store: StorePath) -> None:
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 raise  # else the version is a damaged byte
-        except ManifestInvalid as error:
+        except StoreDamaged as error:
             if exists(manifest_commit_path(store)):
                 return  # a store whose manifest is damaged: `restore` repairs it, or names the damage
             raise OutputOccupied(f"{store} holds something else: {error} Choose another output folder.") from error
@@ -78,7 +72,7 @@ def stored_version(store: StorePath, manifest: StoreManifest) -> int:
     """
     try:
         return read_manifest(store).schema_version
-    except (StoreNotFound, ManifestInvalid, SchemaVersionError):
+    except (StoreNotFound, StoreDamaged, SchemaVersionError):
         records = read_manifest_commit(store) or {}
     for version in READABLE_VERSIONS:
         content = replace(manifest, schema_version=version).to_json().encode()
@@ -94,7 +88,7 @@ def restore(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> None:
     contents = {MANIFEST_NAME: manifest.to_json().encode(), PLAN_NAME: plan_bytes(plan)}
     try:
         restore_files(store, contents)
-    except ManifestInvalid:
+    except StoreDamaged:
         if not exists(store / MANIFEST_NAME):
             raise
         # Either their commit is damaged, or the inputs are others: the comparison that follows says which.

@@ -9,11 +9,11 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
+from ...errors import StoreError, StoreIncomplete
 from ..chunks.field import FieldCodec, StoredArray
 from ..codecs.registry import StoreCodec
 from ..disk.durable import disk_full_guard
 from ..dtypes import to_float32
-from ..errors import PartIncomplete, WriteInvalid
 from ..parts.commit import PartCommit
 from ..parts.encoding import EncodePool
 from ..parts.shard import FileRecord, ShardWriter
@@ -57,8 +57,8 @@ class ArrayWriter:
             values: [n, *row_shape] in the array's dtype.
 
         Raises:
-            WriteInvalid: wrong dtype, shape, order or range.
-            DiskFull: no room.
+            StoreError: wrong dtype, shape, order or range.
+            StorageUnavailable: no room.
         """
         self._check(first_row, values)
         if not len(values):
@@ -85,19 +85,19 @@ class ArrayWriter:
         array = self.array
         unit = array.axes[0]
         if values.dtype != array.storage_dtype or values.shape[1:] != array.row_shape or values.ndim < 1:
-            raise WriteInvalid(
+            raise StoreError(
                 f"{array.name!r} takes {array.storage_dtype.name} arrays of shape [n, "
                 f"{', '.join(map(str, array.row_shape))}] ({array.logical_dtype}), got {values.dtype} "
                 f"{list(values.shape)}."
             )
         if first_row < self._cursor:
-            raise WriteInvalid(
+            raise StoreError(
                 f"{array.name!r}: {unit} {first_row} comes before {self._cursor}, the end of what is written. "
                 "Write in increasing order."
             )
         if first_row + len(values) > self._n_rows:
             end = first_row + len(values)
-            raise WriteInvalid(f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's {self._n_rows}.")
+            raise StoreError(f"{array.name!r}: {unit}s {first_row} to {end} lie beyond the part's {self._n_rows}.")
 
     def _flush_rows(self, row: int) -> None:
         """Write out the buffered row and rows of zeros until ``row`` is the next one."""
@@ -227,9 +227,9 @@ class PartWriter:
             tokens: int32 [n], the sequence's token ids; only for values whose codec ``needs_tokens``.
 
         Raises:
-            WriteInvalid: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
+            StoreError: unknown field, wrong dtype, shape, order or range; with a lossy codec also a value that is not
                 finite, something else than one planned sequence, or no tokens where they are needed.
-            DiskFull: no room; leave the block, which discards the part.
+            StorageUnavailable: no room; leave the block, which discards the part.
         """
         codec = self._field_codec(field)
         if codec.is_identity and not isinstance(values, Mapping):
@@ -238,28 +238,28 @@ class PartWriter:
         n_tokens = self._planned.get(first_token)
         if n_tokens is None or (not isinstance(values, Mapping) and len(values) != n_tokens):
             n_given = "" if isinstance(values, Mapping) else f" to {first_token + len(values)}"
-            raise WriteInvalid(
+            raise StoreError(
                 f"{field!r}: tokens {first_token}{n_given} are not one sequence of the plan (it has "
                 f"{n_tokens or 'none'} there). This codec encodes whole sequences: write one sequence per call."
             )
         codes = values if isinstance(values, Mapping) else _encoded(codec, values, tokens)
         if codes.keys() != {array.name for array in codec.arrays}:
-            raise WriteInvalid(
+            raise StoreError(
                 f"{field!r} is stored as {', '.join(array.name for array in codec.arrays)}, got {', '.join(codes)}."
             )
         for array in codec.arrays:
             rows = codes[array.name]
             if len(rows) != array.n_rows(n_tokens):
-                raise WriteInvalid(
+                raise StoreError(
                     f"{array.name!r}: {n_tokens} tokens make {array.n_rows(n_tokens)} rows, got {len(rows)}."
                 )
             self._arrays[array.name].write(first_token // array.block_tokens, rows)
 
     def _field_codec(self, field: str) -> FieldCodec:
         if not self._is_open:
-            raise WriteInvalid(f"Part {self.part} is closed; open it again with StoreWriter.part.")
+            raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
         if field not in self._codec.fields:
-            raise WriteInvalid(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
+            raise StoreError(f"There is no field {field!r}; this store has {', '.join(self._codec.fields)}.")
         return self._codec.fields[field]
 
     def settle(self) -> None:
@@ -276,11 +276,11 @@ class PartWriter:
             The part's commit, of whichever writer.
 
         Raises:
-            PartIncomplete: a planned sequence was not written to every field.
-            DiskFull: no room; leave the block, which discards the part.
+            StoreIncomplete: a planned sequence was not written to every field.
+            StorageUnavailable: no room; leave the block, which discards the part.
         """
         if not self._is_open:
-            raise WriteInvalid(f"Part {self.part} is closed; open it again with StoreWriter.part.")
+            raise StoreError(f"Part {self.part} is closed; open it again with StoreWriter.part.")
         self._check_complete()
         with disk_full_guard(self._store):
             for array in self._arrays.values():
@@ -320,7 +320,7 @@ class PartWriter:
             if not covered.all():
                 row = int(np.flatnonzero(~covered)[0])
                 n_missing = int((~covered).sum())
-                raise PartIncomplete(
+                raise StoreIncomplete(
                     f"Part {self.part}: {n_missing} of {len(first)} sequences were not written to {name!r}, the first "
                     f"at tokens {first_token[row]} to {stop_token[row]}. Write them all before commit()."
                 )
@@ -349,18 +349,18 @@ def _encoded(codec: FieldCodec, values: np.ndarray, tokens: np.ndarray | None) -
     spec = codec.spec
     if values.dtype != spec.storage_dtype or values.shape[1:] != spec.token_shape:
         shape = ", ".join(map(str, spec.token_shape))
-        raise WriteInvalid(
+        raise StoreError(
             f"{spec.name!r} takes {spec.storage_dtype.name} arrays of shape [n, {shape}] ({spec.dtype}), "
             f"got {values.dtype} {list(values.shape)}."
         )
     if codec.needs_tokens and (tokens is None or tokens.shape != (len(values),)):
-        raise WriteInvalid(
+        raise StoreError(
             f"{spec.name!r} is predicted from tokens: give `write` the {len(values)} token ids of the sequence, "
             f"got {'none' if tokens is None else list(tokens.shape)}."
         )
     if codec.sources:
         names = " and ".join(repr(source.spec.name) for source in codec.sources)
-        raise WriteInvalid(
+        raise StoreError(
             f"{spec.name!r} is predicted from {names}: encode the sequence by StoreCodec.encode, and give `write` the "
             "rows."
         )

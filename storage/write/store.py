@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...errors import StoreDamaged, StoreError, StoreMismatch
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
 from ..disk.checking import MISSING, check_guard, exists
 from ..disk.durable import (
@@ -54,7 +55,6 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.files import blocks_of, names_in, open_path, reads_of, sizes_of
-from ..errors import ManifestInvalid, StoreMismatch, WriteInvalid
 from ..names import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -139,13 +139,13 @@ class StoreWriter:
         Raises:
             OutputOccupied: the folder holds something else.
             StoreLocked: another process is writing to it, which does not share it.
-            LocksUnsupported: its file system has no locks.
-            LinkRefused: a symbolic link stands inside it; nothing was changed.
-            CheckIncomplete: a file could not be read, so that damage is unknown; nothing was deleted.
+            StorageUnavailable: its file system has no locks.
+            StoreDamaged: a symbolic link stands inside it; nothing was changed.
+            StorageUnavailable: a file could not be read, so that damage is unknown; nothing was deleted.
             StoreMismatch: it was made from other inputs; names every key that changed.
-            PlanInvalid: the plan breaks a rule.
-            ManifestInvalid: manifest and plan disagree, or the store's own files are damaged.
-            DiskFull: no room for the plan.
+            StoreDamaged: the plan breaks a rule.
+            StoreDamaged: manifest and plan disagree, or the store's own files are damaged.
+            StorageUnavailable: no room for the plan.
         """
         store = open_path(path)
         check_plan(plan, manifest.alignment_tokens)
@@ -205,7 +205,7 @@ class StoreWriter:
 
         Raises:
             StoreLocked: another process is writing to it alone.
-            StoreNotFound, ManifestInvalid: it was not begun, or is damaged.
+            StoreNotFound, StoreDamaged: it was not begun, or is damaged.
         """
         store = open_path(path)
         with check_guard(store):
@@ -253,8 +253,8 @@ class StoreWriter:
         """Write the target bundle: yields a folder to fill, which becomes ``target/`` when the block ends well.
 
         Raises:
-            DiskFull: no room; nothing of the bundle is left behind.
-            LinkRefused: there is a symbolic link inside the store.
+            StorageUnavailable: no room; nothing of the bundle is left behind.
+            StoreDamaged: there is a symbolic link inside the store.
         """
         return self._site.bundle()
 
@@ -301,11 +301,11 @@ class StoreWriter:
             pool: encodes on threads of its own (see :class:`PartWriter`); default: the caller's thread encodes.
 
         Raises:
-            WriteInvalid: no such part, or it is committed already.
-            LinkRefused: there is a symbolic link inside the store.
+            StoreError: no such part, or it is committed already.
+            StoreDamaged: there is a symbolic link inside the store.
         """
         if not 0 <= part < self.n_parts:
-            raise WriteInvalid(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
+            raise StoreError(f"The plan has parts 0 to {self.n_parts - 1}, got {part}.")
         if part in self._damaged:
             if exists(commit_path(self.path, part)):
                 self.drop_part(part)
@@ -313,7 +313,7 @@ class StoreWriter:
             self._damaged.discard(part)
             self._committed.discard(part)
         if part in self._committed:
-            raise WriteInvalid(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
+            raise StoreError(f"Part {part} is committed already; write only the parts that pending_parts() returns.")
         return self.open_part(part, self.codec, {}, self._committed.add, pool)
 
     def open_part(
@@ -333,11 +333,11 @@ class StoreWriter:
             pool: as for :meth:`part`.
 
         Raises:
-            WriteInvalid: the part is being written already.
+            StoreError: the part is being written already.
         """
         self._refuse_links(part, codec)
         if part in self._open_parts:
-            raise WriteInvalid(f"Part {part} is being written already; open each part once.")
+            raise StoreError(f"Part {part} is being written already; open each part once.")
         length = int(self._lengths[part])
         grids, documents = self._grids, dict[str, bytes]()
         if self._has_part_groups:
@@ -365,9 +365,9 @@ class StoreWriter:
         """Write the metadata of a codec's arrays where it is missing; in schema version 1 each part has its own.
 
         Raises:
-            ManifestInvalid: metadata that is there is damaged.
-            LinkRefused: a symbolic link stands where it belongs.
-            DiskFull: no room.
+            StoreDamaged: metadata that is there is damaged.
+            StoreDamaged: a symbolic link stands where it belongs.
+            StorageUnavailable: no room.
         """
         if not self._has_part_groups:
             refuse_linked_folders(self.path, self.path / PARTS_NAME, (array.name for array in codec.arrays))
@@ -382,7 +382,7 @@ class StoreWriter:
         self._refuse_links(part, self.codec)
         try:
             files = set(read_part_commit(commit_path(self.path, part)).files)
-        except (FileNotFoundError, ManifestInvalid):
+        except (FileNotFoundError, StoreDamaged):
             files = set()
         self._retract(commit_path(self.path, part))
         folder = self._folder(part)
@@ -406,7 +406,8 @@ class StoreWriter:
         unchecked, so that at every moment readers find the old manifest or the new one.
 
         Raises:
-            DiskFull: no room; the store is the old one, or the new one without its commit until it is opened again.
+            StorageUnavailable: no room; the store is the old one, or the new one without its commit until it is
+                opened again.
         """
         if manifest != self.manifest:
             refuse_links(self.path, folders=())
@@ -543,7 +544,7 @@ class StoreWriter:
                 commit = read_part_commit(path, read)
             except MISSING:
                 continue
-            except ManifestInvalid:
+            except StoreDamaged:
                 commits[part] = None
                 continue
             planned = (part, n_sequences[part], n_tokens[part], self._lengths[part])
@@ -558,7 +559,7 @@ class StoreWriter:
             return not self.has_target or not find_size_damage(
                 self.path / TARGET_NAME, read_target_commit(target_commit_path(self.path))
             )
-        except ManifestInvalid:
+        except StoreDamaged:
             return False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moa_data.demo.corpus import FAMILIES, corpus_stats, generate_corpus, opening, read_jsonl, write_jsonl
-from moa_data.demo.errors import DemoError
+from moa_data.errors import OptionInvalid
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_code_runs_and_lists_are_sorted_and_json_parses() -> None:
 
 
 def test_too_many_chats_and_bad_counts_are_refused() -> None:
-    with pytest.raises(DemoError, match="at least one training and one held-out chat, got 0 and 5"):
+    with pytest.raises(OptionInvalid, match="at least one training and one held-out chat, got 0 and 5"):
         generate_corpus(0, 5, seed=0)
 
 

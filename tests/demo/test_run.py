@@ -8,7 +8,6 @@ import pytest
 
 from moa_data.demo import run
 from moa_data.demo.config import DemoConfig
-from moa_data.demo.errors import DemoError
 from moa_data.demo.run import run_demo
 from moa_data.demo.state import PHASES, DemoState
 from moa_data.errors import Interrupted, OptionInvalid
@@ -47,13 +46,13 @@ def test_all_phases_then_reuse_then_refusal(tmp_path: Path, monkeypatch: pytest.
     assert second.reused == PHASES
     assert second.report.stat().st_mtime_ns == report_written
 
-    with pytest.raises(DemoError, match="other settings: seed is 7, was 0"):
+    with pytest.raises(OptionInvalid, match="other settings: seed is 7, was 0"):
         run_demo(config.replaced(seed=7))
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(DemoError, match="not empty and holds no demo"):
+    with pytest.raises(OptionInvalid, match="not empty and holds no demo"):
         run_demo(TINY.replaced(out=str(tmp_path)))
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -72,7 +71,7 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     state.finish("corpus", 1.0, {})
     assert json.loads((tmp_path / "demo" / "demo.json").read_text())["phases"]["corpus"]["seconds"] == 1.0
     (tmp_path / "demo" / "demo.json").write_text("{")
-    with pytest.raises(DemoError, match=r"demo\.json cannot be read"):
+    with pytest.raises(OptionInvalid, match=r"demo\.json cannot be read"):
         DemoState.open(config)
 
 

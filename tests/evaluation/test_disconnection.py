@@ -12,7 +12,6 @@ from moa_data.evaluation.config import DisconnectConfig
 from moa_data.evaluation.disconnection import TARGET, Continuation, CutRow, cut_points, measure_disconnections
 from moa_data.evaluation.disconnection_report import KIND, summarize_writer
 from moa_data.evaluation.drafters import DrafterFacts, LoadedDrafter
-from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.markdown import write_report
 from moa_data.evaluation.prompts import Prompt
 from moa_data.evaluation.run import disconnect
@@ -201,7 +200,7 @@ def test_a_scorer_without_a_number_is_named_and_nothing_is_replaced(
 ) -> None:
     scorer, out = tmp_path / "scores.py", Path(config.out)
     scorer.write_text(f"def score(prompt, answer):\n    {body}\n")
-    with pytest.raises(EvaluationError, match=message):
+    with pytest.raises(OptionInvalid, match=message):
         disconnect(config.replaced(scorer=f"{scorer}:score"))
     assert not list(out.parent.glob("report*"))
 
@@ -215,9 +214,9 @@ def test_a_report_that_cannot_be_json_replaces_nothing(tmp_path: Path) -> None:
 
 def test_a_scorer_whose_module_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('no\\nluck')\n")
-    with pytest.raises(EvaluationError, match=r"broken\.py cannot be imported \(RuntimeError: no luck\)"):
+    with pytest.raises(OptionInvalid, match=r"broken\.py cannot be imported \(RuntimeError: no luck\)"):
         load_scorer(f"{tmp_path / 'broken.py'}:score")
-    with pytest.raises(EvaluationError, match=r"--scorer \.scores:score: \.scores cannot be imported \(TypeError"):
+    with pytest.raises(OptionInvalid, match=r"--scorer \.scores:score: \.scores cannot be imported \(TypeError"):
         load_scorer(".scores:score")
 
 
@@ -228,11 +227,11 @@ def test_refusals(config: DisconnectConfig, tmp_path: Path) -> None:
         config.replaced(scorer="scores")
     with pytest.raises(OptionInvalid, match="no drafter is given"):
         config.replaced(drafter=())
-    with pytest.raises(EvaluationError, match=r"no_such_module cannot be imported"):
+    with pytest.raises(OptionInvalid, match=r"no_such_module cannot be imported"):
         disconnect(config.replaced(scorer="no_such_module:score"))
-    with pytest.raises(EvaluationError, match="json has no function 'score'"):
+    with pytest.raises(OptionInvalid, match="json has no function 'score'"):
         disconnect(config.replaced(scorer="json:score"))
     notes = tmp_path / "notes.json"
     notes.write_text("{}")
-    with pytest.raises(EvaluationError, match="not a moa-data disconnection report"):
+    with pytest.raises(OptionInvalid, match="not a moa-data disconnection report"):
         disconnect(config.replaced(out=str(notes)))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from moa_data.errors import OptionInvalid
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.drafters import drafter_facts, training_differences
-from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.formats.checkpoint import load_drafter
 
@@ -118,5 +118,5 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     facts = drafter_facts(run, drafter)
     assert (facts.n_tokens, facts.n_bytes_read, facts.expected_acceptance_length) == (100, None, None)
     (run / "run.yaml").write_text("[1, 2]")
-    with pytest.raises(EvaluationError, match=r"run\.yaml holds a list, expected a mapping"):
+    with pytest.raises(OptionInvalid, match=r"run\.yaml holds a list, expected a mapping"):
         drafter_facts(run, drafter)

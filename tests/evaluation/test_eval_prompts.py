@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moa_data.evaluation.errors import PromptsError
+from moa_data.errors import DatasetError
 from moa_data.evaluation.prompts import CHATS, SPEC_BENCH, load_prompts
 from moa_data.tests.kit.chats import chat, write_jsonl
 
@@ -84,15 +84,15 @@ def test_line_separators_inside_text_do_not_split_a_line(tmp_path: Path) -> None
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
-    with pytest.raises(PromptsError, match=message):
+    with pytest.raises(DatasetError, match=message):
         load_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
 
 
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptsError, match="does not exist"):
+    with pytest.raises(DatasetError, match="does not exist"):
         load_prompts(tmp_path / "none.jsonl")
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PromptsError, match="UTF-8"):
+    with pytest.raises(DatasetError, match="UTF-8"):
         load_prompts(tmp_path / "b.jsonl")
 
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.errors import OptionInvalid
+from moa_data.errors import DrafterError, OptionInvalid, TargetError
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.errors import EvaluationError
 from moa_data.evaluation.report import KIND, check_output
 from moa_data.evaluation.run import evaluate
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
-from moa_data.moa.errors import DrafterError, TargetError, TargetMismatch
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.targets.live import Target
 
@@ -140,9 +138,9 @@ def test_bad_settings_are_refused_together(config: EvalConfig, values: dict[str,
 def test_other_files_are_not_overwritten(config: EvalConfig, tmp_path: Path) -> None:
     notes = tmp_path / "notes.json"
     notes.write_text('{"mine": 1}')
-    with pytest.raises(EvaluationError, match="not a moa-data evaluation report"):
+    with pytest.raises(OptionInvalid, match="not a moa-data evaluation report"):
         evaluate(config.replaced(out=str(notes)))
-    with pytest.raises(EvaluationError, match=r"does not end in \.json"):
+    with pytest.raises(OptionInvalid, match=r"does not end in \.json"):
         evaluate(config.replaced(out=str(tmp_path)))
     assert notes.read_text() == '{"mine": 1}'
 
@@ -152,18 +150,18 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loaded the target"))
     for out in (tmp_path / ("x" * 300) / "a" / "report.json", tmp_path / "new" / ("x" * 245 + ".json")):
-        with pytest.raises(EvaluationError, match=r"^--out .*json cannot be written \(.+\); choose another --out\.$"):
+        with pytest.raises(OptionInvalid, match=r"^--out .*json cannot be written \(.+\); choose another --out\.$"):
             evaluate(config.replaced(out=str(out)))
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    with pytest.raises(EvaluationError, match=r"report\.json cannot be written \(Permission denied\)"):
+    with pytest.raises(OptionInvalid, match=r"report\.json cannot be written \(Permission denied\)"):
         evaluate(config)
 
 
 def test_a_markdown_file_of_no_report_is_not_replaced(config: EvalConfig, tmp_path: Path) -> None:
     notes = tmp_path / "notes.md"
     notes.write_text("mine")
-    with pytest.raises(EvaluationError, match=r"would replace .*notes\.md, which belongs to no report"):
+    with pytest.raises(OptionInvalid, match=r"would replace .*notes\.md, which belongs to no report"):
         evaluate(config.replaced(out=str(tmp_path / "notes.json")))
     assert notes.read_text() == "mine"
 
@@ -182,6 +180,6 @@ def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_pat
     stranger = MoADrafter(MoASizes.from_target(target.config, target={"weights_sha256": "0" * 64}))
     stranger.initialize(torch.Generator().manual_seed(0))
     save_drafter(stranger, tmp_path / "stranger")
-    with pytest.raises(TargetMismatch, match="trained for a target with weights 0000"):
+    with pytest.raises(TargetError, match="trained for a target with weights 0000"):
         evaluate(config.replaced(drafter=(str(tmp_path / "stranger"),)))
     assert not Path(config.out).exists()

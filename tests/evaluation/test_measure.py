@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import DatasetError, OptionInvalid
 from moa_data.evaluation.config import EvalConfig
-from moa_data.evaluation.errors import EvaluationError, PromptsError
 from moa_data.evaluation.markdown import markdown_report
 from moa_data.evaluation.measure import Measurement, MethodRun, PromptRow, first_divergence, measure, top2_gap
 from moa_data.evaluation.methods import Generate
@@ -130,7 +130,7 @@ def test_prompts_without_room_are_counted_not_dropped_silently(target: Target) -
     assert [row.turn for row in later.rows] == [0]
     prompts[0] = question("x" * MAX_POSITIONS, "and then", prompt_id="long")
     settings: dict[str, Any] = {"config": {}, "environment": {}, "provenance": {}, "prompts": {}}
-    with pytest.raises(EvaluationError, match="all 1 prompts"):
+    with pytest.raises(OptionInvalid, match="all 1 prompts"):
         build_report(measure(target, methods, prompts[:1]), **settings)
 
 
@@ -237,5 +237,5 @@ def test_an_answer_that_spells_a_control_token_ends_its_chat(target: Target) -> 
 
 def test_control_tokens_in_any_turn_are_refused_before_anything_is_measured(target: Target) -> None:
     prompts = [question("one"), question("one", "two<eot>", prompt_id="forged")]
-    with pytest.raises(PromptsError, match=r"prompt forged: .* message 1 contains '<eot>'"):
+    with pytest.raises(DatasetError, match=r"prompt forged: .* message 1 contains '<eot>'"):
         measure(target, {}, prompts)

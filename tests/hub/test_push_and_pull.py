@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from moa_data.errors import FolderOccupied
+from moa_data.errors import InteropError, OutputOccupied
 from moa_data.hub.contents import contents_of, drafter_card
-from moa_data.hub.errors import HubError, NothingToPush, PullDamaged
 from moa_data.hub.pull import pull
 from moa_data.hub.push import push
 from moa_data.moa.formats.checkpoint import load_drafter
@@ -66,7 +65,7 @@ def test_a_store_goes_and_comes_back(hub: Hub, room: Path, tmp_path: Path) -> No
 
 def test_a_broken_push_is_no_store_and_goes_on(hub: Hub, room: Path, tmp_path: Path) -> None:
     hub.n_uploads_left = 4
-    with pytest.raises(HubError, match=r"403.*run the same command again") as caught:
+    with pytest.raises(InteropError, match=r"403.*run the same command again") as caught:
         push(room / "store", NAME, most_files=2)
     assert "\n" not in str(caught.value)
     assert len(hub.large) == 4
@@ -74,7 +73,7 @@ def test_a_broken_push_is_no_store_and_goes_on(hub: Hub, room: Path, tmp_path: P
     assert found is not None
     there = set(found[1])
     assert "store.json" not in there
-    with pytest.raises(HubError, match=r"neither store\.json nor drafter\.json"):
+    with pytest.raises(InteropError, match=r"neither store\.json nor drafter\.json"):
         pull(NAME, tmp_path / "half")
     hub.n_uploads_left = None
     report = push(room / "store", NAME, most_files=2)
@@ -130,7 +129,7 @@ def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> No
     assert found is not None
     commit, files = found
     change(hub, repository, "plan.parquet", None)
-    with pytest.raises(HubError, match=r"run the same command again"):
+    with pytest.raises(InteropError, match=r"run the same command again"):
         pull(NAME, back)
     assert "plan.parquet" not in names(back)
     hub.files[repository, commit] = files
@@ -139,7 +138,7 @@ def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> No
     assert same_bytes(room / "store", back)
     fetched = {path.rpartition("/resolve/")[2].partition("/")[2] for path in hub.requests[n_before:]}
     assert "plan.parquet" in fetched
-    with pytest.raises(FolderOccupied, match="Choose another folder"):
+    with pytest.raises(OutputOccupied, match="Choose another folder"):
         pull(NAME, back)
 
 
@@ -150,7 +149,7 @@ def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path:
     weights = found[1]["drafter.safetensors"]
     honest = change(hub, "models/me/drafter", "drafter.safetensors", weights[:-1] + bytes([weights[-1] ^ 1]))
     back = tmp_path / "back"
-    with pytest.raises(PullDamaged, match="is not the file of its commit, and was deleted"):
+    with pytest.raises(InteropError, match="is not the file of its commit, and was deleted"):
         pull("me/drafter", back)
     hub.files["models/me/drafter", found[0]] = honest
     assert pull("me/drafter", back).kind == "drafter"
@@ -159,12 +158,12 @@ def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path:
 def test_what_cannot_be_pushed_is_refused_in_one_line(
     hub: Hub, room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(NothingToPush, match="neither a store"):
+    with pytest.raises(InteropError, match="neither a store"):
         push(tmp_path, NAME)
     incomplete = tmp_path / "incomplete"
     shutil.copytree(room / "store", incomplete)
     next((incomplete / "commits").glob("part-*.json")).unlink()
-    with pytest.raises(NothingToPush, match="incomplete: 1 of"):
+    with pytest.raises(InteropError, match="incomplete: 1 of"):
         push(incomplete, NAME)
     refused(run("push", str(room / "store"), "no name"), "OWNER/NAME")
     refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import DatasetError
 from moa_data.regeneration.chats import Outcome
-from moa_data.regeneration.errors import JournalRefused
 from moa_data.regeneration.journal import Journal, differences
 
 SETTINGS = {"seed": 0, "model": "tiny"}
@@ -57,7 +57,7 @@ def test_a_last_unit_may_be_shorter(path: Path) -> None:
 
 
 def test_other_settings_are_refused(path: Path) -> None:
-    with pytest.raises(JournalRefused, match=r"begun with seed 0 \(now 1\), model tiny \(now null\)\. Give"):
+    with pytest.raises(DatasetError, match=r"begun with seed 0 \(now 1\), model tiny \(now null\)\. Give"):
         opened(path, {"seed": 1})
     assert differences(SETTINGS, SETTINGS) == ""
 
@@ -66,5 +66,5 @@ def test_other_settings_are_refused(path: Path) -> None:
 def test_damage_is_named(path: Path, line: bytes) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], line, *lines[3:]]))
-    with pytest.raises(JournalRefused, match="line 3 is"):
+    with pytest.raises(DatasetError, match="line 3 is"):
         opened(path)

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from moa_data.errors import FolderOccupied, OptionInvalid
+from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.chats.prompts import prompt_tokens
-from moa_data.pipeline.errors import DatasetError
 from moa_data.regeneration import run as run_module
 from moa_data.regeneration.chats import LossReason
 from moa_data.regeneration.config import RegenerateConfig
-from moa_data.regeneration.errors import JournalRefused, TooManyLost
 from moa_data.regeneration.run import regenerate
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
@@ -155,32 +153,34 @@ def test_what_is_complete_is_not_asked_again(config: RegenerateConfig, monkeypat
     assert outputs(config) == before
     assert (second.was_complete, first.was_complete) == (True, False)
     assert vars(second.tally) == vars(first.tally)
-    with pytest.raises(FolderOccupied, match=r"made with seed 0 \(now 4\)"):
+    with pytest.raises(OutputOccupied, match=r"made with seed 0 \(now 4\)"):
         regenerate(config.replaced(seed=4))
     with Path(config.out).open("a") as stream:
         stream.write("{}\n")
-    with pytest.raises(FolderOccupied, match="changed after it was made"):
+    with pytest.raises(OutputOccupied, match="changed after it was made"):
         regenerate(config)
 
 
 def test_foreign_files_are_left_alone(config: RegenerateConfig, tmp_path: Path) -> None:
     Path(config.out).write_text("mine\n")
-    with pytest.raises(FolderOccupied, match="no regeneration wrote it"):
+    with pytest.raises(OutputOccupied, match="no regeneration wrote it"):
         regenerate(config)
     Path(config.out).with_suffix(".regeneration.json").write_text("{}")
-    with pytest.raises(FolderOccupied, match="no record of a regeneration"):
+    with pytest.raises(OutputOccupied, match="no record of a regeneration"):
         regenerate(config)
     with pytest.raises(OptionInvalid, match="lies in the dataset"):
         regenerate(config.replaced(dataset=str(tmp_path)))
 
 
 def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: RegenerateConfig) -> None:
-    with pytest.raises(TooManyLost, match=r"of the first \d+ rows \(11 in all\) gave no chat.*has not ended") as caught:
+    with pytest.raises(
+        DatasetError, match=r"of the first \d+ rows \(11 in all\) gave no chat.*has not ended"
+    ) as caught:
         regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=0.2))
     assert "row 0" in str(caught.value)
     journal = Path(config.out).with_suffix(".journal")
     assert len(journal.read_text().splitlines()) == 1 + 3, "certain after the first batch"
-    with pytest.raises(JournalRefused, match="max_new_tokens 1 "):
+    with pytest.raises(DatasetError, match="max_new_tokens 1 "):
         regenerate(config)
     report = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
     assert report.tally.n_rows == 11

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import ServingError
 from moa_data.moa.targets.live import Target
 from moa_data.regeneration.chats import LossReason
 from moa_data.regeneration.config import RegenerateConfig
-from moa_data.regeneration.errors import ServerUnusable
 from moa_data.regeneration.run import regenerate
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
@@ -47,7 +47,7 @@ def test_our_server_gives_the_answers_of_the_target(config: RegenerateConfig, li
     settings = json.loads(report.record.read_text())["settings"]
     assert settings["server_model"] == MODEL
     assert "batch_size" not in settings
-    with pytest.raises(ServerUnusable, match=f"has {MODEL}. Name one of them by --model, not other"):
+    with pytest.raises(ServingError, match=f"has {MODEL}. Name one of them by --model, not other"):
         regenerate(asking(config, live.address, model="other"))
 
 
@@ -200,7 +200,7 @@ def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: tupl
         (404, {}) if body["messages"][0]["content"] == "tell me of 2" else (200, said(body["messages"][-1]["content"]))
     )
     served = asking(config, url, batch_size=1)
-    with pytest.raises(ServerUnusable, match="answers 404"):
+    with pytest.raises(ServingError, match="answers 404"):
         regenerate(served)
     n_before = len(state.bodies)
     state.script = lambda body: (200, said(body["messages"][-1]["content"]))
@@ -215,5 +215,5 @@ def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: tupl
 
 def test_nobody_listens(config: RegenerateConfig, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "one.jsonl", [chat("a")])
-    with pytest.raises(ServerUnusable, match="cannot be reached"):
+    with pytest.raises(ServingError, match="cannot be reached"):
         regenerate(asking(config, "http://127.0.0.1:9", patience_s=0.1))

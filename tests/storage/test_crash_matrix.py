@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moa_data.errors import OutputOccupied, StorageUnavailable, StoreError, StoreNotFound
 from moa_data.storage.care.repair import drop_damage, plan_repair, retract_damage
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import StoreError, StoreNotFound, StoreReadOnly
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
@@ -287,7 +287,7 @@ def test_a_store_that_lost_its_manifest_takes_no_other_inputs(tmp_path: Path, re
     with pytest.raises(StoreError, match=r"store\.json is not the file that was written"):
         other.write(store)
     (store / "commits/store.json").unlink()
-    with pytest.raises(StoreError, match=r"committed parts but no store\.json"):
+    with pytest.raises(OutputOccupied, match=r"committed parts but no store\.json"):
         recipe.write(store)
     for name in ("store.json", "commits/store.json"):
         (store / name).write_bytes(whole[name])
@@ -304,7 +304,7 @@ def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.M
         return real(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoreReadOnly, match=r"cannot be written .*Read-only.*choose another output folder"):
+    with pytest.raises(StorageUnavailable, match=r"cannot be written .*Read-only.*choose another output folder"):
         recipe.write(store)
     assert verify_store(store).ok
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_data.errors import StorageUnavailable
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk.files import open_path
-from moa_data.storage.errors import StorageUnavailable
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.write.store import StoreWriter

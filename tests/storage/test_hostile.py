@@ -18,7 +18,7 @@ import safetensors.numpy
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from moa_data.pipeline.errors import PipelineError
+from moa_data.errors import StoreDamaged, StoreError, WorkerError
 from moa_data.pipeline.jobs.records import recorded_config
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
@@ -26,7 +26,6 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.disk.durable import crc32c
-from moa_data.storage.errors import ManifestInvalid, ShardCorrupt, StoreError
 from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.parts.plan import PLAN_SCHEMA, plan_bytes, read_plan
 from moa_data.storage.read.store import ActivationStore
@@ -133,7 +132,7 @@ def test_a_plan_that_unpacks_to_gigabytes_is_not_read(tmp_path: Path) -> None:
     table = pa.table({"sequence_id": ids, **columns}).replace_schema_metadata(None)
     pq.write_table(table, tmp_path / "plan.parquet", compression="zstd", store_schema=False)
     assert (tmp_path / "plan.parquet").stat().st_size < 100_000
-    with bounded_memory(), pytest.raises(ManifestInvalid, match="4194304 rows"):
+    with bounded_memory(), pytest.raises(StoreDamaged, match="4194304 rows"):
         read_plan(tmp_path / "plan.parquet")
 
 
@@ -159,7 +158,7 @@ def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
         content[stop - 4 : stop] = crc32c(bytes(content[start : stop - 4])).to_bytes(4, "little")
     with replaced(path, bytes(content)):
         use(store)
-        with bounded_memory(), suppress(ShardCorrupt):
+        with bounded_memory(), suppress(StoreDamaged):
             read_everything(store)
 
 
@@ -226,7 +225,7 @@ def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
     numbers = [pa.array(np.zeros(1), field.type) for field in list(PLAN_SCHEMA)[1:]]
     pq.write_table(pa.table([ids, *numbers], schema=PLAN_SCHEMA), tmp_path / "plan.parquet", compression="zstd")
     assert (tmp_path / "plan.parquet").stat().st_size < 1 << 20
-    with bounded_memory(), pytest.raises(ManifestInvalid, match="bytes unpacked for 1 rows"):
+    with bounded_memory(), pytest.raises(StoreDamaged, match="bytes unpacked for 1 rows"):
         read_plan(tmp_path / "plan.parquet")
 
 
@@ -297,7 +296,7 @@ def check_seal_and_runs(store: Path, data: Any) -> None:
     good = (store / "commits/store.json").read_bytes() if path.name == "store.json" else RUN_RECORD
     with replaced(path, data.draw(changed(good))):
         use(store)
-        with bounded_memory(), suppress(PipelineError):
+        with bounded_memory(), suppress(WorkerError):
             recorded_config(store)
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import zarr
 
+from moa_data.errors import StoreDamaged, StoreNotFound
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk.object_bucket import ObjectBucket
-from moa_data.storage.errors import ShardCorrupt, ShardMissing, StoreNotFound
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.store import ActivationStore
@@ -62,17 +62,17 @@ def test_damage_is_named(remote: RemotePath) -> None:
     reader = ActivationStore(remote)
     i = reader.sequences["part"].to_pylist().index(1)
     remote.bucket.put(KV_SHARD, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
-    with pytest.raises(ShardCorrupt, match=f"{KV_SHARD}: chunk checksum"):
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD}: chunk checksum"):
         reader.read(i, "kv")
     assert [damage.path for damage in verify_store(remote, values=False).damages] == [KV_SHARD]
     remote.bucket.put(KV_SHARD, whole[:-50])
     reader.close()
-    with pytest.raises(ShardCorrupt, match=f"{KV_SHARD} ends inside its index"):
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD} ends inside its index"):
         reader.read(i, "kv")
-    with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD} has {len(whole) - 50} bytes, its commit says {len(whole)}"):
+    with pytest.raises(StoreDamaged, match=rf"{KV_SHARD} has {len(whole) - 50} bytes, its commit says {len(whole)}"):
         ActivationStore(remote)
     remote.bucket.delete([KV_SHARD])
-    with pytest.raises(ShardMissing, match=f"{remote}/{KV_SHARD} is missing although it was committed"):
+    with pytest.raises(StoreDamaged, match=f"{remote}/{KV_SHARD} is missing although it was committed"):
         ActivationStore(remote)
     (damage,) = verify_store(remote).damages
     assert (damage.part, damage.path) == (1, KV_SHARD)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moa_data.storage.errors import ManifestInvalid, SchemaVersionError
+from moa_data.errors import SchemaVersionError, StoreDamaged
 from moa_data.storage.schema import CONVENTIONS, FieldSpec, StoreManifest, hidden_field, kv_field
 from moa_data.tests.kit.stores import Recipe
 
@@ -35,27 +35,27 @@ def test_another_schema_version_names_both(recipe: Recipe) -> None:
     ],
 )
 def test_other_files_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ManifestInvalid, match=message):
+    with pytest.raises(StoreDamaged, match=message):
         StoreManifest.from_json(text)
 
 
 def test_unknown_and_missing_keys_are_named(recipe: Recipe) -> None:
     document = json.loads(recipe.manifest.to_json()) | {"colour": 1}
     del document["codec"]
-    with pytest.raises(ManifestInvalid, match=r"missing keys \['codec'\], unknown keys \['colour'\]"):
+    with pytest.raises(StoreDamaged, match=r"missing keys \['codec'\], unknown keys \['colour'\]"):
         StoreManifest.from_json(json.dumps(document))
 
 
 def test_a_field_of_the_wrong_kind_is_refused(recipe: Recipe) -> None:
     fields = json.loads(recipe.manifest.to_json())["fields"]
     fields[0]["dtype"] = "int77"
-    with pytest.raises(ManifestInvalid, match="wrong kind: Cannot store dtype 'int77'"):
+    with pytest.raises(StoreDamaged, match="wrong kind: Cannot store dtype 'int77'"):
         StoreManifest.from_json(edited(recipe, fields=fields))
 
 
 def test_another_convention_is_refused(recipe: Recipe) -> None:
     conventions = dict(CONVENTIONS) | {"kv_keys": "before RoPE"}
-    with pytest.raises(ManifestInvalid, match="'kv_keys' is 'before RoPE'"):
+    with pytest.raises(StoreDamaged, match="'kv_keys' is 'before RoPE'"):
         StoreManifest.from_json(edited(recipe, conventions=conventions))
 
 
@@ -72,5 +72,5 @@ def test_fields_check_themselves(recipe: Recipe) -> None:
         FieldSpec("x", "int32", (3,), ("token",))
     with pytest.raises(ValueError, match="without empty"):
         FieldSpec("../x", "int32", (), ("token",))
-    with pytest.raises(ManifestInvalid, match="Fields appear twice: kv"):
+    with pytest.raises(StoreDamaged, match="Fields appear twice: kv"):
         replace(recipe.manifest, fields=(kv_field(1, 1, 2), kv_field(1, 1, 2)))

@@ -7,15 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import DrafterError, SelectionInvalid, TrainingError
 from ...moa.drafters.registry import drafter_class
 from ...moa.drafters.training import Reads, TrainingInputs
-from ...moa.errors import DrafterError
 from ...storage.chunks.field import StoredArray
 from ...storage.read.selection import layer_indices, own_arrays, row_shape, shared_arrays, token_shape
 from ...storage.read.store import ActivationStore
 from ...text import add_command
 from ..config import AnyDrafter, TrainConfig, default_drafters
-from ..errors import MissingField, TrainingError
 from .batch import LAYER_OUTPUTS, Batch, EncodedField
 from .buffers import BufferPool
 from .copies import SideCopies
@@ -35,7 +34,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     Layer outputs are numbered: ``layer_outputs.0`` and so on.
 
     Raises:
-        MissingField: the store lacks one; the message names the command that adds it.
+        SelectionInvalid: the store lacks one; the message names the command that adds it.
         TrainingError: N is not below the target's number of layers.
     """
     n_layers = int(store.manifest.target["n_layers"])
@@ -52,7 +51,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
             how = f"nothing can be added to a store that was imported from {origin}, so extract one with all fields"
         trainable = [other.kind for other in default_drafters() if _has_all(store, other, n_layers)]
         others = f", or train another drafter on what there is: --drafter {' or '.join(trainable)}" if trainable else ""
-        raise MissingField(f"{store.path} lacks {', '.join(missing)}; {how}{others}.")
+        raise SelectionInvalid(f"{store.path} lacks {', '.join(missing)}; {how}{others}.")
     return needed
 
 

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import RunWarning, TrainingError
 from ...moa.drafters.registry import drafter_class
 from ...moa.drafters.rounds import BlockDraws, Draws
 from ...moa.drafters.training import TrainingInputs
 from ...moa.nn import masks
 from ...storage.read.store import ActivationStore
 from ..config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig
-from ..errors import BatchShrunk, TrainingError
 from .batch import Batch
 from .batch_reader import BatchReader, needed_fields
 from .copies import await_copy
@@ -321,7 +321,7 @@ class StoreDataModule(L.LightningDataModule):
         self.validation_sequences = usable[: config.validation.validation_sequences]
         if 0 < len(train) < config.data.batch_size and "batch_size" not in config.data.model_fields_set:
             text = f"{store.path} has {len(train)} training sequences; the batch is all of them, not the default"
-            warnings.warn(f"{text} {config.data.batch_size}.", BatchShrunk, stacklevel=2)
+            warnings.warn(f"{text} {config.data.batch_size}.", RunWarning, stacklevel=2)
             config = config.replaced(batch_size=len(train))
         self.store, self.config = store, config
         self.micro_batch = config.data.micro_batch_size or config.data.batch_size

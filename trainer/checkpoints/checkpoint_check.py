@@ -12,8 +12,8 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-from ..errors import CheckpointInvalid
 from ..step.module import DrafterModule
+from .saving import unusable
 
 _STEPS = "epoch_loop.automatic_optimization.optim_progress"
 _ADAM, _MUON = {"step", "exp_avg", "exp_avg_sq"}, {"momentum"}
@@ -24,7 +24,7 @@ def check_for(trainer: L.Trainer, module: DrafterModule, max_steps: int) -> Call
 
     Returns:
         Function that checks a checkpoint of a file and replaces in it what the settings decide; it raises
-        ``CheckpointInvalid``.
+        ``CheckpointError``.
     """
 
     def check(checkpoint: dict[str, Any], path: Path) -> None:
@@ -33,7 +33,7 @@ def check_for(trainer: L.Trainer, module: DrafterModule, max_steps: int) -> Call
         except _Different as different:
             version = checkpoint.get("pytorch-lightning_version")
             of_version = "" if version == L.__version__ else f" (it says Lightning {version}, here is {L.__version__})"
-            raise CheckpointInvalid(path, f"{different}{of_version}") from different
+            raise unusable(path, f"{different}{of_version}") from different
 
     return check
 

@@ -14,10 +14,9 @@ import yaml
 from safetensors import safe_open
 from torch import Tensor
 
-from ...errors import FolderOccupied
+from ...errors import CheckpointError, OutputOccupied, TargetError
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
-from ...moa.errors import CheckpointError
 from ...moa.files.foreign import read_header
 from ...moa.formats.checkpoint import load_drafter
 from ...moa.formats.table import LAYOUTS, write_layout
@@ -30,7 +29,6 @@ from ...storage.names import MANIFEST_NAME, TARGET_NAME
 from ...storage.paths import RemotePath
 from ...storage.read.store import ActivationStore
 from ..config import DrafterExportConfig
-from ..errors import TargetUnknown
 from ..files import RUN_FILE
 
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -80,8 +78,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     """Write a drafter in another layout; the folder gets its name once it has been loaded again and is equal.
 
     Raises:
-        FolderOccupied: the folder holds something.
-        TargetUnknown: the layout needs the target, and it is not to be found.
+        OutputOccupied: the folder holds something.
+        TargetError: the layout needs the target, and it is not to be found.
         DrafterError: the drafter cannot be loaded, is of another kind, would be run differently by the other program,
             or belongs to another target.
         CheckpointError: what was written does not load as the same drafter.
@@ -90,7 +88,7 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     source, folder = Path(config.drafter).expanduser(), Path(config.out).expanduser()
     drafter = load_drafter(source)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FolderOccupied(f"{folder} is not an empty folder. Choose another --out.")
+        raise OutputOccupied(f"{folder} is not an empty folder. Choose another --out.")
     pieces = None
     needs_target = layout.needs_target_config or layout.needs_embeddings or layout.needs_head
     if config.model or (layout.kind == drafter.kind and needs_target):
@@ -126,7 +124,7 @@ def find_target(model: str | None, drafter: Path, with_embeddings: bool, with_he
         model: folder or hub id of the target, or a store; None for the store that the drafter's run was trained from.
 
     Raises:
-        TargetUnknown: there is no run, its store is gone, or the target has no embeddings.
+        TargetError: there is no run, its store is gone, or the target has no embeddings.
         TargetError: the target cannot be read.
     """
     place = model or _store_of(drafter)
@@ -158,11 +156,11 @@ def _store_of(drafter: Path) -> str:
             store = str(settings.get("store", "")) if isinstance(settings, dict) else ""
             if store and _is_store(store):
                 return store
-            raise TargetUnknown(
+            raise TargetError(
                 f"the format needs weights or settings of the target, and the store {store!r} of {folder} is not "
                 "there. Give the target with --model."
             )
-    raise TargetUnknown(
+    raise TargetError(
         f"the format needs weights or settings of the target, and {drafter} is no run. Give the target with --model."
     )
 
@@ -171,11 +169,11 @@ def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Ten
     """Read the first of some tensors that there is."""
     for name in names:
         for file in files:
-            if name in read_header(file, TargetUnknown):
+            if name in read_header(file, TargetError):
                 with safe_open(file, framework="pt") as tensors:
                     tensor: Tensor = tensors.get_tensor(name)
                     return tensor
-    raise TargetUnknown(f"{folder} has no tensor {names[0]}. Give another target with --model.")
+    raise TargetError(f"{folder} has no tensor {names[0]}. Give another target with --model.")
 
 
 def _is_store(place: str) -> bool:

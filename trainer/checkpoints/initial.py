@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from ...errors import TrainingError
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ...moa.formats.checkpoint import build_drafter, load_drafter
 from ..config import DrafterSettings
-from ..errors import TrainingError
 
 
 def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, target: dict[str, Any]) -> Drafter:
@@ -20,7 +20,7 @@ def initial_drafter(source: str, fresh: Drafter, settings: DrafterSettings, targ
 
     Raises:
         CheckpointError: there is no drafter, or its weights have other names or shapes.
-        TargetMismatch: it belongs to another target.
+        TargetError: it belongs to another target.
         TrainingError: it is of another kind, or was trained with other settings than the run's.
     """
     other = load_drafter(source)

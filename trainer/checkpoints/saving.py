@@ -16,11 +16,11 @@ from lightning.fabric.plugins import CheckpointIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...errors import CheckpointError
 from ...moa.drafters.base import Drafter
 from ...moa.files.tensor_file import write_tensors
 from ...moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
-from ..errors import CheckpointInvalid
 from ..files import CHECKPOINTS
 
 FULL_DISK_ADVICE = (
@@ -36,7 +36,7 @@ class CheckpointFiles(CheckpointIO):
     """Lightning's plugin for reading and writing checkpoints of one run.
 
     Attributes:
-        check: called with each checkpoint that is read and its file, before any tensor is; raises CheckpointInvalid.
+        check: called with each checkpoint that is read and its file, before any tensor is; raises CheckpointError.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class CheckpointFiles(CheckpointIO):
         """Write a checkpoint under a temporary name, sync and rename it.
 
         Raises:
-            DiskFull: no room; the checkpoint that was there is whole.
+            StorageUnavailable: no room; the checkpoint that was there is whole.
             OSError: the folder cannot be written to.
         """
         path = Path(path)
@@ -62,7 +62,7 @@ class CheckpointFiles(CheckpointIO):
         """Read and check a checkpoint, with its tensors in memory of their own.
 
         Raises:
-            CheckpointInvalid: it is no checkpoint, or not of this run.
+            CheckpointError: it is no checkpoint, or not of this run.
         """
         checkpoint = read_checkpoint(Path(path))
         if self.check is not None:
@@ -74,6 +74,14 @@ class CheckpointFiles(CheckpointIO):
         raise NotImplementedError(f"{path} is not removed")
 
 
+def unusable(path: Path, reason: str) -> CheckpointError:
+    """The error of a file that is no checkpoint, or one that the run cannot continue from."""
+    return CheckpointError(
+        f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing of it was used; copy best.ckpt over "
+        "it, if it is there, or train again with another --out."
+    )
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint; its tensors lie in the file until they are used.
 
@@ -81,30 +89,30 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         Nested dictionaries, lists and tuples of numbers, text, None and tensors.
 
     Raises:
-        CheckpointInvalid: the file is damaged or something else.
+        CheckpointError: the file is damaged or something else.
         OSError: it cannot be read, which says nothing about its bytes.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointInvalid(path, "not a regular file")
+            raise unusable(path, "not a regular file")
         with path.open("rb") as file:
             if file.read(len(_ZIP)) == _ZIP:
-                raise CheckpointInvalid(path, "pickled objects, as older releases wrote them; loading them runs code")
+                raise unusable(path, "pickled objects, as older releases wrote them; loading them runs code")
         with safe_open(path, framework="pt") as tensors:
             text = (tensors.metadata() or {})[_STATE]
             if len(text) > _MOST_CHARACTERS:
-                raise CheckpointInvalid(path, f"{len(text)} characters of settings")
+                raise unusable(path, f"{len(text)} characters of settings")
             state = json.loads(text)
             waiting = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
             checkpoint = _from_json(state, waiting)
-    except CheckpointInvalid:
+    except CheckpointError:
         raise
     except SafetensorError as error:
-        raise CheckpointInvalid(path, str(error)) from error
+        raise unusable(path, str(error)) from error
     except (ValueError, TypeError, KeyError, RuntimeError) as error:  # RecursionError is a RuntimeError
-        raise CheckpointInvalid(path, f"no state of a training in its header ({type(error).__name__})") from error
+        raise unusable(path, f"no state of a training in its header ({type(error).__name__})") from error
     if waiting or not isinstance(checkpoint, dict):
-        raise CheckpointInvalid(path, "tensors that its header does not name")
+        raise unusable(path, "tensors that its header does not name")
     return checkpoint
 
 
@@ -117,7 +125,7 @@ def export_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor]
         weights: all of the drafter's, which may hold a share of them itself.
 
     Raises:
-        DiskFull: no room; the folder is as before.
+        StorageUnavailable: no room; the folder is as before.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):

@@ -12,13 +12,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from ...errors import RunWarning
 from ...machine import free_memory
 from ...storage.disk.durable import write_atomic
 from ...text import Progress
 from ..batches.batch import Batch
 from ..batches.datamodule import StoreDataModule, TrainingStream, device_share
 from ..checkpoints.saving import export_drafter
-from ..errors import MemoryShort
 from ..step.memory import MeasuredStep, MemoryPlan
 from ..step.module import DrafterModule
 from .sharded import ShardedStrategy
@@ -256,7 +256,7 @@ class MicroBatches(L.Callback):
             write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
         if (shortage := plan.shortage()) and not self._has_warned:
             self._has_warned = True  # it is asked again for a validation behind the last step
-            warnings.warn(shortage, MemoryShort, stacklevel=2)
+            warnings.warn(shortage, RunWarning, stacklevel=2)
 
     def _noted(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError, TypeError):  # there is none yet

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from ...errors import TrainingError
 from ...machine import is_first_process
 from ...storage.disk.durable import write_atomic
 from ...text import first_line
 from ..config import TrainConfig
-from ..errors import LoggerMissing, TrainingError
 from ..files import TRACKER_FILE
 
 
@@ -25,7 +25,7 @@ def check_logger(config: TrainConfig) -> None:
     """
     name = config.record.logger
     if name is not None and importlib.util.find_spec(name) is None:
-        raise LoggerMissing(_missing(name))
+        raise TrainingError(_missing(name))
     if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
         # Its own default, files in the folder that the command is run in, is refused by its newer releases.
         raise TrainingError(
@@ -68,7 +68,7 @@ def _telling_errors(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise LoggerMissing(f"{_missing(name)} ({first_line(error)})") from error
+        raise TrainingError(f"{_missing(name)} ({first_line(error)})") from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] != name:
             raise

@@ -27,7 +27,7 @@ import yaml
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ...errors import Interrupted
+from ...errors import CheckpointError, Interrupted, OutputOccupied, TrainingError
 from ...machine import is_first_process, keep_freed_memory
 from ...moa.drafters.registry import drafter_class
 from ...moa.targets.bundle import FrozenTarget, target_sizes
@@ -43,7 +43,6 @@ from ..checkpoints.checkpoint_check import check_for
 from ..checkpoints.initial import initial_drafter
 from ..checkpoints.saving import FULL_DISK_ADVICE, CheckpointFiles, export_drafter, read_checkpoint, remove_leftovers
 from ..config import MachineSettings, TrainConfig
-from ..errors import CheckpointInvalid, RunExists, TrainingError
 from ..files import (
     BEST,
     CURVES_FILE,
@@ -135,7 +134,7 @@ def _where_to_go_on(out: Path, interrupt: KeyboardInterrupt) -> str:
     """Return the line for a run that was stopped at once, by the checkpoint that it left."""
     try:
         step = read_checkpoint(out / LAST)["global_step"]
-    except (CheckpointInvalid, OSError):
+    except (CheckpointError, OSError):
         return "stopped before the first checkpoint; run the same command again."
     if isinstance(interrupt, StoppedAtOnce):
         return f"stopped without saving; go on from the checkpoint of step {step} with the same command and --resume."
@@ -394,15 +393,15 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
             if name not in _FREE_TO_CHANGE and before.get(name) != value
         ]
         if changed:
-            raise RunExists(f"cannot resume {out} with other settings: {'; '.join(changed)}.")
+            raise OutputOccupied(f"cannot resume {out} with other settings: {'; '.join(changed)}.")
     elif out.exists() and not out.is_dir():
-        raise RunExists(f"{out} is a file, expected a folder or nothing; choose another --out.")
+        raise OutputOccupied(f"{out} is a file, expected a folder or nothing; choose another --out.")
     elif record.is_file():
         if not last.is_file():
             return  # it ended before its first checkpoint: there is nothing to go on from, so it starts again
-        raise RunExists(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
+        raise OutputOccupied(f"{out} already holds a run; pass --resume to go on with it, or another --out.")
     elif out.is_dir() and any(entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()):
-        raise RunExists(f"{out} is not empty and holds no run; choose another --out.")
+        raise OutputOccupied(f"{out} is not empty and holds no run; choose another --out.")
 
 
 def _recorded_config(out: Path) -> TrainConfig:
@@ -421,7 +420,7 @@ def _lock_run(out: Path) -> Iterator[None]:
     try:
         lock = lock_file(out / LOCK_FILE)
     except LockHeld as held:
-        raise RunExists(
+        raise OutputOccupied(
             f"{out} is being trained by {held.holder}; wait until it ends, or choose another --out."
         ) from held
     try:
@@ -453,7 +452,7 @@ def _check_same_store(config: TrainConfig, out: Path, store: ActivationStore) ->
         if name in before and before[name] != value
     ]
     if changed:
-        raise RunExists(f"cannot resume {out} on another store: {'; '.join(changed)}.")
+        raise OutputOccupied(f"cannot resume {out} on another store: {'; '.join(changed)}.")
 
 
 def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None:
@@ -462,11 +461,11 @@ def _check_length(config: TrainConfig, out: Path, data: StoreDataModule) -> None
         return
     step = read_checkpoint(out / LAST)["global_step"]
     if isinstance(step, int) and data.max_steps < step:  # anything else is refused when the trainer loads it
-        raise RunExists(f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now.")
+        raise OutputOccupied(f"{out} has taken {step} steps, more than the {data.max_steps} that are asked for now.")
     before = schedule.decay_end_step(data.steps_per_epoch)
     now = config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
-        raise RunExists(
+        raise OutputOccupied(
             f"the learning rate of {out} falls until step {before}, not {now}, and {step} steps are taken: give "
             f"--decay-steps {before} to go on at the rate it ends with, or start a new run from its weights with "
             f"--init-from {out}."

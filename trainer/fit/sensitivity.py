@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import SelectionInvalid, TrainingError
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.rounds import Draws
 from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
@@ -29,7 +30,6 @@ from ...storage.dtypes import to_float32
 from ...storage.read.store import ActivationStore
 from ...text import Progress, add_command
 from ..batches.batch_reader import read_fields
-from ..errors import MissingField, TrainingError
 
 DRAFT_LENGTH = 5
 """Drafts of a round, where the drafter makes as many."""
@@ -41,8 +41,8 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
 
     Raises:
         TrainingError: it reads no keys and values.
-        MissingField: the store lacks something that it reads.
-        TargetMismatch: it was trained for another target.
+        SelectionInvalid: the store lacks something that it reads.
+        TargetError: it was trained for another target.
     """
     check_sizes_fit(drafter.config, store.manifest.target)
     check_identity_fits(drafter.config, {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")})
@@ -53,7 +53,7 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
             "it nothing. Give one that does, e.g. moa."
         )
     if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
-        raise MissingField(
+        raise SelectionInvalid(
             f"{store.path} lacks {', '.join(missing)}, which the drafter reads; add with "
             f"{add_command(str(store.path), missing)}, or give a drafter that was trained from this store."
         )
@@ -94,7 +94,7 @@ class DrafterMetrics:
 
         Raises:
             TrainingError: as by :func:`check_measurable`; or values of the store, or drafts, are not finite.
-            MissingField, TargetMismatch: as by :func:`check_measurable`.
+            SelectionInvalid, TargetError: as by :func:`check_measurable`.
             TargetError: the store's target has fewer decoder layers than the drafter's drafts pass through.
         """
         drafter = self.drafter

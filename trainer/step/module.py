@@ -8,13 +8,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from ...errors import TrainingError
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from ...moa.nn.layers import DecoderBlock
 from ...moa.targets.bundle import FrozenTarget
 from ..batches.batch import Batch
 from ..config import TrainConfig
-from ..errors import NonFiniteGradient
 from .muon import Muon
 from .recompute import recomputed_layers
 from .schedule import zero_peak_constant
@@ -131,7 +131,7 @@ class DrafterModule(L.LightningModule):
             if p.grad is not None and not whole(p.grad).isfinite().all()
         ]
         if bad:
-            raise NonFiniteGradient(
+            raise TrainingError(
                 f"the gradient of {bad[0]} is not finite at step {self.global_step} ({len(bad)} tensors in all); "
                 "lower --learning-rate or use --precision 32-true."
             )

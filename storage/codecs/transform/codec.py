@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, device
 
+from ....errors import StoreError
 from ...chunks.field import TOKENS, Array, Learning, StoredArray
-from ...errors import WriteInvalid
 from ...schema import FieldSpec
 from .calibration import EARLY_POSITIONS, MAX_COMPONENTS, MAX_FEATURES, Basis, Embeddings, on_host, token_features
 from .fit import Columns, GroupFit, fit_groups
@@ -159,7 +159,7 @@ class TransformCodec:
             learning: where the sample waits and products run.
 
         Raises:
-            WriteInvalid: no sequences, or a value that is NaN or infinite.
+            StoreError: no sequences, or a value that is NaN or infinite.
             ValueError: tokens or embeddings are missing.
         """
         with contextlib.closing(self.observing(learning or Learning())) as observation:
@@ -232,7 +232,7 @@ class TransformCodec:
         """Encode one whole sequence; see ``FieldCodec.encode``."""
         xp = array_namespace(values)
         if not bool(xp.all(xp.isfinite(values))):
-            raise WriteInvalid(
+            raise StoreError(
                 f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
                 "whole token. Extract with codec lossless, or drop the sequence."
             )
@@ -449,7 +449,7 @@ class Observation:
         """Add a sequence to the sample; see ``Observing``.
 
         Raises:
-            WriteInvalid: a value is NaN or infinite.
+            StoreError: a value is NaN or infinite.
             ValueError: tokens or embeddings are missing.
         """
         codec = self._codec
@@ -459,7 +459,7 @@ class Observation:
             )
         values = np.asarray(values, np.float32)
         if not np.isfinite(values).all():
-            raise WriteInvalid(
+            raise StoreError(
                 f"Field {codec.spec.name!r}: a transform codec learns from finite values only. Choose another codec, "
                 "or drop the sequences with NaN or infinity."
             )
@@ -474,12 +474,12 @@ class Observation:
         """Let the codec learn; see ``Observing``.
 
         Raises:
-            WriteInvalid: nothing was observed.
+            StoreError: nothing was observed.
             ValueError: the field is predicted from others, which were not given.
         """
         codec, sample = self._codec, self._sample
         if not sample.lengths:
-            raise WriteInvalid(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
+            raise StoreError(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
         table = given = None
         if codec.sources:
             given = [codec._given(values) for values in ([None] if features is None else features)]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding import loop as decode
 from moa_data.moa.decoding.loop import Generation, generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.base import Drafter
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter, build_eagle, build_glide

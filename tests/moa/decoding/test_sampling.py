@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding import sampling
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, accept_sampled, distribution, draw, draw_rows
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model, written_by_transformers

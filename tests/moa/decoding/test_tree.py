@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import StaticTree, TreeShape, most_likely, parse_shape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter, build_eagle, build_glide

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
@@ -26,7 +27,6 @@ from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.rounds import Draws
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
-from moa_data.moa.errors import DrafterError, TargetMismatch
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.nn import losses, masks
@@ -620,7 +620,7 @@ class DrafterContract:
         assert again.state_dict().keys() == drafter.state_dict().keys()
         assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in drafter.state_dict().items())
         check_drafter_matches(again, Target(model))
-        with pytest.raises(TargetMismatch, match="vocab_size 67, this target has 80"):
+        with pytest.raises(TargetError, match="vocab_size 67, this target has 80"):
             check_drafter_matches(again, Target(build_model(vocab_size=80)))
         file = tmp_path / "drafter.json"
         file.write_text(file.read_text().replace(f'"{self.kind}"', '"condor"'))

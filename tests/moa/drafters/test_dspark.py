@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding.loop import generate, generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
@@ -16,7 +17,6 @@ from moa_data.moa.drafters import blocks
 from moa_data.moa.drafters.block_sizes import default_read_layers
 from moa_data.moa.drafters.rounds import BlockDraws, Draws
 from moa_data.moa.drafters.training import LossWeights, TrainingStep
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for

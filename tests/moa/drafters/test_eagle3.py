@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.drafters import eagle3
 from moa_data.moa.drafters.eagle3 import STEP_DECAY, Eagle3Drafter, Eagle3Sizes, default_fused_layers
 from moa_data.moa.drafters.rounds import loss_queries
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.nn import losses
 from moa_data.moa.nn.limits import LIMITS

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from moa_data.errors import DrafterError
 from moa_data.moa.drafters.glide import GlideSizes, block_context
 from moa_data.moa.drafters.rounds import Draws
 from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.tests.kit.drafters import NO_DRAWS, build_glide, stored
 from moa_data.tests.kit.models import SIZES, build_model

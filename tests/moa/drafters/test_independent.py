@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moa_data.errors import DrafterError
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.independent import IndependentSizes
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, build_independent

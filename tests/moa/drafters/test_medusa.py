@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moa_data.errors import DrafterError
 from moa_data.moa.drafters.medusa import HEAD_DECAY, MedusaDrafter, MedusaSizes
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.tests.kit.drafters import NO_DRAWS, build_medusa
 from moa_data.tests.kit.models import SIZES, build_model

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moa_data.errors import CheckpointError, DrafterError
 from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.drafters.rounds import Draws, Rounds, loss_queries
 from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
-from moa_data.moa.errors import CheckpointError, DrafterError
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moa_data.moa.errors import CheckpointError, DrafterError, TargetMismatch
+from moa_data.errors import CheckpointError, DrafterError, TargetError
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.targets.live import Target
@@ -113,9 +113,9 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     target = Target(model)
     target._identity = {"weights_sha256": "cd" * 32}
     check_drafter_matches(build_drafter(model, target={"weights_sha256": "cd" * 32}), target)
-    with pytest.raises(TargetMismatch, match="weights efefefefefef, this one has cdcdcdcdcdcd"):
+    with pytest.raises(TargetError, match="weights efefefefefef, this one has cdcdcdcdcdcd"):
         check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)
-    with pytest.raises(TargetMismatch, match="kv_width 48, this target has 96"):
+    with pytest.raises(TargetError, match="kv_width 48, this target has 96"):
         check_drafter_matches(build_drafter(model), Target(build_model(num_key_value_heads=4)))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.moa.errors import CheckpointError
+from moa_data.errors import CheckpointError
 from moa_data.moa.files.tensor_list import check_tensors, find_problems
 from moa_data.moa.formats.eagle3 import ARCHITECTURE, check_vocabulary_map, eagle3_config, eagle3_tensors
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from moa_data.errors import CheckpointError, TargetError
 from moa_data.moa.drafters.eagle3 import Eagle3Drafter
-from moa_data.moa.errors import CheckpointError, TargetMismatch
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -92,7 +92,7 @@ def test_a_folder_without_our_key_computes_the_same(tmp_path: Path, name: Any) -
     check_drafter_matches(again, Target(model))
     # With the layer that only hands on, the very same numbers come out of one layer more.
     assert torch.equal(features(again, model), features(drafter, model))
-    with pytest.raises(TargetMismatch, match="this target has 80"):
+    with pytest.raises(TargetError, match="this target has 80"):
         check_drafter_matches(again, Target(build_model(vocab_size=80)))
 
 
@@ -269,7 +269,7 @@ def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
         load_drafter(tmp_path)
     nested["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
     (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_config": nested}))
-    with pytest.raises(TargetMismatch, match="reads layer 9"):
+    with pytest.raises(TargetError, match="reads layer 9"):
         check_drafter_matches(load_drafter(tmp_path), Target(model))
     with pytest.raises(CheckpointError, match="joins 2 layers of the target, and the engines join 3"):
         write(build_eagle3(model), "eagle3", tmp_path / "two", model)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.moa.errors import DrafterError, TargetError
+from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.nn import kv as kv_layout
 from moa_data.moa.nn.kv import KVBuffer
 from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.moa.errors import TargetError
+from moa_data.errors import TargetError
 from moa_data.moa.targets import hash_cache
 from moa_data.moa.targets.bundle import hash_target
 from moa_data.moa.targets.hash_cache import file_sha256

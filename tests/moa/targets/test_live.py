@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from moa_data.moa.errors import TargetError
+from moa_data.errors import TargetError
 from moa_data.moa.targets import live as target_module
 from moa_data.moa.targets.live import Target, load_target_model, resolve_model_folder
 from moa_data.tests.kit.models import build_model

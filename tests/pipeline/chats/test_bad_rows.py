@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from moa_data.errors import DatasetError, TemplateError
 from moa_data.pipeline.chats import dataset as dataset_module
 from moa_data.pipeline.chats import rendering
 from moa_data.pipeline.chats.dataset import ChatSource
@@ -17,7 +18,6 @@ from moa_data.pipeline.chats.messages import Chat, Rejection, RejectReason, Unre
 from moa_data.pipeline.chats.prompts import tokenize_chat
 from moa_data.pipeline.chats.rendering import MAX_CHAT_CHARS, check_program
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import DatasetError, TemplateError
 from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
 from moa_data.storage.parts.plan import plan_bytes
 from moa_data.tests.kit.chats import random_chats, rejected, write_jsonl

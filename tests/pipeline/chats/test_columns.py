@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from moa_data.errors import OptionInvalid
+from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
 from moa_data.pipeline.chats.columns import Columns
 from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.chats.messages import Chat, RejectReason, UnreadableRow, parse_chat
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import DatasetError
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.plan import build_plan
-from moa_data.storage.errors import StoreMismatch
 from moa_data.tests.kit.chats import chat, random_chats, rejected, write_jsonl
 
 ALPACA = {"instruction": "Add.", "input": "1, 2", "output": "3", "text": "### the same in one text"}

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import DatasetError, StorageUnavailable, WorkerError
 from moa_data.pipeline.chats import processes
 from moa_data.pipeline.chats.messages import Rejection, RejectReason
 from moa_data.pipeline.chats.processes import tokenise_rows
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import DatasetError, NotEnoughDisk, PipelineError
 from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
 from moa_data.storage.parts.plan import plan_bytes
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
@@ -101,14 +101,14 @@ def die(_: Any) -> Any:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_process_that_is_killed_is_one_line() -> None:
-    with pytest.raises(PipelineError, match=r"killed, most likely because memory ran out.*tokenize_processes"):
+    with pytest.raises(WorkerError, match=r"killed, most likely because memory ran out.*tokenize_processes"):
         list(tokenise_rows(iter(enumerate(range(16))), die, 2, lambda: None))
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_temporary_folder_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/dev/full")
-    with pytest.raises(NotEnoughDisk, match=r"/dev/full cannot hold the rows .*Set TMPDIR"):
+    with pytest.raises(StorageUnavailable, match=r"/dev/full cannot hold the rows .*Set TMPDIR"):
         list(tokenise_rows(iter(enumerate(range(16))), die, 2, lambda: None))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import DatasetError
 from moa_data.pipeline.chats.dataset import ChatSource
-from moa_data.pipeline.errors import DatasetError
 
 datasets = pytest.importorskip("datasets")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_data.errors import OptionInvalid
+from moa_data.errors import OptionInvalid, StoreMismatch
 from moa_data.pipeline.chats.prompts import TokenizedChat, check_template, prompt_tokens, tokenize_chat
 from moa_data.pipeline.chats.rendering import control_tokens
 from moa_data.pipeline.chats.template_arguments import choose_template_arguments, parse_template_arguments
@@ -12,7 +12,6 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.jobs.audit import audit
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.records import recorded_config
-from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.read.store import read_manifest
 from moa_data.tests.kit.chats import marked_texts
 from moa_data.tests.kit.models import build_tokenizer

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from moa_data.errors import DatasetError
 from moa_data.pipeline.chats.prompts import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import DatasetError
 from moa_data.pipeline.jobs.audit import audit
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.plan import build_plan

@@ -18,11 +18,10 @@ from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
 from moa_data.cli import main
-from moa_data.errors import FolderOccupied, OptionInvalid
+from moa_data.errors import InteropError, OptionInvalid, OutputOccupied, SelectionInvalid
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
-from moa_data.pipeline.exchange.errors import FieldMissing, ForeignInvalid, InteropError
 from moa_data.pipeline.exchange.exporting import export_store
 from moa_data.pipeline.exchange.importing import import_folder
 from moa_data.pipeline.jobs.extract import extract
@@ -127,7 +126,7 @@ def test_keys_and_values_of_the_last_layers(tmp_path: Path) -> None:
                 assert torch.equal(record[f"kv_last_{kind}_{part}"], stored[:, 0, :, index])
     back = bring_in(folder, "speculators", mixed, tmp_path / "back", layers=(0, 1))
     assert "kv" not in back.fields
-    with pytest.raises(FieldMissing, match="lacks kv, needed for speculators"):
+    with pytest.raises(SelectionInvalid, match="lacks kv, needed for speculators"):
         export(tmp_path / "back", "speculators", tmp_path / "again", layers=(0, 1), kv=True)
     with pytest.raises(OptionInvalid, match="kv is for the format speculators only"):
         export(Path(out), "eagle", tmp_path / "eagle", kv=True)
@@ -143,7 +142,7 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
     i = by_id(back)[original.sequences["sequence_id"][4].as_py()]
     for field in ("hidden/layer_1", "hidden/layer_4"):
         np.testing.assert_array_equal(back.read(i, field), original.read(4, field))
-    with pytest.raises(ForeignInvalid, match=r"expected 3 layers of 32.*--layers"):
+    with pytest.raises(InteropError, match=r"expected 3 layers of 32.*--layers"):
         bring_in(folder, "specforge", target, tmp_path / "wrong")
 
 
@@ -177,21 +176,23 @@ def test_an_interrupted_import_goes_on_and_ends_in_equal_files(store: Path, targ
 
 def test_a_folder_with_something_else_is_refused(store: Path, recipe_store: Path, tmp_path: Path) -> None:
     export(store, "eagle", tmp_path / "out", max_sequences=4)
-    with pytest.raises(FolderOccupied, match="format, fields differ"):
+    with pytest.raises(OutputOccupied, match="format, fields differ"):
         export(store, "specforge", tmp_path / "out")
-    with pytest.raises(FolderOccupied, match="store_sha256"):
+    with pytest.raises(OutputOccupied, match="store_sha256"):
         export(recipe_store, "eagle", tmp_path / "out")
-    with pytest.raises(FolderOccupied, match="begun with 4 sequences"):
+    with pytest.raises(OutputOccupied, match="begun with 4 sequences"):
         export(store, "eagle", tmp_path / "out", max_sequences=2)
     assert export_store(ExportConfig(store=str(store), format="eagle", out=str(tmp_path / "out"))).n_written == 8
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(FolderOccupied, match="not an empty folder"):
+    with pytest.raises(OutputOccupied, match="not an empty folder"):
         export(store, "eagle", tmp_path / "mine")
 
 
 def test_a_store_without_the_fields_is_refused_in_one_line(recipe_store: Path, tmp_path: Path) -> None:
-    with pytest.raises(FieldMissing, match=r"lacks hidden/layer_1, .*`moa-data add .*--activations hidden:layer:1,hid"):
+    with pytest.raises(
+        SelectionInvalid, match=r"lacks hidden/layer_1, .*`moa-data add .*--activations hidden:layer:1,hid"
+    ):
         export(recipe_store, "speculators", tmp_path / "out", layers=(1,))
     result = CliRunner().invoke(
         main, ["export", str(recipe_store), "--format", "specforge", "--layers", "2", "--out", str(tmp_path / "out")]
@@ -286,7 +287,7 @@ def test_a_bad_file_is_named(
     folder = official_eagle(tmp_path / "data")
     path = folder / "0" / "data_0.ckpt"
     torch.save(torch.load(path, weights_only=True) | change, path)
-    with pytest.raises(ForeignInvalid, match=message) as caught:
+    with pytest.raises(InteropError, match=message) as caught:
         bring_in(folder, "eagle", target, tmp_path / "back")
     assert "data_0.ckpt" in str(caught.value)
     assert not (tmp_path / "evil-was-run").exists()
@@ -297,14 +298,14 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
     path = folder / "rows_0-2000" / "data_1.ckpt.gz"
     for content in (path.read_bytes()[:-30], b"no gzip", gzip.compress(b"no checkpoint")):
         path.write_bytes(content)
-        with pytest.raises(ForeignInvalid, match="data_1"):
+        with pytest.raises(InteropError, match="data_1"):
             bring_in(folder, "specforge", target, tmp_path / "back")
     plain = export(store, "eagle", tmp_path / "eagle", max_sequences=2)
     file = plain / "0" / "data_1.ckpt"
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(ForeignInvalid, match="data_1"):
+    with pytest.raises(InteropError, match="data_1"):
         bring_in(plain, "eagle", target, tmp_path / "back")
-    with pytest.raises(ForeignInvalid, match="holds no file hs_"):
+    with pytest.raises(InteropError, match="holds no file hs_"):
         bring_in(plain, "speculators", target, tmp_path / "back")
     with pytest.raises(InteropError, match="is no folder"):
         bring_in(tmp_path / "nowhere", "eagle", target, tmp_path / "back")
@@ -315,15 +316,15 @@ def test_speculators_files_must_belong_to_their_rows(store: Path, target: Path, 
     path = folder / "hidden_states" / "hs_1.safetensors"
     good = load_file(path)
     save_file(good | {"token_ids": good["token_ids"] + 1}, path)
-    with pytest.raises(ForeignInvalid, match=r"hs_1.*row 1"):
+    with pytest.raises(InteropError, match=r"hs_1.*row 1"):
         bring_in(folder, "speculators", target, tmp_path / "back")
     path.unlink()  # peers' folders may hold a part of the rows only
     assert len(bring_in(folder, "speculators", target, tmp_path / "part")) == 2
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
-    with pytest.raises(ForeignInvalid, match="no Arrow dataset"):
+    with pytest.raises(InteropError, match="no Arrow dataset"):
         bring_in(folder, "speculators", target, tmp_path / "back")
     (folder / "state.json").unlink()
-    with pytest.raises(ForeignInvalid, match="loss masks lie there"):
+    with pytest.raises(InteropError, match="loss masks lie there"):
         bring_in(folder, "speculators", target, tmp_path / "back")
 
 

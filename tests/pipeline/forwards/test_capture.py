@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.errors import OptionInvalid
+from moa_data.errors import OptionInvalid, TargetError
 from moa_data.pipeline.config import ActivationSpec, parse_activations
-from moa_data.pipeline.errors import NonFiniteActivation
 from moa_data.pipeline.forwards.capture import Capture, capture
 from moa_data.tests.kit.models import build_text_model
 
@@ -106,7 +105,7 @@ def test_values_that_are_not_finite_are_named_by_sequence_and_layer(value: float
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = value
     host = capture(model, tokens, ActivationSpec(True, False, ()), dtype).to_host()
-    with pytest.raises(NonFiniteActivation, match=r"Sequence first: kv of layer 1 holds NaN or infinity.*--dtype"):
+    with pytest.raises(TargetError, match=r"Sequence first: kv of layer 1 holds NaN or infinity.*--dtype"):
         host.check_finite(["first", "second"])
 
 
@@ -116,7 +115,7 @@ def test_a_bad_sequence_is_named_and_its_neighbours_and_padding_are_not() -> Non
         model.model.embed_tokens.weight[7] = float("inf")
     tokens = [np.array([1, 2, 3, 4], np.int32), np.array([5, 7], np.int32)]
     host = capture(model, tokens, SPEC, torch.float32).to_host()
-    with pytest.raises(NonFiniteActivation, match="Sequence second: kv of layer 0"):
+    with pytest.raises(TargetError, match="Sequence second: kv of layer 0"):
         host.check_finite(["first", "second"])
 
 

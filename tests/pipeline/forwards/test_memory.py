@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import NotEnoughMemory
 from moa_data.machine import free_memory
 from moa_data.moa.targets.bundle import parse_target_config
 from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations
-from moa_data.pipeline.errors import NotEnoughMemory
 from moa_data.pipeline.forwards import memory as memory_module
 from moa_data.pipeline.forwards.memory import ForwardMemory
 from moa_data.pipeline.jobs import plan as plan_module

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.errors import Interrupted, OptionInvalid
+from moa_data.errors import Interrupted, OptionInvalid, SelectionInvalid, StorageUnavailable, StoreMismatch
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.errors import AdditionRefused, AdditionWanted, NotEnoughDisk
 from moa_data.pipeline.forwards.capture import capture
 from moa_data.pipeline.jobs import add as add_module
 from moa_data.pipeline.jobs.add import AddReport, add
@@ -30,14 +29,12 @@ from moa_data.pipeline.jobs.recode import recode
 from moa_data.pipeline.jobs.repair import repair
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.trainer.batches.batch_reader import BatchReader, needed_fields
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.errors import MissingField
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
 
@@ -115,7 +112,7 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(conf
     before, wanted = read_tree(config.out), config.replaced(activations=NEW, target_layers=1)
     lacking = "hidden/layer_0, hidden/layer_1, 1 decoder layers in target/; what it has is whole"
     command = f"moa-data add {config.out} --model MODEL --activations hidden:layer:0,hidden:layer:1 --target-layers 1"
-    with pytest.raises(AdditionWanted, match=f"lacks {lacking}. Add with `{command}`"):
+    with pytest.raises(OptionInvalid, match=f"lacks {lacking}. Add with `{command}`"):
         extract(wanted)
     assert read_tree(config.out) == before
     added = add(addition(config))
@@ -165,7 +162,7 @@ def test_what_a_plan_shows(config: ExtractConfig) -> None:
         "on disk      about",
     ):
         assert text in plan.describe()
-    with pytest.raises(NotEnoughDisk, match=r"new fields need about .* has 10 B free"):
+    with pytest.raises(StorageUnavailable, match=r"new fields need about .* has 10 B free"):
         dataclasses.replace(plan, free_bytes=10).check_disk()
 
 
@@ -276,7 +273,7 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
     add(addition(config))
     assert read_tree(config.out) == fresh(config)
     (Path(config.out) / "commits/part-00000.json").unlink()
-    with pytest.raises(AdditionRefused, match="must learn from all sequences, but 1 parts are still to be extracted"):
+    with pytest.raises(OptionInvalid, match="must learn from all sequences, but 1 parts are still to be extracted"):
         add(addition(config, activations=("hidden:layer:2",)))
 
 
@@ -354,7 +351,7 @@ def test_a_target_that_computes_something_else_is_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(add_module, "capture", scaled(1.1))
-        with pytest.raises(AdditionRefused, match=r"hidden/last that differs by 9.\d% from the stored one"):
+        with pytest.raises(OptionInvalid, match=r"hidden/last that differs by 9.\d% from the stored one"):
             add(addition(config, target_layers=0))
         assert read_tree(config.out) == before
         patch.setattr(add_module, "capture", scaled(1.004))
@@ -370,12 +367,12 @@ def test_a_store_whose_forwards_are_unknown_is_refused(config: ExtractConfig) ->
     del document["extraction"]["batch_tokens"]
     (store / "store.json").write_text(json.dumps(document))
     with pytest.raises(
-        AdditionRefused, match=r"does not say its batch_tokens, so the forwards .* Extract to a new store"
+        OptionInvalid, match=r"does not say its batch_tokens, so the forwards .* Extract to a new store"
     ):
         add(addition(config))
     document["extraction"]["imported_from"] = "eagle"
     (store / "store.json").write_text(json.dumps(document))
-    with pytest.raises(AdditionRefused, match="was imported from eagle"):
+    with pytest.raises(OptionInvalid, match="was imported from eagle"):
         add(addition(config))
 
 
@@ -384,7 +381,7 @@ def test_nothing_is_added_to_sequences_that_are_not_what_they_are_named_after(
 ) -> None:
     before = begun(config)
     monkeypatch.setattr(add_module, "content_id", lambda *_: "0" * 64)
-    with pytest.raises(AdditionRefused, match=r"tokens of sequence [0-9a-f]{12} are not those"):
+    with pytest.raises(OptionInvalid, match=r"tokens of sequence [0-9a-f]{12} are not those"):
         add(addition(config, target_layers=0))
     assert read_tree(config.out) == before
 
@@ -395,7 +392,7 @@ def test_training_reads_the_new_field(config: ExtractConfig) -> None:
     how = (
         f"lacks hidden/layer_1; add with `moa-data add {config.out} --model MODEL --activations hidden:layer:1 --target"
     )
-    with ActivationStore(config.out) as store, pytest.raises(MissingField, match=re.escape(how)):
+    with ActivationStore(config.out) as store, pytest.raises(SelectionInvalid, match=re.escape(how)):
         needed_fields(store, settings)
     add(addition(config, activations=("hidden:layer:1",)))
     with ActivationStore(config.out) as store:

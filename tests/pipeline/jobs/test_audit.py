@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import TargetError
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import TargetDiffers
 from moa_data.pipeline.jobs.audit import AuditReport, AuditRow, _errors, audit
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.storage.read.store import ActivationStore
@@ -53,7 +53,7 @@ def test_the_seed_picks_the_sequences(store: Path, target_folder: Path) -> None:
 
 def test_another_target_is_refused(store: Path, model: Path) -> None:
     flip(model / "model.safetensors", -1)
-    with pytest.raises(TargetDiffers, match=r"another target than .*weights_sha256.*extract again"):
+    with pytest.raises(TargetError, match=r"another target than .*weights_sha256.*extract again"):
         audit(store, str(model), 2, 0, "cpu")
 
 

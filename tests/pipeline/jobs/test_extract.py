@@ -16,11 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moa_data.errors import Interrupted
+from moa_data.errors import Interrupted, OutputOccupied, StorageUnavailable, StoreMismatch, TargetError
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import NonFiniteActivation
 from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.forwards.background import BackgroundWriter
 from moa_data.pipeline.forwards.parts import batches
@@ -28,7 +27,6 @@ from moa_data.pipeline.jobs.extract import extract
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.chunks.chunk import encode_chunk
 from moa_data.storage.disk import durable
-from moa_data.storage.errors import DiskFull, OutputOccupied, StoreMismatch
 from moa_data.storage.parts import encoding, shard
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
@@ -266,7 +264,7 @@ def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(shard, "write_all", full_after_some)
-        with pytest.raises(DiskFull, match=r"No space left while writing .*run the same command again"):
+        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*run the same command again"):
             extract(config)
     assert 0 < len(list((Path(config.out) / "commits").glob("part-*.json"))) < 5
     assert not list(Path(config.out).rglob("*.partial"))
@@ -281,7 +279,7 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: Extrac
         model.model.layers[2].self_attn.v_proj.weight[:] = float("nan")
     model.save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
-    with pytest.raises(NonFiniteActivation, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
+    with pytest.raises(TargetError, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
         extract(config.replaced(model=str(folder)))
     assert not list((Path(config.out) / "parts").rglob("c.*"))
 

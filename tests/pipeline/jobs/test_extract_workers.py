@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import TargetError
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import NonFiniteActivation
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.storage.care.verify import verify_store
 from moa_data.tests.kit.chats import random_chats, write_jsonl
@@ -70,7 +70,7 @@ def test_what_stops_a_worker_stops_the_run(config: ExtractConfig, tmp_path: Path
         model.model.layers[2].self_attn.v_proj.weight[:] = float("nan")
     model.save_pretrained(folder)
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
-    with pytest.raises(NonFiniteActivation, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
+    with pytest.raises(TargetError, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
         extract(config.replaced(model=str(folder), workers=2))
     assert not list((Path(config.out) / "parts").rglob("c.*"))
 

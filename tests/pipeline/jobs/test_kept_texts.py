@@ -9,18 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from moa_data.errors import DatasetError, StorageUnavailable
 from moa_data.pipeline.chats import sequences as chats
 from moa_data.pipeline.chats.prompts import TokenizedChat
 from moa_data.pipeline.chats.sequences import Sequences
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import TooManyRejected
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.kept_texts import keep_texts, read_texts
 from moa_data.pipeline.jobs.plan import build_plan
 from moa_data.pipeline.jobs.repair import repair
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import DiskFull
 from moa_data.storage.names import TEXTS_NAME, commit_path
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 
@@ -73,7 +72,7 @@ def test_every_start_after_the_first_reads_the_tokens(config: ExtractConfig, tok
     repair(plan_repair(store), config.model)
     assert verify_store(store).ok
     assert len(tokenised) == 2 * 27
-    with pytest.raises(TooManyRejected):
+    with pytest.raises(DatasetError):
         build_plan(config.replaced(max_rejected_fraction=0.0))
 
 
@@ -147,7 +146,7 @@ def test_a_full_disk_is_one_line(config: ExtractConfig, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pa, "OSFile", full)
-    with pytest.raises(DiskFull, match=r"texts\.arrow"):
+    with pytest.raises(StorageUnavailable, match=r"texts\.arrow"):
         keep(config)
     assert not list(Path(config.out).iterdir())
 

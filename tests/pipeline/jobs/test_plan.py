@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from moa_data.errors import OptionInvalid
-from moa_data.moa.errors import TargetError
+from moa_data.errors import DatasetError, OptionInvalid, StorageUnavailable, TargetError, TemplateError
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import DatasetError, NotEnoughDisk, SequenceTooLong, TemplateError, TooManyRejected
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.plan import build_plan
 from moa_data.storage.codecs.transform import settings
@@ -91,14 +89,14 @@ def test_datasets_without_chats_are_refused(target_folder: Path, tmp_path: Path,
 
 def test_too_many_unusable_rows_fail_the_run_and_are_counted(target_folder: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", [*random_chats(8), "{broken", {"messages": []}])
-    with pytest.raises(TooManyRejected, match=r"2 of 10 rows \(20\.0%\) cannot be used.*0\.05.*1 x the row is no JSON"):
+    with pytest.raises(DatasetError, match=r"2 of 10 rows \(20\.0%\) cannot be used.*0\.05.*1 x the row is no JSON"):
         build_plan(make_config(target_folder, path, tmp_path))
 
 
 def test_a_sequence_longer_than_the_positions_is_named(target_folder: Path, tmp_path: Path) -> None:
     long = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "word " * 400}]}
     path = write_jsonl(tmp_path / "c.jsonl", [*random_chats(2), long])
-    with pytest.raises(SequenceTooLong, match=r"Row 2 of .* tokens after truncation to 2,048.*Use --max-length 256"):
+    with pytest.raises(DatasetError, match=r"Row 2 of .* tokens after truncation to 2,048.*Use --max-length 256"):
         build_plan(make_config(target_folder, path, tmp_path, max_length=2048))
     for length in (256, None):  # the default is the target's positions
         plan = build_plan(make_config(target_folder, path, tmp_path, max_length=length))
@@ -189,7 +187,7 @@ def test_a_codec_that_is_too_wide_is_refused_before_chats_are_read(
 def test_a_disk_that_is_too_small_is_refused(target_folder: Path, chats_file: Path, tmp_path: Path) -> None:
     plan = build_plan(make_config(target_folder, chats_file, tmp_path))
     plan.check_disk()
-    with pytest.raises(NotEnoughDisk, match=r"needs about .* has 10 B free.*--out"):
+    with pytest.raises(StorageUnavailable, match=r"needs about .* has 10 B free.*--out"):
         dataclasses.replace(plan, free_bytes=10).check_disk()
     dataclasses.replace(plan, free_bytes=10, present_bytes=plan.stored_bytes).check_disk()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import StorageUnavailable, StoreDamaged, StoreMismatch, WorkerError
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.errors import RepairRefused
 from moa_data.pipeline.forwards import calibrate
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.records import recorded_config
@@ -17,7 +17,6 @@ from moa_data.pipeline.jobs.repair import repair
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk import durable
-from moa_data.storage.errors import DiskFull, RepairImpossible, StoreMismatch
 from moa_data.storage.parts import shard
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.models import write_target
@@ -68,7 +67,7 @@ def test_a_repair_on_a_full_disk_goes_on(config: ExtractConfig, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(shard, "write_all", full_after_some)
-        with pytest.raises(DiskFull):
+        with pytest.raises(StorageUnavailable):
             repair(plan_repair(store), config.model)
     report = verify_store(store)
     n_left = len({damage.part for damage in report.damages}) + report.n_pending_parts
@@ -105,17 +104,17 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
     plan = plan_repair(store)
     assert (plan.parts, plan.target, plan.manifest, plan.codec, plan.others) == ((), False, False, True, ())
     assert "codec/ is damaged, without which nothing can be decoded" in plan.describe()
-    with pytest.raises(RepairImpossible, match="no part can be decoded without it"):
+    with pytest.raises(StoreDamaged, match="no part can be decoded without it"):
         drop_damage(plan)
 
     with monkeypatch.context() as patch:
         patch.setattr(calibrate.sample_rows, "__defaults__", (500,))
-        with pytest.raises(RepairRefused, match="is not what the parts were written with"):
+        with pytest.raises(WorkerError, match="is not what the parts were written with"):
             repair(plan, config.model)
     records = {path: path.read_text() for path in (store / "runs").iterdir()}
     for path in records:
         path.unlink()
-    with pytest.raises(RepairRefused, match="If `recode` made the store"):
+    with pytest.raises(WorkerError, match="If `recode` made the store"):
         repair(plan, config.model)
     assert read_tree(store) == before
 
@@ -129,7 +128,7 @@ def test_a_learned_codec_is_learned_again(config: ExtractConfig, monkeypatch: py
 
 def test_settings_come_from_the_last_record_that_can_be_read(config: ExtractConfig, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    with pytest.raises(RepairRefused, match="records no finished extraction"):
+    with pytest.raises(WorkerError, match="records no finished extraction"):
         recorded_config(store)
     runs = store / "runs"
     runs.mkdir(parents=True)

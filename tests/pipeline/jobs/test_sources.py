@@ -10,11 +10,10 @@ import datasets
 import huggingface_hub
 import pytest
 
-from moa_data.moa.errors import TargetError
+from moa_data.errors import DatasetError, StoreMismatch, TargetError
 from moa_data.moa.targets.live import resolve_model_folder
 from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.config import AddConfig, ExtractConfig
-from moa_data.pipeline.errors import DatasetError
 from moa_data.pipeline.jobs.add_plan import plan_addition
 from moa_data.pipeline.jobs.audit import audit
 from moa_data.pipeline.jobs.extract import extract
@@ -23,7 +22,6 @@ from moa_data.pipeline.jobs.repair import repair
 from moa_data.pipeline.jobs.sources import pinned_revision, recorded_sources
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.names import TEXTS_NAME, commit_path
 from moa_data.storage.read.store import read_manifest
 from moa_data.tests.kit.chats import random_chats

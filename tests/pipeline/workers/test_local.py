@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_data.pipeline.errors import WorkersLost
+from moa_data.errors import WorkerError
 from moa_data.pipeline.workers import local
 from moa_data.pipeline.workers.local import LocalWorkers
 from moa_data.pipeline.workers.tally import Tally
@@ -116,7 +116,7 @@ def test_when_no_worker_is_left_the_same_command_goes_on(directed: Directed, who
             os.write(2, b"\nTraceback\nRuntimeError: the link fell off\n\n")
             die()
 
-    with pytest.raises(WorkersLost, match=r"of 2; the last one ended by signal SIGKILL.*the link fell off.*go on"):
+    with pytest.raises(WorkerError, match=r"of 2; the last one ended by signal SIGKILL.*the link fell off.*go on"):
         directed.run(2, die_late)
     assert verify_store(directed.path).n_parts >= 5
     assert not list(directed.path.rglob("*.partial"))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moa_data.errors import WorkerError
 from moa_data.pipeline.config import ExtractConfig, core_share
-from moa_data.pipeline.errors import PipelineError, WorkersLost
 from moa_data.pipeline.forwards.parts import Outcome, Timings
 from moa_data.pipeline.jobs.extract import _open_store, _with_texts, _work_order, extract
 from moa_data.pipeline.jobs.plan import build_plan
@@ -111,7 +111,7 @@ def test_work_that_ends_one_life_after_another_ends_the_run(order: WorkOrder, mo
             with pytest.raises(KeyboardInterrupt):
                 report_of(RayWorker(order, "run", {"CPU": 1.0}, None), 3, 4)
     error: Any = pickle.loads(report_of(RayWorker(order, "run", {"CPU": 1.0}, None), 3, 4).error)
-    assert isinstance(error, WorkersLost)
+    assert isinstance(error, WorkerError)
     assert "5 times in a row at the same work (parts 3, 4)" in str(error)
     assert report_of(RayWorker(order, "another", {"CPU": 1.0}, None), 0).outcomes == {0: Outcome.WRITTEN}
     assert not list(Path(order.store).glob("another-*"))
@@ -127,7 +127,7 @@ def test_an_error_comes_as_it_was_raised(order: WorkOrder) -> None:
         weights.write_bytes(content)
     assert report.outcomes == {}
     error: Any = pickle.loads(report.error)
-    assert isinstance(error, PipelineError)
+    assert isinstance(error, WorkerError)
     assert "identities.target.weights_sha256" in str(error)
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from moa_data.errors import OptionInvalid
+from moa_data.errors import OptionInvalid, TargetError, WorkerError
 from moa_data.pipeline.config import ExtractConfig, ScaleSettings
-from moa_data.pipeline.errors import NonFiniteActivation, WorkersLost
 from moa_data.pipeline.forwards.parts import Outcome, Timings
 from moa_data.pipeline.jobs.plan import build_plan
 from moa_data.pipeline.workers import ray_data
@@ -132,7 +131,7 @@ def test_a_run_that_gets_nothing_done_ends_with_the_cause(stage: Stage) -> None:
             raise RuntimeError("The actor died because of:\nModuleNotFoundError: No module named 'moa_data'\n")
         stage.write(store, piece)
 
-    with pytest.raises(WorkersLost, match=r"ModuleNotFoundError: No module named 'moa_data'\. .* to go on\.$"):
+    with pytest.raises(WorkerError, match=r"ModuleNotFoundError: No module named 'moa_data'\. .* to go on\.$"):
         stage.run(do)
     assert len(stage.submitted) == 2
     stage.run(stage.write)
@@ -149,12 +148,12 @@ def test_a_failure_after_the_last_commit_is_none(stage: Stage) -> None:
 
 
 def test_an_error_of_a_worker_ends_the_run_and_a_lost_worker_is_noted(stage: Stage) -> None:
-    error = pickle.dumps(NonFiniteActivation("kv of layer 2"))
+    error = pickle.dumps(TargetError("kv of layer 2"))
     stage.patch.setattr(
         stage, "_rows", lambda *_: iter([{"report": LotReport("a", "big", True, {}, Timings(), e).row()["report"][0]}
                                          for e in (b"", b"", error)]),
     )  # fmt: skip
-    with pytest.raises(NonFiniteActivation, match="kv of layer 2"):
+    with pytest.raises(TargetError, match="kv of layer 2"):
         stage.run(stage.write)
     assert stage.workers.lost == ["started anew on big"]
 

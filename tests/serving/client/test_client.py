@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
@@ -21,7 +22,6 @@ from moa_data.serving.client.events import LinkChanged, ModeChanged, RolledBack,
 from moa_data.serving.client.exchange import Patience
 from moa_data.serving.client.saved import SavedAnswer
 from moa_data.serving.emulation.proxy import Proxy
-from moa_data.serving.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid
 from moa_data.serving.protocol.identity import drafter_identity, tokenizer_identity
 from moa_data.serving.server.grpc import DraftingSettings
 from moa_data.serving.server.handshake import Identities

@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from moa_data.errors import DrafterError, RequestInvalid
 from moa_data.moa.decoding.coupling import choose
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.drafting import DraftingModel, TextDrafter, find_bundle
-from moa_data.serving.errors import RequestInvalid
 from moa_data.tests.kit.drafters import build, frozen_for
 from moa_data.tests.kit.models import build_model, build_text_model, build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE

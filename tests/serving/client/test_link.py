@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
+from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
 from moa_data.serving.client.link import Arrival, Down, Happening, Link, Up
 from moa_data.serving.emulation.proxy import Proxy
-from moa_data.serving.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.tests.kit.certificates import Authority
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import RequestInvalid
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.serving.client.saved import SavedAnswer
-from moa_data.serving.errors import RequestInvalid
 
 SAVED = SavedAnswer(
     "s", (5, 6, 7), 2, 40, SamplingConfig(0.5, 0.9), 3, "", ({"role": "user", "content": "Wie geht's? 🙂"},)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moa_data.errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid
 from moa_data.serving.client.events import Done, LinkChanged, Mode, ModeChanged, RolledBack, Tokens, Verified
 from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
 from moa_data.serving.detokenizer import Detokenizer
-from moa_data.serving.errors import Disconnected, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 
 from .world import World

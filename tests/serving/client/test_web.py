@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moa_data.errors import OptionInvalid
+from moa_data.errors import Disconnected, OptionInvalid
 from moa_data.serving.client.events import (
     Done,
     Event,
@@ -24,7 +24,6 @@ from moa_data.serving.client.events import (
     Verified,
 )
 from moa_data.serving.client.web import ChatPage, EventLog
-from moa_data.serving.errors import Disconnected
 
 SENTENCE = (
     "The sky looks blue because air scatters short waves of sunlight far more strongly than long ones, so blue light "

@@ -10,10 +10,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from moa_data.errors import Disconnected
 from moa_data.serving.client.events import Done, Event, Mode, RolledBack, Tokens, Verified
 from moa_data.serving.client.session import AnswerSettings, ChainShape, Session
 from moa_data.serving.detokenizer import Detokenizer
-from moa_data.serving.errors import Disconnected
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 
 VOCABULARY, EOS = 50, 1

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import ServingError
 from moa_data.serving.emulation import tunnel as tunnels
 from moa_data.serving.emulation.conditions import Condition, Direction, symmetric
 from moa_data.serving.emulation.tunnel import Tunnel, sweep, unavailable_because
-from moa_data.serving.errors import EmulationUnavailable
 
 PORT = 7000
 UDP_SERVER = """
@@ -202,17 +202,17 @@ def is_running(pid: str) -> bool:
 def test_a_dead_shuttle_is_told() -> None:
     with Tunnel(symmetric("none")) as tunnel:
         tunnel._shuttle.kill()
-        with pytest.raises(EmulationUnavailable, match=r"has ended\. Make a new tunnel"):
+        with pytest.raises(ServingError, match=r"has ended\. Make a new tunnel"):
             tunnel.cut()
 
 
 def test_a_user_who_is_not_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(EmulationUnavailable, match=r"need root\. Use the TCP proxy"):
+    with pytest.raises(ServingError, match=r"need root\. Use the TCP proxy"):
         Tunnel(symmetric("none"))
 
 
 def test_a_namespace_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tunnels, "_ADDRESSES", {"client": "10.77.0.2", "server": "no address"})
-    with pytest.raises(EmulationUnavailable, match=r"`ip .* address add no address/24 .* failed"):
+    with pytest.raises(ServingError, match=r"`ip .* address add no address/24 .* failed"):
         Tunnel(symmetric("none"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import Overloaded, RequestInvalid, ServingError
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import StaticTree, TreeShape
@@ -18,7 +19,6 @@ from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.serving.engine.thread import EngineThread
-from moa_data.serving.errors import Overloaded, RequestInvalid, ServingError
 from moa_data.tests.kit.drafters import build, build_drafter, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick

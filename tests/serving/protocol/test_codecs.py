@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moa_data.serving.errors import RequestInvalid, ServingError
+from moa_data.errors import RequestInvalid, ServingError
 from moa_data.serving.protocol.codecs import CODECS, GROUP, bytes_per_position, decode, encode
 
 MOST = {"int8": 127, "int4": 7}

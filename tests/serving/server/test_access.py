@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_data.serving.errors import NotAllowed, RequestInvalid
+from moa_data.errors import NotAllowed, RequestInvalid
 from moa_data.serving.server.access import BearerTokens, Rate
 
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moa_data.errors import ServingError
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
 from moa_data.serving.emulation.proxy import Proxy
 from moa_data.serving.engine.runner import Runner
-from moa_data.serving.errors import ServingError
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.server.grpc import DraftingSettings, serve_grpc
 from moa_data.serving.server.handshake import Identities

@@ -18,10 +18,10 @@ import openai
 import pytest
 from openai import OpenAI
 
+from moa_data.errors import RequestInvalid
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.admission import EngineSettings
-from moa_data.serving.errors import RequestInvalid
 from moa_data.serving.server.access import BearerTokens
 from moa_data.serving.server.answer import Answer
 from moa_data.serving.server.request_log import LOG, JsonLines

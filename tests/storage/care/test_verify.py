@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moa_data.errors import SchemaVersionError, StoreNotFound
 from moa_data.storage.care.summary import length_histogram, summarize_store
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import SchemaVersionError, StoreNotFound
 from moa_data.storage.schema import StoreManifest
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe

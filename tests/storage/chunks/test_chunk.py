@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from moa_data.errors import StoreDamaged
 from moa_data.storage.chunks.chunk import decode_chunk, encode_chunk
-from moa_data.storage.errors import ShardCorrupt
 
 
 def encoded() -> tuple[np.ndarray, np.ndarray]:
@@ -23,15 +23,15 @@ def test_every_flipped_byte_is_noticed() -> None:
     for at in range(0, len(data), 37):
         damaged = data.copy()
         damaged[at] ^= 1
-        with pytest.raises(ShardCorrupt, match="chunk checksum is"):
+        with pytest.raises(StoreDamaged, match="chunk checksum is"):
             decode_chunk(damaged, out)
 
 
 def test_truncation_and_wrong_size_are_noticed() -> None:
     values, data = encoded()
-    with pytest.raises(ShardCorrupt, match="checksum"):
+    with pytest.raises(StoreDamaged, match="checksum"):
         decode_chunk(data[:-1], np.empty_like(values))
-    with pytest.raises(ShardCorrupt, match="shorter than its own header"):
+    with pytest.raises(StoreDamaged, match="shorter than its own header"):
         decode_chunk(data[:10], np.empty_like(values))
-    with pytest.raises(ShardCorrupt, match=r"to 2048, expected \d+ bytes and 1024"):
+    with pytest.raises(StoreDamaged, match=r"to 2048, expected \d+ bytes and 1024"):
         decode_chunk(data, np.empty((32, 2, 8), np.uint16))

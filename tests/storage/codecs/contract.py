@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import CodecUnknown, StoreError, StoreMismatch
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.chunks.field import TOKENS
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.dtypes import from_float32, to_float32
-from moa_data.storage.errors import CodecUnknown, StoreMismatch, WriteInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest
 from moa_data.tests.kit.stores import make_recipe, read_tree
@@ -129,7 +129,7 @@ class CodecContract:
                 np.testing.assert_array_equal(one.decode(one.encode(bits), 0, 150), values)
                 continue
             for given in (values, torch.from_numpy(values)):
-                with pytest.raises(WriteInvalid, match=rf"'{field}' has NaN or infinite values.*lossless"):
+                with pytest.raises(StoreError, match=rf"'{field}' has NaN or infinite values.*lossless"):
                     one.encode(given, tokens)
 
     def test_settings_and_what_was_learned_survive_the_store(self, codec: StoreCodec, written: Path) -> None:

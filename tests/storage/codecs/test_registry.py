@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from moa_data.errors import StoreDamaged
 from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.errors import ManifestInvalid
 from moa_data.tests.kit.stores import Recipe
 
 
@@ -21,7 +21,7 @@ from moa_data.tests.kit.stores import Recipe
 )
 def test_a_store_of_another_codec_says_what_reads_it(tmp_path: Path, recipe: Recipe, name: str, message: str) -> None:
     manifest = replace(recipe.manifest, codec={**recipe.manifest.codec, "name": name})
-    with pytest.raises(ManifestInvalid, match=message):
+    with pytest.raises(StoreDamaged, match=message):
         StoreCodec.open(manifest, tmp_path)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from moa_data.errors import StorageUnavailable
 from moa_data.storage.disk import object_bucket
 from moa_data.storage.disk.bucket import bucket_at
 from moa_data.storage.disk.files import blocks_of, download, names_in, open_path, sizes_of
 from moa_data.storage.disk.object_bucket import ObjectBucket
 from moa_data.storage.disk.requests import REQUEST_BYTES
-from moa_data.storage.errors import StorageUnavailable, StoreReadOnly
 from moa_data.storage.paths import RemotePath
 from moa_data.tests.kit.object_stores import empty_place, environment, use
 
@@ -185,7 +185,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 WAIT = """
 from moa_data.storage.disk import requests
 from moa_data.storage.disk.bucket import bucket_at
-from moa_data.storage.errors import StorageUnavailable
+from moa_data.errors import StorageUnavailable
 
 requests.NOTICE_S = 0.05
 for _ in range(2):
@@ -220,7 +220,7 @@ def test_what_fsspec_knows_is_read_only() -> None:
         lambda: bucket.copy("x", "y", 1),
         lambda: bucket.delete(["x"]),
     ):
-        with pytest.raises(StoreReadOnly, match="memory://nothing/store can be read but not written"):
+        with pytest.raises(StorageUnavailable, match="memory://nothing/store can be read but not written"):
             ask()
 
 

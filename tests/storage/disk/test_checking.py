@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from moa_data.errors import StorageUnavailable, StoreError
 from moa_data.storage.care.findings import VerifyReport
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk.checking import exists
-from moa_data.storage.errors import CheckIncomplete, StoreError
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
 
@@ -116,7 +116,7 @@ def test_a_refusal_at_each_call_of_verify_and_of_a_repair(store: Path, name: str
         range(n_calls(store, lambda: verify_store(store, n_threads=1))), (False, True)
     ):
         report = VerifyReport()
-        with refusing(store, name, once_at(at, lasting)), suppress(CheckIncomplete):
+        with refusing(store, name, once_at(at, lasting)), suppress(StorageUnavailable):
             report = verify_store(store, n_threads=1)
         assert {damage.part for damage in report.damages} <= {1}, (at, lasting)
         with refusing(store, name, once_at(at, lasting)), suppress(StoreError, OSError, MemoryError):
@@ -141,18 +141,18 @@ def test_what_cannot_be_read_is_named_apart_from_damage(store: Path, recipe: Rec
     plan = plan_repair(store)
     with refusing(store, name, lambda text: text == str(store / path)):
         if path in ("store.json", "plan.parquet", "commits/store.json", "parts/kv/zarr.json"):
-            with pytest.raises(CheckIncomplete, match="which says nothing about damage"):
+            with pytest.raises(StorageUnavailable, match="which says nothing about damage"):
                 verify_store(store)
         else:
             report = verify_store(store)
             assert [damage.path for damage in report.damages] == [damaged]  # the rest is checked all the same
             assert {item.path for item in report.unchecked} == {path}
             assert not report.ok
-        with pytest.raises(CheckIncomplete, match="so nothing was deleted"):
+        with pytest.raises(StorageUnavailable, match="so nothing was deleted"):
             plan_repair(store)
-        with pytest.raises(CheckIncomplete, match="so nothing was deleted"):
+        with pytest.raises(StorageUnavailable, match="so nothing was deleted"):
             drop_damage(plan)
-        with suppress(CheckIncomplete):  # going on with an extraction reads no data
+        with suppress(StorageUnavailable):  # going on with an extraction reads no data
             StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close()
     assert read_tree(store) == before
 
@@ -175,7 +175,7 @@ def test_what_a_refusal_advises(store: Path) -> None:
     for name, advice in (("EMFILE", r"`ulimit -n`"), ("EACCES", "right to read"), ("EIO", "Check the disk")):
         with (
             refusing(store, name, lambda text: "/c." in text),
-            pytest.raises(CheckIncomplete, match=rf"8 files, the first of them parts/hidden/.*{advice}") as caught,
+            pytest.raises(StorageUnavailable, match=rf"8 files, the first of them parts/hidden/.*{advice}") as caught,
         ):
             plan_repair(store)
         assert "\n" not in str(caught.value)
@@ -222,7 +222,7 @@ import dataclasses, os, sys
 from pathlib import Path
 
 from moa_data.tests.kit import stores as kit
-from moa_data.storage.errors import CheckIncomplete, StoreError
+from moa_data.errors import StorageUnavailable, StoreError
 from moa_data.storage.care.findings import VerifyReport
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
@@ -243,7 +243,7 @@ plan = dataclasses.replace(plan, parts=(0, 1))
 def outcome(action):
     try:
         return action()
-    except StoreError as error:
+    except (StorageUnavailable, StoreError) as error:
         return error
 
 for name in sys.argv[1:]:
@@ -254,10 +254,10 @@ for name in sys.argv[1:]:
     others = [outcome(lambda: plan_repair(store)), outcome(lambda: drop_damage(plan))]
     reopened = outcome(lambda: kit.StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan).close())
     path.chmod(mode)
-    if not isinstance(checked, CheckIncomplete):
+    if not isinstance(checked, StorageUnavailable):
         assert checked.unchecked and all(damage.part == 0 for damage in checked.damages), (name, checked)
-    assert all(type(other) is CheckIncomplete and "Permission denied" in str(other) for other in others), (name, others)
-    assert type(reopened) in (CheckIncomplete, type(None)), (name, reopened)
+    assert all(type(other) is StorageUnavailable for other in others), (name, others)
+    assert type(reopened) in (StorageUnavailable, type(None)), (name, reopened)
     assert kit.read_tree(store) == before, name
 """
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_data.errors import StoreDamaged
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk import open_files
 from moa_data.storage.disk.files import LocalFile
-from moa_data.storage.errors import ShardMissing
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
@@ -128,7 +128,7 @@ def test_a_file_that_vanished_while_it_was_closed(
         for field in ("tokens", "response_mask"):
             reader.read(0, field)
         (store / "parts/tokens/c.0").unlink()
-        with pytest.raises(ShardMissing, match=r"tokens/c\.0 is missing"):
+        with pytest.raises(StoreDamaged, match=r"tokens/c\.0 is missing"):
             reader.read(0, "tokens")
 
 
@@ -154,7 +154,7 @@ def test_too_few_descriptors_for_anything_delete_nothing(many: tuple[Path, Recip
     whole = read_tree(store)
     script = """
 import os, resource, sys
-from moa_data.storage.errors import CheckIncomplete
+from moa_data.errors import StorageUnavailable
 from moa_data.storage.care.repair import plan_repair
 from moa_data.storage.care.verify import verify_store
 
@@ -164,7 +164,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (n_open, n_open))
 for check in (verify_store, plan_repair):
     try:
         check(sys.argv[1])
-    except CheckIncomplete as error:
+    except StorageUnavailable as error:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", script, str(store)], capture_output=True, text=True, timeout=300)

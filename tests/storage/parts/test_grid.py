@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from moa_data.errors import StoreDamaged
 from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.codecs.lossless import LosslessCodec
-from moa_data.storage.errors import ShardCorrupt
 from moa_data.storage.parts.grid import (
     MAX_CHUNK_BYTES,
     MAX_SHARD_BYTES,
@@ -104,9 +104,9 @@ def test_metadata_reads_back_and_any_other_meaning_is_refused(grid: ArrayGrid) -
         (b'"little"', b'"big"'),
         (b"sharding_indexed", b"sharding"),
     ]:
-        with pytest.raises(ShardCorrupt, match="the manifest declares"):
+        with pytest.raises(StoreDamaged, match="the manifest declares"):
             grid_from_metadata(text.replace(old, new, 1), array, "kv")
-    with pytest.raises(ShardCorrupt, match="row_shape"):
+    with pytest.raises(StoreDamaged, match="row_shape"):
         grid_from_metadata(text, stored(kv_field(4, 2, 4)), "kv")
-    with pytest.raises(ShardCorrupt, match="not the metadata"):
+    with pytest.raises(StoreDamaged, match="not the metadata"):
         grid_from_metadata(b"{}", array, "kv")

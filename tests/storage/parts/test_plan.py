@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moa_data.storage.errors import PlanInvalid
+from moa_data.errors import StoreDamaged
 from moa_data.storage.parts.plan import SEQUENCE_SCHEMA, check_plan, part_lengths, plan_bytes, plan_parts
 
 
@@ -48,7 +48,7 @@ def test_the_order_of_the_table_does_not_matter() -> None:
     ],
 )
 def test_broken_tables_are_refused(broken: pa.Table, message: str) -> None:
-    with pytest.raises(PlanInvalid, match=message):
+    with pytest.raises(StoreDamaged, match=message):
         plan_parts(broken, 100)
 
 
@@ -56,9 +56,9 @@ def test_broken_plans_are_refused() -> None:
     plan = plan_parts(table([10, 100, 30]), 1000)
     for first in ([0, 64, 192], [0, 100, 192], [64, 192, 256]):
         moved = plan.set_column(5, "first_token", pa.array(first, pa.int64()))
-        with pytest.raises(PlanInvalid, match=r"Plan row \d"):
+        with pytest.raises(StoreDamaged, match=r"Plan row \d"):
             check_plan(moved, 64)
-    with pytest.raises(PlanInvalid, match="must have the columns"):
+    with pytest.raises(StoreDamaged, match="must have the columns"):
         check_plan(table([1]), 64)
-    with pytest.raises(PlanInvalid, match="must be at least 1"):
+    with pytest.raises(StoreDamaged, match="must be at least 1"):
         plan_parts(table([1]), 0)

@@ -16,9 +16,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moa_data.errors import SelectionInvalid, StoreDamaged, StoreNotFound
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.disk.files import LocalFile
-from moa_data.storage.errors import ShardCorrupt, ShardMissing, SliceInvalid, StoreNotFound, UnknownField
 from moa_data.storage.parts import grid
 from moa_data.storage.read import batch as read_batch
 from moa_data.storage.read.shard import ShardReader
@@ -166,16 +166,18 @@ def test_chunks_of_other_layers_are_left_alone(tmp_path: Path, recipe: Recipe, m
 
 def test_wrong_requests_say_what_is_there(store: Path) -> None:
     with ActivationStore(store) as reader:
-        with pytest.raises(SliceInvalid, match="there is no sequence 12"):
+        with pytest.raises(SelectionInvalid, match="there is no sequence 12"):
             reader.read_batch([0, 12], "kv")
-        with pytest.raises(UnknownField, match="no field 'k'"):
+        with pytest.raises(SelectionInvalid, match="no field 'k'"):
             reader.read_batch([0], ["kv", "k"])
-        with pytest.raises(UnknownField, match="'tokens' has no layers"):
+        with pytest.raises(SelectionInvalid, match="'tokens' has no layers"):
             reader.read_batch([0], "tokens", layers=[0])
-        with pytest.raises(SliceInvalid, match="no buffer for 'kv'; it has tokens"):
+        with pytest.raises(SelectionInvalid, match="no buffer for 'kv'; it has tokens"):
             reader.read_batch([0], "kv", out={"tokens": np.zeros((1, 300), np.int32)})
         for wrong in (np.zeros((1, 2, 4, 2, 2, 8), np.uint16), np.zeros((1, 300, 4, 2, 2, 8), np.int16)):
-            with pytest.raises(SliceInvalid, match=r"needs a buffer of uint16 with shape \[1, '>=\d+', 4, 2, 2, 8\]"):
+            with pytest.raises(
+                SelectionInvalid, match=r"needs a buffer of uint16 with shape \[1, '>=\d+', 4, 2, 2, 8\]"
+            ):
                 reader.read_batch([0], "kv", out={"kv": wrong})
 
 
@@ -183,11 +185,11 @@ def test_wrong_requests_say_what_is_there(store: Path) -> None:
 def test_damage_is_named_and_ends_all_threads(store: Path, n_threads: int) -> None:
     reader = ActivationStore(store)
     flip(store / KV_SHARD, 100)
-    with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD}: chunk checksum is .*tokens from 0 of the shard"):
+    with pytest.raises(StoreDamaged, match=rf"{KV_SHARD}: chunk checksum is .*tokens from 0 of the shard"):
         reader.read_batch(range(len(reader)), "kv", n_threads=n_threads)
     reader.close()
     (store / KV_SHARD).unlink()
-    with pytest.raises(ShardMissing, match=f"{KV_SHARD} is missing"):
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD} is missing"):
         reader.read_batch(range(len(reader)), "kv", n_threads=n_threads)
     reader.read_batch(range(len(reader)), "tokens", n_threads=n_threads)
 
@@ -253,13 +255,13 @@ def test_remote_damage_is_named(remote_store: str) -> None:
     data[100] ^= 1
     filesystem.pipe_file(f"{remote_store}/{KV_SHARD}", bytes(data))
     i = reader.sequences["part"].to_pylist().index(1)
-    with pytest.raises(ShardCorrupt, match=f"{KV_SHARD}: chunk checksum"):
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD}: chunk checksum"):
         reader.read(i, "kv")
     filesystem.rm_file(f"{remote_store}/{KV_SHARD}")
     reader.close()
-    with pytest.raises(ShardMissing, match=f"{remote_store}/{KV_SHARD} is missing"):
+    with pytest.raises(StoreDamaged, match=f"{remote_store}/{KV_SHARD} is missing"):
         reader.read(i, "kv")
-    with pytest.raises(ShardMissing, match=f"{KV_SHARD} is missing although it was committed"):
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD} is missing although it was committed"):
         ActivationStore(remote_store)
     with pytest.raises(StoreNotFound, match="memory://nowhere/store is not an activation store: there is no such"):
         ActivationStore("memory://nowhere/store")

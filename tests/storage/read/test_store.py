@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.storage.errors import (
-    ManifestInvalid,
-    PartUncommitted,
-    SchemaVersionError,
-    ShardCorrupt,
-    ShardMissing,
-    SliceInvalid,
-    StoreNotFound,
-    UnknownField,
-)
+from moa_data.errors import SchemaVersionError, SelectionInvalid, StoreDamaged, StoreIncomplete, StoreNotFound
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.stores import Recipe, flip
 
@@ -89,19 +80,21 @@ def test_read_into_a_strided_view(reader: ActivationStore) -> None:
 
 
 def test_wrong_requests_say_what_is_there(reader: ActivationStore) -> None:
-    with pytest.raises(UnknownField, match="no field 'hidden/first'; it has tokens, response_mask, kv, hidden/last"):
+    with pytest.raises(
+        SelectionInvalid, match="no field 'hidden/first'; it has tokens, response_mask, kv, hidden/last"
+    ):
         reader.read(0, "hidden/first")
-    with pytest.raises(UnknownField, match="'tokens' has no layers"):
+    with pytest.raises(SelectionInvalid, match="'tokens' has no layers"):
         reader.read(0, "tokens", layers=[0])
-    with pytest.raises(SliceInvalid, match="has 4 layers, there is no layer 4"):
+    with pytest.raises(SelectionInvalid, match="has 4 layers, there is no layer 4"):
         reader.read(0, "kv", layers=[4])
-    with pytest.raises(SliceInvalid, match="12 committed sequences, there is no sequence 12"):
+    with pytest.raises(SelectionInvalid, match="12 committed sequences, there is no sequence 12"):
         reader.read(12, "kv")
-    with pytest.raises(SliceInvalid, match="step 1, got 2"):
+    with pytest.raises(SelectionInvalid, match="step 1, got 2"):
         reader.read(0, "kv", tokens=slice(0, 10, 2))
-    with pytest.raises(SliceInvalid, match=r"out array of uint16 with shape .*got float32 \[300, 16\]"):
+    with pytest.raises(SelectionInvalid, match=r"out array of uint16 with shape .*got float32 \[300, 16\]"):
         reader.read_into(0, "hidden/last", np.zeros((300, 16), np.float32))
-    with pytest.raises(SliceInvalid, match="out array"):
+    with pytest.raises(SelectionInvalid, match="out array"):
         reader.read_into(0, "hidden/last", np.zeros((1, 16), np.uint16))
 
 
@@ -119,7 +112,7 @@ def test_a_part_without_commit_does_not_exist(store: Path, recipe: Recipe) -> No
     assert 1 not in reader.sequences["part"].to_pylist()
     for i, row in enumerate(rows(reader)):
         np.testing.assert_array_equal(reader.read(i, "tokens"), recipe.values(reader.fields["tokens"], row))
-    with pytest.raises(PartUncommitted, match=r"1 of \d parts have no commit, the first is part 1. Run the same"):
+    with pytest.raises(StoreIncomplete, match=r"1 of \d parts have no commit, the first is part 1. Run the same"):
         ActivationStore(store, require_complete=True)
 
 
@@ -131,7 +124,7 @@ def test_a_store_without_commits_is_empty(store: Path) -> None:
 def test_truncated_file_is_refused_at_opening(store: Path) -> None:
     with open(store / KV_SHARD, "r+b") as file:
         file.truncate(1000)
-    with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD} has 1000 bytes, its commit says \d+. Run extract again"):
+    with pytest.raises(StoreDamaged, match=rf"{KV_SHARD} has 1000 bytes, its commit says \d+. Run extract again"):
         ActivationStore(store)
 
 
@@ -139,9 +132,9 @@ def test_missing_file_is_refused_at_opening_and_later(store: Path) -> None:
     reader = ActivationStore(store)
     (store / KV_SHARD).unlink()
     i = reader.sequences["part"].to_pylist().index(1)
-    with pytest.raises(ShardMissing, match=f"{KV_SHARD} is missing"):
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD} is missing"):
         reader.read(i, "kv")
-    with pytest.raises(ShardMissing, match=f"{KV_SHARD} is missing although it was committed"):
+    with pytest.raises(StoreDamaged, match=f"{KV_SHARD} is missing although it was committed"):
         ActivationStore(store)
 
 
@@ -152,7 +145,7 @@ def test_a_flipped_byte_names_file_and_tokens(store: Path, at: int, message: str
     flip(store / KV_SHARD, at)
     reader = ActivationStore(store)
     i = reader.sequences["part"].to_pylist().index(1)
-    with pytest.raises(ShardCorrupt, match=rf"{KV_SHARD}: {message}"):
+    with pytest.raises(StoreDamaged, match=rf"{KV_SHARD}: {message}"):
         reader.read(i, "kv")
     reader.read(i, "tokens")
 
@@ -163,7 +156,7 @@ def test_truncation_after_opening_is_noticed(store: Path) -> None:
     reader.read(i, "kv")
     with open(store / KV_SHARD, "r+b") as file:
         file.truncate(200)
-    with pytest.raises(ShardCorrupt, match="inside a chunk"):
+    with pytest.raises(StoreDamaged, match="inside a chunk"):
         reader.read(i, "kv")
 
 
@@ -182,15 +175,15 @@ def test_damaged_plan_and_commit_are_named(store: Path) -> None:
     commit = store / "commits/part-00000.json"
     good = commit.read_bytes()
     commit.write_bytes(good[:50])
-    with pytest.raises(ManifestInvalid, match=r"part-00000.json is not a commit .*Delete it and run extract again"):
+    with pytest.raises(StoreDamaged, match=r"part-00000.json is not a commit .*Delete it and run extract again"):
         ActivationStore(store)
     commit.write_bytes((store / "commits/part-00001.json").read_bytes())
-    with pytest.raises(ManifestInvalid, match="is the commit of part 1"):
+    with pytest.raises(StoreDamaged, match="is the commit of part 1"):
         ActivationStore(store)
     commit.write_bytes(good)
     (store / "plan.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(ManifestInvalid, match=r"plan\.parquet is not the file that was written"):
+    with pytest.raises(StoreDamaged, match=r"plan\.parquet is not the file that was written"):
         ActivationStore(store)
     (store / "commits/store.json").unlink()
-    with pytest.raises(ManifestInvalid, match="cannot be read as the plan"):
+    with pytest.raises(StoreDamaged, match="cannot be read as the plan"):
         ActivationStore(store)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import zarr
 
+from moa_data.errors import StorageUnavailable, StoreDamaged, StoreError, StoreIncomplete
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.errors import DiskFull, PartIncomplete, ShardCorrupt, WriteInvalid
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts import manifest_commit
 from moa_data.storage.parts.commit import read_commits, read_file_records, read_target_commit
@@ -193,7 +193,7 @@ def test_a_full_disk_at_any_write_leaves_a_whole_store(
             try:
                 add(store, wanted)
                 break
-            except DiskFull:
+            except StorageUnavailable:
                 n_full += 1
         assert not list(store.rglob("*.partial"))
         check_whole(store, wanted)
@@ -231,11 +231,11 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
         addition = StoreAddition(writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields))
         assert addition.pending_parts() == [0, 1]
         wanted.write_part(addition, 1)
-        with pytest.raises(PartIncomplete, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"):
+        with pytest.raises(StoreIncomplete, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"):
             addition.finish()
-        with pytest.raises(WriteInvalid, match="Part 1 lacks no field"):
+        with pytest.raises(StoreError, match="Part 1 lacks no field"):
             addition.part(1)
-        with addition.part(0) as out, pytest.raises(WriteInvalid, match="no field 'kv'; this store has hidden/layer_1"):
+        with addition.part(0) as out, pytest.raises(StoreError, match="no field 'kv'; this store has hidden/layer_1"):
             out.write("kv", 0, np.zeros(1, np.uint16))
         assert unfinished_fields(read_commits(store, (0, 1)).values(), writer.codec) == dict.fromkeys(
             ("hidden/layer_1", "hidden/layer_2"), 1
@@ -262,7 +262,7 @@ def test_only_fields_can_be_added(recipe: Recipe, wanted: Recipe, tmp_path: Path
             (replace(wanted.manifest, fields=wanted.manifest.fields[1:]), "keeps all fields"),
             (replace(wanted.manifest, fields=(*recipe.manifest.fields[:3], hidden_field("last", 8))), "keeps all"),
         ):
-            with pytest.raises(WriteInvalid, match=message):
+            with pytest.raises(StoreError, match=message):
                 StoreAddition(writer, manifest, extended_codec(writer.codec, manifest.fields))
 
 
@@ -348,7 +348,7 @@ def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(
             with monkeypatch.context() as patch:
                 patch.setattr(StoreCodec, "open", classmethod(real))
                 add(store, wanted)
-            raise ShardCorrupt("another basis")
+            raise StoreDamaged("another basis")
         return real(cls, manifest, path)
 
     monkeypatch.setattr(StoreCodec, "open", classmethod(not_the_basis))
@@ -356,5 +356,5 @@ def test_a_reader_that_opens_while_the_basis_changes_takes_the_new_manifest(
         assert "hidden/layer_2" in reader.fields
     assert len(calls) == 2
     calls.clear()
-    with pytest.raises(ShardCorrupt, match="another basis"):
+    with pytest.raises(StoreDamaged, match="another basis"):
         ActivationStore(store)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_data.errors import StoreDamaged
 from moa_data.pipeline.jobs.card import CardOrigin, write_card
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import LinkRefused
 from moa_data.storage.parts.plan import read_plan
 from moa_data.storage.read.store import ActivationStore, read_manifest
 from moa_data.storage.schema import hidden_field
@@ -87,7 +87,7 @@ def test_writers_refuse_a_link(store: Path, recipe: Recipe, name: str) -> None:
     before = everything(store.parent)
     attempts: tuple[Callable[[], object], ...] = (lambda: recipe.write(store), lambda: drop_damage(plan))
     for attempt in attempts:
-        with pytest.raises(LinkRefused, match="is a symbolic link") as caught:
+        with pytest.raises(StoreDamaged, match="is a symbolic link") as caught:
             attempt()
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -97,7 +97,7 @@ def test_writers_refuse_a_link(store: Path, recipe: Recipe, name: str) -> None:
 def test_a_link_to_nowhere_is_refused_too(store: Path, recipe: Recipe) -> None:
     shutil.rmtree(store / "parts")
     (store / "parts").symlink_to(store.parent / "unplugged")
-    with pytest.raises(LinkRefused, match=r"parts is a symbolic link to '.*unplugged'.*move the whole store and link"):
+    with pytest.raises(StoreDamaged, match=r"parts is a symbolic link to '.*unplugged'.*move the whole store and link"):
         recipe.write(store)
     assert (store / "commits/part-00000.json").exists()
 
@@ -128,7 +128,7 @@ def test_a_link_that_appears_while_the_store_is_open(store: Path, recipe: Recipe
             attempts += [lambda: writer.replace_manifest(wanted.manifest)]
             attempts += [lambda: write_card(store, CardOrigin("a/model", "a/dataset"))]
         for attempt in attempts:
-            with pytest.raises(LinkRefused, match="is a symbolic link"):
+            with pytest.raises(StoreDamaged, match="is a symbolic link"):
                 attempt()
         assert everything((store / name).resolve()) == inside
         assert not list(store.rglob("*.partial"))
@@ -145,7 +145,7 @@ def test_a_link_in_the_bundle_that_is_being_written(store: Path, recipe: Recipe)
                 (folder / "more").mkdir()
                 (folder / "more/weights").write_text("other")
 
-        with pytest.raises(LinkRefused, match="target/more is a symbolic link"):
+        with pytest.raises(StoreDamaged, match="target/more is a symbolic link"):
             write_bundle()
     assert list((store.parent / "elsewhere").iterdir()) == []
 

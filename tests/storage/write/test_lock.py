@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_data.errors import StoreError, StoreLocked, StoreMismatch
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk.locking import lock_slot
-from moa_data.storage.errors import StoreLocked, StoreMismatch, WriteInvalid
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts.commit import read_part_commit
 from moa_data.storage.write import lock as lock_module
@@ -57,7 +57,7 @@ def test_of_two_writers_of_a_part_the_first_to_commit_wins(tmp_path: Path, recip
         assert (other.was_first, one.was_first) == (True, False)
         assert 0 not in first.pending_parts()
         assert not partials(path)
-        with pytest.raises(WriteInvalid, match="closed"):
+        with pytest.raises(StoreError, match="closed"):
             one.commit()
         for part in first.pending_parts():
             recipe.write_part(first, part)

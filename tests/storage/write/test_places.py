@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_data.errors import OutputOccupied, StorageUnavailable, StoreLocked, StoreMismatch
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.disk.durable import remove_file, write_atomic
 from moa_data.storage.disk.files import names_in, open_path
-from moa_data.storage.errors import OutputOccupied, StorageUnavailable, StoreLocked, StoreMismatch
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts.commit import read_part_commit
 from moa_data.storage.parts.shard import partial_name

@@ -14,18 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from moa_data.storage.care.verify import verify_store
-from moa_data.storage.errors import (
-    DiskFull,
-    ManifestInvalid,
+from moa_data.errors import (
     OutputOccupied,
-    PartIncomplete,
-    PlanInvalid,
     SchemaVersionError,
+    StorageUnavailable,
+    StoreDamaged,
+    StoreError,
+    StoreIncomplete,
     StoreLocked,
     StoreMismatch,
-    WriteInvalid,
 )
+from moa_data.storage.care.verify import verify_store
 from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field
@@ -78,7 +77,7 @@ def test_leaving_without_commit_discards_the_part(writer: StoreWriter, recipe: R
         write_until_interrupted()
     assert not list(Path(str(writer.path), "parts").rglob("c.*"))
     assert 0 in writer.pending_parts()
-    with pytest.raises(WriteInvalid, match="Part 0 is closed"):
+    with pytest.raises(StoreError, match="Part 0 is closed"):
         opened[0].write("tokens", 0, np.zeros(1, np.int32))
     recipe.write_part(writer, 0)
     assert 0 not in writer.pending_parts()
@@ -86,7 +85,7 @@ def test_leaving_without_commit_discards_the_part(writer: StoreWriter, recipe: R
 
 def test_a_part_is_opened_once_at_a_time(writer: StoreWriter, recipe: Recipe) -> None:
     with writer.part(0) as out:
-        with pytest.raises(WriteInvalid, match="Part 0 is being written already"):
+        with pytest.raises(StoreError, match="Part 0 is being written already"):
             writer.part(0)
         recipe.fill(out)
         out.commit()
@@ -94,28 +93,28 @@ def test_a_part_is_opened_once_at_a_time(writer: StoreWriter, recipe: Recipe) ->
 
 def test_wrong_writes_are_refused(writer: StoreWriter, recipe: Recipe) -> None:
     recipe.write_part(writer, 1)
-    with pytest.raises(WriteInvalid, match="Part 1 is committed already"):
+    with pytest.raises(StoreError, match="Part 1 is committed already"):
         writer.part(1)
-    with pytest.raises(WriteInvalid, match=r"parts 0 to \d, got 99"):
+    with pytest.raises(StoreError, match=r"parts 0 to \d, got 99"):
         writer.part(99)
     with writer.part(0) as out:
-        with pytest.raises(WriteInvalid, match="no field 'kvs'; this store has tokens"):
+        with pytest.raises(StoreError, match="no field 'kvs'; this store has tokens"):
             out.write("kvs", 0, np.zeros(1, np.int32))
-        with pytest.raises(WriteInvalid, match=r"'kv' takes uint16 arrays of shape \[n, 4, 2, 2, 8\] \(bfloat16\)"):
+        with pytest.raises(StoreError, match=r"'kv' takes uint16 arrays of shape \[n, 4, 2, 2, 8\] \(bfloat16\)"):
             out.write("kv", 0, np.zeros((1, 4, 2, 2, 8), np.float32))
-        with pytest.raises(WriteInvalid, match=r"got int32 \[3, 1\]"):
+        with pytest.raises(StoreError, match=r"got int32 \[3, 1\]"):
             out.write("tokens", 0, np.zeros((3, 1), np.int32))
         out.write("tokens", 0, np.zeros(10, np.int32))
-        with pytest.raises(WriteInvalid, match="token 9 comes before 10"):
+        with pytest.raises(StoreError, match="token 9 comes before 10"):
             out.write("tokens", 9, np.zeros(1, np.int32))
-        with pytest.raises(WriteInvalid, match=f"lie beyond the part's {out.allocated_tokens}"):
+        with pytest.raises(StoreError, match=f"lie beyond the part's {out.allocated_tokens}"):
             out.write("tokens", out.allocated_tokens, np.zeros(1, np.int32))
 
 
 def test_a_forgotten_sequence_is_not_committed(writer: StoreWriter, recipe: Recipe) -> None:
     with writer.part(0) as out:
         recipe.fill(out, lambda name, row, x: x[:-1] if name == "kv" and row["first_token"] == 0 else x)
-        with pytest.raises(PartIncomplete, match=r"1 of \d sequences were not written to 'kv', the first at tokens 0"):
+        with pytest.raises(StoreIncomplete, match=r"1 of \d sequences were not written to 'kv', the first at tokens 0"):
             out.commit()
     assert 0 in writer.pending_parts()
 
@@ -168,9 +167,9 @@ def test_another_plan_is_named(store: Path, recipe: Recipe) -> None:
 
 
 def test_manifest_and_plan_must_agree(tmp_path: Path, recipe: Recipe) -> None:
-    with pytest.raises(ManifestInvalid, match="manifest says n_tokens 5, the plan has 881"):
+    with pytest.raises(StoreDamaged, match="manifest says n_tokens 5, the plan has 881"):
         recipe.with_manifest(n_tokens=5).write(tmp_path / "store")
-    with pytest.raises(PlanInvalid, match="must have the columns"):
+    with pytest.raises(StoreDamaged, match="must have the columns"):
         replace(recipe, plan=recipe.plan.drop_columns(["part"])).write(tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
@@ -292,7 +291,7 @@ def test_disk_full_anywhere_loses_nothing(
         monkeypatch.setattr(os, call, fail)
         try:
             recipe.write(store)
-        except DiskFull as error:
+        except StorageUnavailable as error:
             messages.append(str(error))
         monkeypatch.setattr(os, call, real)
         assert list(store.rglob("*.partial")) == []
@@ -306,7 +305,7 @@ def test_disk_full_anywhere_loses_nothing(
 def test_a_full_file_system(tmp_path: Path) -> None:
     recipe = make_recipe(tuple(range(100, 180)))
     with tmpfs(tmp_path / "disk", "size=2048k") as disk:
-        with pytest.raises(DiskFull, match=r"No space left while writing .*Parts committed so far are safe"):
+        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*Parts committed so far are safe"):
             recipe.write(disk / "store")
         assert list(disk.rglob("*.partial")) == []
         with ActivationStore(disk / "store") as reader:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import TrainingError
 from moa_data.moa.drafters.rounds import Draws
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import build_store
@@ -25,7 +26,6 @@ from moa_data.trainer.batches.datamodule import (
     sum_loss_weights,
 )
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.errors import TrainingError
 
 
 def config(**changes: Any) -> Any:

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moa_data.cli import main
-from moa_data.errors import FolderOccupied, OptionInvalid
+from moa_data.errors import CheckpointError, OptionInvalid, OutputOccupied, TargetError
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.registry import drafter_class
-from moa_data.moa.errors import CheckpointError, TargetError, TargetMismatch
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS
 from moa_data.moa.targets.bundle import FrozenTarget, hash_target
@@ -23,7 +22,6 @@ from moa_data.tests.kit.drafters import PAPER
 from moa_data.trainer.checkpoints import export as drafter_export
 from moa_data.trainer.checkpoints.export import export_drafter
 from moa_data.trainer.config import DrafterExportConfig
-from moa_data.trainer.errors import TargetUnknown
 
 from ...pipeline.exchange.conftest import extract_config, store, target
 
@@ -106,19 +104,19 @@ def test_what_cannot_be_exported_is_named(
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
     with pytest.raises(CheckpointError, match="does not exist"):
         export_drafter(DrafterExportConfig(drafter=str(tmp_path / "nowhere"), format="moa", out=out))
-    with pytest.raises(FolderOccupied, match="is not an empty folder"):
+    with pytest.raises(OutputOccupied, match="is not an empty folder"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="vllm-eagle", out=eagle))
     with pytest.raises(TargetError, match="neither a folder nor a Hub id"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="eagle", out=out, model="/nowhere"))
     other = make_run(tmp_path / "other", target, store, "eagle", weights_sha256="ef" * 32)
     for model in (str(target), str(store), None):
-        with pytest.raises(TargetMismatch, match="weights efefefefefef"):
+        with pytest.raises(TargetError, match="weights efefefefefef"):
             export_drafter(DrafterExportConfig(drafter=str(other), format="eagle", out=out, model=model))
     gone = make_run(tmp_path / "gone", target, tmp_path / "no-store", "eagle")
-    with pytest.raises(TargetUnknown, match=r"no-store' of .*gone is not there\. Give the target with --model"):
+    with pytest.raises(TargetError, match=r"no-store' of .*gone is not there\. Give the target with --model"):
         export_drafter(DrafterExportConfig(drafter=str(gone), format="eagle", out=out))
     (gone / "run.yaml").unlink()
-    with pytest.raises(TargetUnknown, match="drafter is no run"):
+    with pytest.raises(TargetError, match="drafter is no run"):
         export_drafter(DrafterExportConfig(drafter=str(gone / "drafter"), format="eagle", out=out))
     assert not Path(out).exists()
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import CheckpointError, StorageUnavailable
 from moa_data.moa.files import tensor_file
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.storage.errors import DiskFull
 from moa_data.trainer.checkpoints import saving as checkpoints
 from moa_data.trainer.checkpoints.saving import CheckpointFiles, read_checkpoint, remove_leftovers
-from moa_data.trainer.errors import CheckpointInvalid, TrainingError
 
 from ..fit.test_run import run
 
@@ -154,7 +153,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     line = (
         r"No space left while writing .*last\.ckpt \(No space.*\)\. A checkpoint .* before is whole\. Free .* --resume"
     )
-    with pytest.raises(DiskFull, match=line):
+    with pytest.raises(StorageUnavailable, match=line):
         run(store_path, copied, **SETTINGS, resume=True)
     assert last_of(copied).read_bytes() == before
     assert not list(copied.rglob("*.partial"))
@@ -218,7 +217,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_what_is_no_checkpoint_is_refused(copied: Any, store_path: Path, content: Any) -> None:
     last_of(copied).write_bytes(content() if callable(content) else content)
-    with pytest.raises(CheckpointInvalid, match=r"last\.ckpt is damaged or not .* Nothing of it was used; copy best"):
+    with pytest.raises(CheckpointError, match=r"last\.ckpt is damaged or not .* Nothing of it was used; copy best"):
         run(store_path, copied, **SETTINGS, resume=True)
 
 
@@ -227,7 +226,7 @@ def test_what_is_no_file_is_refused(copied: Any, store_path: Path) -> None:
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
         last.unlink()
         make(last)
-        with pytest.raises(TrainingError, match="not a regular file"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
             run(store_path, copied, **SETTINGS, resume=True)
         last.rmdir() if last.is_dir() else last.unlink()
         last.touch()
@@ -238,7 +237,7 @@ def test_no_code_in_a_checkpoint_runs(copied: Any, store_path: Path, tmp_path: P
     marker = tmp_path / "marker"
     for content in (pickled({"state_dict": {}, "callbacks": Payload(marker)}), pickle.dumps(Payload(marker))):
         last_of(copied).write_bytes(content)
-        with pytest.raises(TrainingError, match=r"last\.ckpt is damaged"):
+        with pytest.raises(CheckpointError, match=r"last\.ckpt is damaged"):
             run(store_path, copied, **SETTINGS, resume=True)
         assert not marker.exists()
 
@@ -295,7 +294,7 @@ def test_another_runs_checkpoint_is_refused(copied: Any, store_path: Path) -> No
         change(state)
         other = shutil.copytree(copied, copied.parent / "other")
         CheckpointFiles().save_checkpoint(state, last_of(other))
-        with pytest.raises(CheckpointInvalid, match=message):
+        with pytest.raises(CheckpointError, match=message):
             run(store_path, other, **SETTINGS, resume=True)
         shutil.rmtree(other)
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from moa_data.errors import TrainingError
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.tests.kit.ranks import free_port, run_ranks
 from moa_data.tests.kit.training import build_store
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.errors import TrainingError
 from moa_data.trainer.fit.curves import read_metrics
 from moa_data.trainer.fit.run import train
 from moa_data.trainer.step.module import DrafterModule

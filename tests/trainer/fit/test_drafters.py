@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import DrafterError, SelectionInvalid, TrainingError
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.eagle3 import Eagle3Drafter
 from moa_data.moa.drafters.registry import DRAFTERS
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.jobs.recode import recode
@@ -24,7 +24,6 @@ from moa_data.tests.kit.variants import quick
 from moa_data.trainer.batches.batch import Batch
 from moa_data.trainer.batches.batch_reader import BatchReader, sequence_bytes
 from moa_data.trainer.batches.datamodule import StoreDataModule, draw
-from moa_data.trainer.errors import MissingField, TrainingError
 from moa_data.trainer.fit.curves import read_metrics
 from moa_data.trainer.fit.run import build_module
 
@@ -224,7 +223,7 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
         (imported, {}, r"kv; nothing can be added to a store that was imported from eagle, .*: --drafter eagle or"),
     ]
     for store, changes, message in lacking:
-        with pytest.raises(MissingField, match=f"lacks {message}"):
+        with pytest.raises(SelectionInvalid, match=f"lacks {message}"):
             run(store, tmp_path / "run", max_steps=2, **changes)
     for fused, message in (
         (None, "this one has 3. Choose them: --fused-layers 0,1,2"),

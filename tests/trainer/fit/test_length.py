@@ -7,11 +7,10 @@ import pytest
 import torch
 import yaml
 
-from moa_data.moa.errors import CheckpointError
+from moa_data.errors import CheckpointError, OutputOccupied, TrainingError
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.tests.kit.command import TRAIN, refused
 from moa_data.tests.kit.command import run as run_command
-from moa_data.trainer.errors import RunExists, TrainingError
 
 from .test_run import assert_same_weights, last_state, run
 
@@ -23,7 +22,7 @@ def test_a_longer_run_equals_one_that_was_that_long_from_the_start(store_path: P
     report = run(store_path, tmp_path / "parts", max_steps=8, resume=True, **settings)
     assert report.n_steps == 8
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
-    with pytest.raises(RunExists, match="has taken 8 steps, more than the 7"):
+    with pytest.raises(OutputOccupied, match="has taken 8 steps, more than the 7"):
         run(store_path, tmp_path / "parts", max_steps=7, resume=True, **settings)
 
 
@@ -31,7 +30,7 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
     """Its earlier steps would have been taken at other rates; the two ways on are named, and both are ways."""
     out = tmp_path / "run"
     run(store_path, out, max_steps=4)
-    with pytest.raises(RunExists, match=r"falls until step 4, not 8.*--decay-steps 4 .*--init-from") as refusal:
+    with pytest.raises(OutputOccupied, match=r"falls until step 4, not 8.*--decay-steps 4 .*--init-from") as refusal:
         run(store_path, out, max_steps=8, resume=True)
     assert str(out) in str(refusal.value)
     assert run(store_path, out, max_steps=6, decay_steps=4, resume=True).n_steps == 6

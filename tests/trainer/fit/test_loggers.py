@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from moa_data.trainer.errors import LoggerMissing, TrainingError
+from moa_data.errors import TrainingError
 from moa_data.trainer.fit import loggers
 
 from .test_run import run
@@ -76,7 +76,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
-    with pytest.raises(LoggerMissing, match=r'--logger wandb needs .* not installed: pip install "moa-data\[wandb\]"'):
+    with pytest.raises(TrainingError, match=r'--logger wandb needs .* not installed: pip install "moa-data\[wandb\]"'):
         run(store_path, tmp_path / "run", logger="wandb")
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(loggers, "check_logger", lambda config: None)
@@ -87,7 +87,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
         raise ModuleNotFoundError("no module named half_of_it")
 
     monkeypatch.setattr(loggers, "WandbLogger", broken)
-    with pytest.raises(LoggerMissing, match=r"pip install .* \(no module named half_of_it\)"):
+    with pytest.raises(TrainingError, match=r"pip install .* \(no module named half_of_it\)"):
         run(store_path, tmp_path / "run", logger="wandb")
 
     def refusing(**options: Any) -> None:

@@ -15,14 +15,13 @@ import pytest
 import torch
 import transformers
 
-from moa_data.errors import Interrupted
+from moa_data.errors import Interrupted, OutputOccupied, RunWarning, TrainingError
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.pipeline.jobs.recode import recode
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.checkpoints.saving import read_checkpoint
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.errors import MemoryShort, NonFiniteGradient, RunExists, TrainingError
 from moa_data.trainer.fit import callbacks
 from moa_data.trainer.fit.curves import read_metrics
 from moa_data.trainer.fit.run import train
@@ -149,7 +148,7 @@ def test_resume_with_another_accumulation(store_path: Path, tmp_path: Path, monk
         return real(module, batch, index)
 
     monkeypatch.setattr(DrafterModule, "training_step", recording)
-    with pytest.warns(MemoryShort, match="is foretold to take"):
+    with pytest.warns(RunWarning, match="is foretold to take"):
         run(store_path, parts, **settings, resume=True)
     assert Counter(steps) == dict.fromkeys(range(5, 14), 8)
     one, other = read_metrics(whole), read_metrics(parts)
@@ -246,13 +245,13 @@ def test_a_validation_that_did_not_end_is_done_again(
 
 def test_refusals(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "run", max_steps=2)
-    with pytest.raises(RunExists, match="already holds a run; pass --resume"):
+    with pytest.raises(OutputOccupied, match="already holds a run; pass --resume"):
         run(store_path, tmp_path / "run", max_steps=2)
-    with pytest.raises(RunExists, match="batch_size was 8, now 4"):
+    with pytest.raises(OutputOccupied, match="batch_size was 8, now 4"):
         run(store_path, tmp_path / "run", max_steps=2, batch_size=4, resume=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
-    with pytest.raises(RunExists, match="holds no run"):
+    with pytest.raises(OutputOccupied, match="holds no run"):
         run(store_path, tmp_path / "other", max_steps=2)
     with pytest.raises(TrainingError, match="nothing to resume"):
         run(store_path, tmp_path / "none", max_steps=2, resume=True)
@@ -278,7 +277,9 @@ def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None
             assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
             before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-            with pytest.raises(RunExists, match=rf"is being trained by process {other.pid} on .*; wait until it ends"):
+            with pytest.raises(
+                OutputOccupied, match=rf"is being trained by process {other.pid} on .*; wait until it ends"
+            ):
                 run(store_path, out, max_steps=4, resume=resume)
             assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
             other.kill()
@@ -305,7 +306,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
         return replace(terms, total=terms.total * torch.inf)
 
     monkeypatch.setattr(MoADrafter, "objective", broken)
-    with pytest.raises(NonFiniteGradient, match=r"is not finite at step 0.*lower --learning-rate"):
+    with pytest.raises(TrainingError, match=r"is not finite at step 0.*lower --learning-rate"):
         run(store_path, tmp_path / "run", max_steps=2, gradient_clip=gradient_clip)
 
 
@@ -327,10 +328,10 @@ def test_two_devices_train_one_run(store_path: Path, tmp_path: Path) -> None:
 def test_resume_refuses_another_store(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
     other = build_store(tmp_path / "other", n_sequences=40)
-    with pytest.raises(RunExists, match=r"on another store: n_sequences was 60, now 40"):
+    with pytest.raises(OutputOccupied, match=r"on another store: n_sequences was 60, now 40"):
         run(other, tmp_path / "run", max_steps=4, resume=True)
     recode(store_path, "int8", tmp_path / "coded")
-    with pytest.raises(RunExists, match=r"on another store: codec was 'lossless', now 'int8'"):
+    with pytest.raises(OutputOccupied, match=r"on another store: codec was 'lossless', now 'int8'"):
         run(tmp_path / "coded", tmp_path / "run", max_steps=4, resume=True)
     moved = store_path.parent / "alias"
     moved.symlink_to(store_path)

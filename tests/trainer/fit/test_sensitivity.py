@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.autograd.functional import jacobian
 
-from moa_data.errors import Interrupted, OptionInvalid
+from moa_data.errors import DrafterError, Interrupted, OptionInvalid, SelectionInvalid, StoreMismatch, TrainingError
 from moa_data.moa.drafters.rounds import Draws
-from moa_data.moa.errors import DrafterError
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.pipeline.jobs.recode import recode
@@ -19,7 +18,6 @@ from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.errors import StoreMismatch
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import kv_field
 from moa_data.tests.kit.command import refused
@@ -27,7 +25,6 @@ from moa_data.tests.kit.command import run as run_command
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, stored
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.training import build_store, tiny_model
-from moa_data.trainer.errors import MissingField, TrainingError
 from moa_data.trainer.fit.sensitivity import DrafterMetrics, drawn_gradients
 
 N_DRAWS = 1_000
@@ -133,7 +130,7 @@ def test_a_drafter_that_feels_no_keys_and_values_is_refused(store_path: Path) ->
         other.config = dataclasses.replace(other.config, target={"weights_sha256": "cd" * 32})
         with pytest.raises(DrafterError, match="weights cdcdcdcdcdcd, this one has abababababab"):
             DrafterMetrics(other)(store, codec, [0])
-        with pytest.raises(MissingField, match="lacks hidden/layer_0, which the drafter reads"):
+        with pytest.raises(SelectionInvalid, match="lacks hidden/layer_0, which the drafter reads"):
             DrafterMetrics(build_drafter(model, n_target_layers=2))(store, codec, [0])
 
 

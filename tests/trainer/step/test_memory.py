@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data.errors import RunWarning
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.nn.limits import LIMITS, smallest_parts
 from moa_data.storage.read.store import ActivationStore
@@ -17,7 +18,6 @@ from moa_data.tests.kit.training import build_store
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer.batches.datamodule import StoreDataModule, draw, rows_of
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.errors import MemoryShort
 from moa_data.trainer.fit import callbacks
 from moa_data.trainer.fit.run import build_module, measure_run, plan_run, train
 from moa_data.trainer.step import recompute
@@ -177,13 +177,13 @@ def test_a_run_that_does_not_fit_warns_in_one_line(
     run = tmp_path / "run"
     options: dict[str, Any] = {"out": str(run), "max_steps": 2, "validation_fraction": 0.0, "warmup_steps": 1}
     monkeypatch.setattr(callbacks, "free_memory", lambda: 1000)
-    with pytest.warns(MemoryShort, match="1 of the longest sequences .* what helps: ") as warned:
+    with pytest.warns(RunWarning, match="1 of the longest sequences .* what helps: ") as warned:
         train(settings(store_of_all, **options, stop_after_steps=1))
-    assert len([one for one in warned if one.category is MemoryShort]) == 1
+    assert len([one for one in warned if one.category is RunWarning]) == 1
     assert "\n" not in str(warned[0].message)
     monkeypatch.undo()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", MemoryShort)
+        warnings.simplefilter("error", RunWarning)
         train(settings(store_of_all, **options, resume=True))
     noted = json.loads((run / "memory.json").read_text())
     assert (noted["recomputes"], noted["micro_batch_size"]) == (True, 1)

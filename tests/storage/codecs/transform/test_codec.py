@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import CodecUnknown, StoreDamaged, StoreError
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.chunks.chunk import encode_chunk
 from moa_data.storage.chunks.field import TOKENS, LearnedCodec, Learning
@@ -21,7 +22,6 @@ from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.rope import Rope
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import to_float32
-from moa_data.storage.errors import CodecUnknown, ShardCorrupt, WriteInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
@@ -98,9 +98,9 @@ class TestTransformWithTokens(TransformContract):
         with opened as writer, writer.part(0) as out:
             row = out.sequences.to_pylist()[0]
             values, tokens = (recipe.values(recipe.manifest.fields[at], row) for at in (2, 0))
-            with pytest.raises(WriteInvalid, match=r"predicted from tokens: .*got none"):
+            with pytest.raises(StoreError, match=r"predicted from tokens: .*got none"):
                 out.write("kv", row["first_token"], values)
-            with pytest.raises(WriteInvalid, match="predicted from tokens"):
+            with pytest.raises(StoreError, match="predicted from tokens"):
                 out.write("kv", row["first_token"], values, tokens[1:])
         with pytest.raises(CodecUnknown, match="no field 'tokens'"):
             StoreCodec(self.name, (kv_field(4, 2, 8),))
@@ -133,7 +133,7 @@ class TestTransformWithTokens(TransformContract):
     def test_another_table_of_features_is_damage(self, written: Path, tmp_path: Path) -> None:
         shutil.copytree(written, tmp_path / "store")
         flip(tmp_path / "store/codec/basis.safetensors", -1)
-        with pytest.raises(ShardCorrupt, match="sha256"):
+        with pytest.raises(StoreDamaged, match="sha256"):
             ActivationStore(tmp_path / "store")
 
 
@@ -339,7 +339,7 @@ def test_a_constant_field_costs_next_to_nothing() -> None:
 def test_a_sample_that_is_not_finite_is_refused() -> None:
     values = TEST[0].copy()
     values[5, 0, 0, 0, 0] = np.nan
-    with pytest.raises(WriteInvalid, match="finite"):
+    with pytest.raises(StoreError, match="finite"):
         make_codec("transform:1@all").calibrate([values])
 
 

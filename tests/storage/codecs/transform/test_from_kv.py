@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from moa_data.errors import CodecUnknown, StoreDamaged
 from moa_data.pipeline.forwards.calibrate import calibrate, target_rope
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.chunks.field import TOKENS, Learning
@@ -19,7 +20,6 @@ from moa_data.storage.codecs.transform import pieces
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import from_float32, to_float32
-from moa_data.storage.errors import CodecUnknown, ManifestInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
 from moa_data.storage.write.addition import extended_codec
@@ -170,7 +170,7 @@ def test_what_cannot_be_predicted_is_refused(store: Path) -> None:
     ):
         settings = {name: dict(of) for name, of in manifest.codec["transform"].items()}
         settings[field]["predicted_from"] = names
-        with pytest.raises(ManifestInvalid, match=what):
+        with pytest.raises(StoreDamaged, match=what):
             StoreCodec.open(replace(manifest, codec={**manifest.codec, "transform": settings}), store)
 
 

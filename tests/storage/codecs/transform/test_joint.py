@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moa_data.errors import StoreDamaged, StoreError
 from moa_data.pipeline.forwards.calibrate import calibrate
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.chunks.field import TOKENS, Learning
@@ -16,7 +17,6 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.settings import TransformSettings
 from moa_data.storage.dtypes import from_float32, to_float32
-from moa_data.storage.errors import ManifestInvalid, WriteInvalid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import StoreManifest, hidden_field, response_mask_field, tokens_field
 from moa_data.storage.write.addition import extended_codec
@@ -124,7 +124,7 @@ def test_a_field_alone_says_what_it_lacks(codec: StoreCodec, store: Path, tmp_pa
     with (
         StoreWriter.create_or_resume(tmp_path / "store", manifest, RECIPE.plan, codec.files()) as writer,
         writer.part(0) as out,
-        pytest.raises(WriteInvalid, match="'hidden/last' is predicted from 'hidden/layer_10': encode the sequence by"),
+        pytest.raises(StoreError, match="'hidden/last' is predicted from 'hidden/layer_10': encode the sequence by"),
     ):
         out.write("hidden/last", ROWS[0]["first_token"], SEQUENCES[0]["hidden/last"])
 
@@ -135,7 +135,7 @@ def test_a_damaged_record_of_what_it_is_predicted_from(store: Path, base: str) -
     settings = {name: dict(of) for name, of in manifest.codec["transform"].items()}
     settings["hidden/layer_2"]["predicted_from"] = base
     damaged = replace(manifest, codec={**manifest.codec, "transform": settings})
-    with pytest.raises(ManifestInvalid, match=r"would be predicted from itself|cannot be predicted from"):
+    with pytest.raises(StoreDamaged, match=r"would be predicted from itself|cannot be predicted from"):
         StoreCodec.open(damaged, store)
 
 
