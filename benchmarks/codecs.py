@@ -40,8 +40,8 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.nn.kv import unpack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats.prompts import prompt_tokens
 from moa_data.pipeline.config import TEXT_FIELDS, ExtractConfig
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.recode import recode

@@ -18,8 +18,8 @@ from records import add_out_option, settings_of, write_record
 
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
+from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats.prompts import prompt_tokens
 from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.sequence import Commit, Request, Work

@@ -64,9 +64,9 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from ..moa.decoding.proposer import DrafterProposer
     from ..moa.decoding.tree import TreeShape
     from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
+    from ..moa.targets.chat_tokens import check_template, prompt_tokens
     from ..moa.targets.live import Target
-    from ..pipeline.chats.prompts import check_template, prompt_tokens
-    from ..pipeline.chats.template_arguments import choose_template_arguments
+    from ..moa.targets.template import choose_template_arguments
     from .views import decoding_view
 
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)

@@ -83,9 +83,9 @@ def _service(config: ServeConfig) -> "Service":
     """Load target and drafters, and make what answers requests."""
     import torch
 
+    from ..moa.targets.chat_tokens import check_template
     from ..moa.targets.live import Target
-    from ..pipeline.chats.prompts import check_template
-    from ..pipeline.chats.template_arguments import choose_template_arguments
+    from ..moa.targets.template import choose_template_arguments
     from ..serving.engine.engine import Engine
     from ..serving.engine.thread import EngineThread
     from ..serving.server.access import BearerTokens

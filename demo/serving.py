@@ -17,8 +17,8 @@ from urllib.request import urlopen
 
 from ..errors import OptionInvalid
 from ..moa.decoding.loop import plain_generate
+from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
-from ..pipeline.chats.prompts import prompt_tokens
 from ..serving.client.client import DraftingClient
 from ..serving.client.events import Event
 from ..serving.client.timeline import Timeline

@@ -9,9 +9,9 @@ from ..moa.decoding.policy import ShapePolicy
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
 from ..moa.decoding.tree import Shape
 from ..moa.drafters.base import Drafter
+from ..moa.targets.chat_tokens import check_template, prompt_tokens
 from ..moa.targets.live import Target
-from ..pipeline.chats.prompts import check_template, prompt_tokens
-from ..pipeline.chats.template_arguments import choose_template_arguments
+from ..moa.targets.template import choose_template_arguments
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 

@@ -13,9 +13,9 @@ import torch
 from ..errors import DatasetError, PromptUnusable, TemplateError
 from ..moa.decoding.loop import Generation
 from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
+from ..moa.targets.chat import Message
+from ..moa.targets.chat_tokens import check_prompt, prompt_tokens
 from ..moa.targets.live import Target
-from ..pipeline.chats.messages import Message
-from ..pipeline.chats.prompts import check_prompt, prompt_tokens
 from ..text import Progress
 from .methods import Generate
 from .prompts import Prompt

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DatasetError
+from ..moa.targets.chat import Message, Rejection, UnreadableRow, parse_prompt
 from ..pipeline.chats.dataset import parse_json
-from ..pipeline.chats.messages import Message, Rejection, UnreadableRow, parse_prompt
 from ..text import printable
 
 CHATS, SPEC_BENCH = "chats", "spec-bench"

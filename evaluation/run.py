@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import ReportUnwritten
+from ..moa.targets.chat_tokens import check_template
 from ..moa.targets.live import Target
-from ..pipeline.chats.prompts import check_template
-from ..pipeline.chats.template_arguments import choose_template_arguments
+from ..moa.targets.template import choose_template_arguments
 from ..text import Progress
 from .config import DRAFTING, DisconnectConfig, EvalConfig
 from .disconnection import measure_disconnections

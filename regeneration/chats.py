@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..pipeline.chats.columns import Columns
-from ..pipeline.chats.messages import Message, Rejection, RejectReason, parse_prompt
 from ..text import printable
 
 Turns = tuple[tuple[Message, ...], ...]

@@ -12,10 +12,10 @@ from ..moa.decoding.loop import Generation, generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.tree import Shape
 from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
+from ..moa.targets.chat import Rejection
+from ..moa.targets.chat_tokens import check_template, prompt_tokens, tokenize_chat
 from ..moa.targets.live import Target
-from ..pipeline.chats.messages import Rejection
-from ..pipeline.chats.prompts import check_template, prompt_tokens, tokenize_chat
-from ..pipeline.chats.template_arguments import choose_template_arguments
+from ..moa.targets.template import choose_template_arguments
 from .chats import Exchange, LossReason
 from .config import RegenerateConfig
 

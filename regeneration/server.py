@@ -12,7 +12,7 @@ from typing import Any
 import httpx2 as httpx
 
 from ..errors import ServingError
-from ..pipeline.chats.template_arguments import parse_template_arguments
+from ..moa.targets.template import parse_template_arguments
 from ..text import first_line
 from .chats import Exchange, LossReason, Outcome, Question
 from .config import RegenerateConfig

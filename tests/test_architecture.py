@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "moa.decoding": LEAVES | MOA,
     "moa.formats": LEAVES | MOA | {"moa.files"},
     "pipeline": LEAVES | {"config"},
-    "pipeline.chats": LEAVES | {"pipeline"},
+    "pipeline.chats": LEAVES | {"pipeline", "moa.targets"},
     "pipeline.forwards": LEAVES | STORAGE | TARGETS | {"pipeline"},
     "pipeline.engines": LEAVES | TARGETS | {"pipeline", "pipeline.forwards"},
     "pipeline.workers": LEAVES | STORAGE | TARGETS | {"pipeline", "pipeline.chats", "pipeline.forwards"},
@@ -69,12 +69,12 @@ ALLOWED: dict[str, set[str]] = {
     | {"config"}
     | MOA
     | {"serving", "serving.engine", "serving.protocol"}
-    | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
+    | {"moa.decoding", "moa.formats", "pipeline"},
     "serving.client": LEAVES
     | {"config"}
     | MOA
     | {"serving", "serving.protocol"}
-    | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
+    | {"moa.decoding", "moa.formats", "pipeline"},
     "demo": LEAVES
     | {"config"}
     | STORAGE
@@ -105,7 +105,7 @@ OUTSIDE: dict[str, set[str]] = {
         "fsspec",
         "obstore",
     },
-    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions"},
+    "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2"},
     "hub": {"huggingface_hub"},
     "pipeline.exchange": {"torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions"},
 }

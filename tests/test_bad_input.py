@@ -21,8 +21,8 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.mixture_sizes import MoASizes
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats.messages import RejectReason
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import TRAIN, copied, refused, run
 from moa_data.tests.kit.disks import tmpfs

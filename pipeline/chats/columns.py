@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import OptionInvalid
-from .messages import ROLES, Rejection, RejectReason
+from ...moa.targets.chat import ROLES, Rejection, RejectReason
 
 FORMATS = {
     "alpaca": ("user=instruction+input", "assistant=output"),

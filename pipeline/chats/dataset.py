@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...errors import DatasetError
+from ...moa.targets.chat import UnreadableRow
 from ...text import first_line, format_bytes
-from .messages import UnreadableRow
 from .splits import DEFAULT_SPLIT, SUFFIXES, ChosenFiles, choose_files
 
 MAX_ROW_BYTES = 1 << 28

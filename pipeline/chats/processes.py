@@ -23,8 +23,8 @@ from typing import Any
 import pyarrow as pa
 
 from ...errors import DatasetError, StorageUnavailable, WorkerError
-from .messages import Rejection
-from .prompts import TokenizedChat
+from ...moa.targets.chat import Rejection
+from ...moa.targets.chat_tokens import TokenizedChat
 
 MIN_ROWS = 2000
 """With fewer rows, one process is done before others have started."""

@@ -17,14 +17,14 @@ import pyarrow as pa
 
 from ...errors import DatasetError
 from ...machine import usable_cores
+from ...moa.targets.chat import Rejection, RejectReason, parse_chat
+from ...moa.targets.chat_tokens import TokenizedChat, tokenize_chat
+from ...moa.targets.template import asked_the_time, forget_the_time, note_the_time
 from ...text import Progress
 from ..config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .columns import FORMATS, Columns
 from .dataset import ChatSource
-from .messages import Rejection, RejectReason, parse_chat
 from .processes import Tokenised, tokenise_rows
-from .prompts import TokenizedChat, tokenize_chat
-from .rendering import asked_the_time, forget_the_time, note_the_time
 
 CHAT_COLUMNS = Columns()
 """The columns of rows that are chats as they are."""

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ...errors import DatasetError, OptionInvalid, TargetError
 from ...moa.targets.bundle import FrozenTarget, hash_target
+from ...moa.targets.chat_tokens import TokenizedChat, check_template
 from ...moa.targets.live import Target, resolve_model_folder
+from ...moa.targets.template import TEMPLATE_TIME, asked_the_time
 from ...storage.disk.files import names_in
 from ...storage.documents import parse_object, read_bounded
 from ...storage.dtypes import to_float32
@@ -25,8 +27,6 @@ from ...storage.read.store import ActivationStore
 from ...text import Progress
 from ..chats.columns import Columns
 from ..chats.dataset import ChatSource
-from ..chats.prompts import TokenizedChat, check_template
-from ..chats.rendering import TEMPLATE_TIME, asked_the_time
 from ..chats.sequences import content_id, tokenize_row
 from ..config import ActivationSpec
 from ..forwards.capture import Capture, capture

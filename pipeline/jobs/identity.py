@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import TargetError
 from ...moa.targets.bundle import hash_target, weight_files
+from ...moa.targets.template import template_text
 from ...text import Progress
-from ..chats.rendering import template_text
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -16,13 +16,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from ...moa.targets.template import parse_template_arguments
 from ...storage.disk.durable import replacing
 from ...storage.names import TEXTS_NAME
 from ...storage.paths import StorePath
 from ..chats.columns import Columns
 from ..chats.dataset import ChatSource
 from ..chats.sequences import Sequences
-from ..chats.template_arguments import parse_template_arguments
 from ..config import ExtractConfig
 from ..workers.work import map_texts
 

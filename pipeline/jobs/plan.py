@@ -18,7 +18,9 @@ import torch
 from ...errors import CodecUnknown, OptionInvalid, StorageUnavailable
 from ...machine import free_memory
 from ...moa.targets.bundle import load_target_config, target_sizes
+from ...moa.targets.chat_tokens import check_template
 from ...moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
+from ...moa.targets.template import TEMPLATE_TIME, parse_template_arguments
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform.calibration import MAX_FEATURES
 from ...storage.disk.files import open_path
@@ -37,10 +39,7 @@ from ...storage.schema import (
 from ...text import Progress, counted, format_bytes, format_hours
 from ..chats.columns import Columns
 from ..chats.dataset import ChatSource
-from ..chats.prompts import check_template
-from ..chats.rendering import TEMPLATE_TIME
 from ..chats.sequences import Sequences, check_counts, read_sequences
-from ..chats.template_arguments import parse_template_arguments
 from ..config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations
 from ..engines.vllm_source import check_vllm
 from ..forwards.learning_cost import LearningCost, learning_cost, product_speed

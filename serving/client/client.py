@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, get_args
 
 from ...errors import RequestInvalid
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed
-from ...pipeline.chats.prompts import prompt_tokens
+from ...moa.targets.chat_tokens import prompt_tokens
 from ..detokenizer import Detokenizer
 from ..protocol import moa_v1_pb2 as pb
 from ..protocol.codecs import check_codec

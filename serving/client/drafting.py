@@ -30,9 +30,9 @@ from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_sizes_fit
 from ...moa.formats.checkpoint import load_drafter
 from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids, target_sizes
+from ...moa.targets.chat_tokens import check_template
 from ...moa.targets.live import load_target_tokenizer
-from ...pipeline.chats.prompts import check_template
-from ...pipeline.chats.template_arguments import choose_template_arguments
+from ...moa.targets.template import choose_template_arguments
 from .session import Draft
 
 _RUN_FILE, _BUNDLE = "run.yaml", "target"

@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ...errors import PromptUnusable, ServingError
-from ...pipeline.chats.messages import Rejection, parse_prompt
-from ...pipeline.chats.prompts import prompt_tokens
+from ...moa.targets.chat import Rejection, parse_prompt
+from ...moa.targets.chat_tokens import prompt_tokens
 from .answer import Answer
 from .answer_form import AnswerForm, ChatForm, CompletionForm
 from .guard import Guard, Sites

@@ -20,8 +20,8 @@ import pytest
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
+from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats.prompts import prompt_tokens
 from moa_data.serving.client.saved import SavedAnswer
 from moa_data.serving.emulation.proxy import Proxy
 from moa_data.tests.kit.certificates import Authority

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moa_data import Target, generate, load_drafter
-from moa_data.pipeline.chats.prompts import prompt_tokens
+from moa_data.moa.targets.chat_tokens import prompt_tokens
 
 
 def test_texts_chats_and_tokens_give_one_answer(room: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from moa_data.pipeline.chats.messages import Rejection, RejectReason
-from moa_data.pipeline.chats.prompts import TokenizedChat
+from moa_data.moa.targets.chat import Rejection, RejectReason
+from moa_data.moa.targets.chat_tokens import TokenizedChat
 
 from .models import TEXT
 

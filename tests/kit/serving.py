@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats.prompts import prompt_tokens
 from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.thread import EngineThread

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from moa_data.moa.targets.chat import RejectReason
 from moa_data.pipeline.chats.columns import Columns
-from moa_data.pipeline.chats.messages import RejectReason
 from moa_data.regeneration.chats import Exchange, LossReason, Outcome, Question, Tally
 from moa_data.tests.kit.chats import chat
 

@@ -10,8 +10,8 @@ import pytest
 
 from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied
 from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.chats.prompts import prompt_tokens
 from moa_data.regeneration import run as run_module
 from moa_data.regeneration.chats import LossReason
 from moa_data.regeneration.config import RegenerateConfig

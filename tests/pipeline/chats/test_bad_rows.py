@@ -11,12 +11,11 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from moa_data.errors import DatasetError, TemplateError
+from moa_data.moa.targets.chat import Chat, Rejection, RejectReason, UnreadableRow, parse_chat
+from moa_data.moa.targets.chat_tokens import tokenize_chat
+from moa_data.moa.targets.template import MAX_CHAT_CHARS, check_program
 from moa_data.pipeline.chats import dataset as dataset_module
-from moa_data.pipeline.chats import rendering
 from moa_data.pipeline.chats.dataset import ChatSource
-from moa_data.pipeline.chats.messages import Chat, Rejection, RejectReason, UnreadableRow, parse_chat
-from moa_data.pipeline.chats.prompts import tokenize_chat
-from moa_data.pipeline.chats.rendering import MAX_CHAT_CHARS, check_program
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
 from moa_data.storage.parts.plan import plan_bytes
@@ -190,7 +189,7 @@ def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
         compiled.append(text)  # what computes with the constants of such a template would take gigabytes
         return real("")
 
-    monkeypatch.setattr(rendering, "_compile_jinja_template", compile_nothing)
+    monkeypatch.setattr(template, "_compile_jinja_template", compile_nothing)
     with pytest.raises(TemplateError, match="2,000,000,000"):
         check_program(build_tokenizer(template + LLAMA3_TEMPLATE))
     assert compiled == [""]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
+from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat
 from moa_data.pipeline.chats.columns import Columns
 from moa_data.pipeline.chats.dataset import ChatSource
-from moa_data.pipeline.chats.messages import Chat, RejectReason, UnreadableRow, parse_chat
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.jobs.extract import extract
 from moa_data.pipeline.jobs.plan import build_plan

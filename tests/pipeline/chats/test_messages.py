@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from moa_data.errors import DatasetError
+from moa_data.moa.targets.chat import Chat, Rejection, RejectReason, parse_chat
 from moa_data.pipeline.chats.dataset import ChatSource
-from moa_data.pipeline.chats.messages import Chat, Rejection, RejectReason, parse_chat
 from moa_data.tests.kit.chats import rejected
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from moa_data.errors import DatasetError, StorageUnavailable, WorkerError
+from moa_data.moa.targets.chat import Rejection, RejectReason
 from moa_data.pipeline.chats import processes
-from moa_data.pipeline.chats.messages import Rejection, RejectReason
 from moa_data.pipeline.chats.processes import tokenise_rows
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from moa_data.errors import OptionInvalid, StoreMismatch
-from moa_data.pipeline.chats.prompts import TokenizedChat, check_template, prompt_tokens, tokenize_chat
-from moa_data.pipeline.chats.rendering import control_tokens
-from moa_data.pipeline.chats.template_arguments import choose_template_arguments, parse_template_arguments
+from moa_data.moa.targets.chat_tokens import TokenizedChat, check_template, prompt_tokens, tokenize_chat
+from moa_data.moa.targets.template import choose_template_arguments, control_tokens, parse_template_arguments
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.jobs.audit import audit
 from moa_data.pipeline.jobs.extract import extract

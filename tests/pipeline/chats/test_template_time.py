@@ -9,7 +9,7 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from moa_data.errors import DatasetError
-from moa_data.pipeline.chats.prompts import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.jobs.audit import audit
 from moa_data.pipeline.jobs.extract import extract

@@ -10,9 +10,9 @@ import pytest
 from transformers import AddedToken
 
 from moa_data.errors import PromptUnusable, TemplateError
+from moa_data.moa.targets.chat import Chat, RejectReason, parse_chat
+from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens
 from moa_data.pipeline.chats.dataset import ChatSource
-from moa_data.pipeline.chats.messages import Chat, RejectReason, parse_chat
-from moa_data.pipeline.chats.prompts import TokenizedChat, prompt_tokens
 from moa_data.pipeline.chats.sequences import tokenize_row
 from moa_data.tests.kit import chats as kit
 from moa_data.tests.kit.models import build_tokenizer

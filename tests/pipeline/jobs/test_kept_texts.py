@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from moa_data.errors import DatasetError, StorageUnavailable
+from moa_data.moa.targets.chat_tokens import TokenizedChat
 from moa_data.pipeline.chats import sequences as chats
-from moa_data.pipeline.chats.prompts import TokenizedChat
 from moa_data.pipeline.chats.sequences import Sequences
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.jobs.extract import extract

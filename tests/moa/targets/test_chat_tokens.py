@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moa_data.errors import TemplateError
-from moa_data.pipeline.chats.messages import RejectReason
-from moa_data.pipeline.chats.prompts import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.moa.targets.chat import RejectReason
+from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import CHATML_TEMPLATE, GENERATION_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE

@@ -26,8 +26,8 @@ import numpy as np
 
 from ...errors import PromptUnusable, TemplateError
 from ...text import first_line
-from .messages import Message, Rejection, RejectReason, tool_name
-from .rendering import (
+from .chat import Message, Rejection, RejectReason, tool_name
+from .template import (
     RENDER_ERRORS,
     check_program,
     find_unusable_text,
