@@ -1,0 +1,262 @@
+"""A store through random sequences of writing, killing, damaging, repairing, recoding and reading, against a model.
+
+The model is what committed parts must hold: the recipe's values. Whatever happened before, a reader sees a set of whole
+parts, damage is named, and a repair followed by a plain run gives the bytes of a store that nothing ever happened to.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moa_data.errors import StoreError, StoreIncomplete, StoreNotFound
+from moa_data.pipeline.jobs.recode import recode
+from moa_data.storage.care.repair import drop_damage, plan_repair
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.kills import CHANGING_CALLS
+from moa_data.tests.kit.stores import FIELDS, make_recipe, read_tree
+
+RECIPE = make_recipe((70, 3, 130, 64, 1), part_tokens=192)
+N_PARTS = RECIPE.manifest.n_parts
+
+
+class Killed(BaseException):
+    """The end of a writer's process; nothing that it does afterwards reaches the disk."""
+
+
+@contextmanager
+def killed_at(n: int) -> Iterator[None]:
+    """Let the n-th call that changes the disk, and all after it, fail; the n-th one, where it is a write, is torn."""
+    left = n
+    with pytest.MonkeyPatch.context() as patch:
+
+        def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == 0 and name == "write":
+                    real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                if left <= 0:
+                    raise Killed
+                return real(*arguments, **options)
+
+            return call
+
+        for name in (*CHANGING_CALLS, "link"):
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
+        with suppress(Killed):
+            yield
+
+
+def damage(path: Path, how: str, at: float) -> None:
+    """Flip a bit of a file, cut it, or delete it."""
+    content = path.read_bytes()
+    place = int(at * (len(content) - 1))
+    if how == "delete":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(content[:place])
+    else:
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One folder that one writer after the other works on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = Path(tempfile.mkdtemp())
+        self.store = self.room / "store"
+        self.is_damaged = False
+        self.committed: set[int] = set()
+        self.n_recodings = 0
+
+    def teardown(self) -> None:
+        """Finish the store; it is the one that an undisturbed run writes."""
+        try:
+            self.finish()
+        finally:
+            shutil.rmtree(self.room)
+
+    @initialize(parts=st.sets(st.integers(0, N_PARTS - 1)))
+    def begin(self, parts: set[int]) -> None:
+        """Write some of the parts."""
+        with self.opened() as writer:
+            for part in sorted(parts):
+                RECIPE.write_part(writer, part)
+        self.committed = parts
+
+    def opened(self, shares: bool = False) -> StoreWriter:
+        return StoreWriter.create_or_resume(self.store, RECIPE.manifest, RECIPE.plan, shares=shares)
+
+    @rule(shares=st.booleans(), chosen=st.integers(0, 99))
+    def write_a_part(self, shares: bool, chosen: int) -> None:
+        """Opening repairs what can be told by sizes, so that damage may make parts pending here."""
+        with self.opened(shares) as writer:
+            pending = writer.pending_parts()
+            self.look(set(range(N_PARTS)) - set(pending))
+            if pending:
+                part = pending[chosen % len(pending)]
+                RECIPE.write_part(writer, part)
+                self.committed.add(part)
+            assert writer.pending_parts() == sorted(set(range(N_PARTS)) - self.committed)
+
+    @rule(chosen=st.integers(0, 99))
+    def leave_a_part_unfinished(self, chosen: int) -> None:
+        """A writer that gives a part up leaves it pending."""
+        with self.opened() as writer:
+            self.look(set(writer.committed_parts()))
+            if pending := writer.pending_parts():
+                with writer.part(pending[chosen % len(pending)]) as out:
+                    RECIPE.fill(out)
+            assert set(writer.committed_parts()) == self.committed
+
+    @rule(at=st.integers(1, 60), shares=st.booleans())
+    def kill_a_writer(self, at: int, shares: bool) -> None:
+        """A kill at any operation leaves each part whole or pending."""
+        writer: StoreWriter | None = None
+        with killed_at(at):
+            writer = self.opened(shares)
+            for part in writer.pending_parts():
+                RECIPE.write_part(writer, part)
+        if writer is not None:
+            writer.close()  # as the kernel does
+        self.look(None)
+
+    @precondition(lambda self: not self.is_damaged)
+    @rule(data=st.data(), how=st.sampled_from(["flip", "cut", "delete"]), at=st.floats(0, 1))
+    def damage_a_file(self, data: st.DataObject, how: str, at: float) -> None:
+        """Any file but the lock; a lost commit is no damage but a part to be written."""
+        name = data.draw(st.sampled_from(sorted(read_tree(self.store))))
+        if name == "store.json" and how == "delete":
+            return
+        damage(self.store / name, how, at)
+        self.is_damaged = True
+
+    @precondition(lambda self: self.is_damaged)
+    @rule(how=st.sampled_from(["drop", "kill", "run again"]), at=st.integers(1, 20))
+    def repair(self, how: str, at: int) -> None:
+        """What verify names is dropped; store.json and plan.parquet come back by the run that made them."""
+        plan = plan_repair(self.store)
+        if how == "kill" and not plan.manifest:
+            with killed_at(at):
+                drop_damage(plan)
+            plan = plan_repair(self.store)
+        if plan.manifest or how == "run again":
+            self.opened().close()
+            plan = plan_repair(self.store)
+        if plan.damages:
+            drop_damage(plan)
+        report = verify_store(self.store)
+        assert report.ok
+        before = self.committed
+        self.look(None)
+        assert len(before - self.committed) <= 1
+        self.is_damaged = False
+
+    @precondition(lambda self: not self.is_damaged)
+    @rule()
+    def recode(self) -> None:
+        """A whole store recodes to a verified one within the codec's error; an incomplete one is refused."""
+        out = self.room / f"int8-{self.n_recodings}"
+        if len(self.committed) < N_PARTS:
+            with pytest.raises(StoreIncomplete):
+                recode(self.store, "int8", out)
+            return
+        self.n_recodings += 1
+        recode(self.store, "int8", out)
+        assert verify_store(out).ok
+        with ActivationStore(out, require_complete=True) as reader:
+            row = RECIPE.plan.slice(0, 1).to_pylist()[0]
+            wanted = to_float32(RECIPE.values(FIELDS[3], row), "bfloat16")
+            np.testing.assert_allclose(to_float32(reader.read(0, "hidden/last"), "bfloat16"), wanted, atol=0.05)
+
+    @invariant()
+    def verify(self) -> None:
+        """Nothing is called damaged that is not, and what is damaged is named."""
+        if not self.store.exists():
+            return
+        try:
+            report = verify_store(self.store, n_threads=1)
+        except StoreNotFound:
+            return
+        if not self.is_damaged:
+            assert report.ok
+            assert report.n_parts == len(self.committed)
+
+    @invariant()
+    def read(self) -> None:
+        """A reader sees right values or an error of the store."""
+        if not self.store.exists():
+            return
+        try:
+            self.read_all(range(N_PARTS))
+        except StoreError:
+            assert self.is_damaged or not (self.store / "store.json").exists()
+
+    def read_all(self, parts: Any) -> set[int]:
+        with ActivationStore(self.store, parts=parts) as reader:
+            for i, row in enumerate(reader.sequences.to_pylist()):
+                for spec in FIELDS:
+                    np.testing.assert_array_equal(reader.read(i, spec.name), RECIPE.values(spec, row))
+            return set(reader.commits)
+
+    def look(self, found: set[int] | None) -> None:
+        """Take over which parts are committed; parts are lost by damage alone."""
+        if found is None:
+            try:
+                found = self.read_all(range(N_PARTS))
+            except StoreError:
+                if not (self.store / "store.json").exists():
+                    assert not self.committed
+                    return
+                assert self.is_damaged
+                return
+        if not self.is_damaged:
+            assert found >= self.committed
+        self.committed = set(found)
+
+    def finish(self) -> None:
+        if self.is_damaged:
+            self.repair("run again", 1)
+        RECIPE.write(self.store)
+        assert read_tree(self.store) == whole()
+
+
+_whole: dict[str, bytes] = {}
+
+
+def whole() -> dict[str, bytes]:
+    """The bytes of an undisturbed store."""
+    if not _whole:
+        with tempfile.TemporaryDirectory() as folder:
+            _whole.update(read_tree(RECIPE.write(Path(folder) / "store")))
+    return _whole
+
+
+_ANY_TIME = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+
+
+class TestStore(StoreMachine.TestCase):  # type: ignore[valid-type,misc]
+    settings = settings(_ANY_TIME, max_examples=10, stateful_step_count=8)
+
+
+@pytest.mark.slow
+class TestStoreAtLength(StoreMachine.TestCase):  # type: ignore[valid-type,misc]
+    settings = settings(_ANY_TIME, max_examples=200, stateful_step_count=25)
