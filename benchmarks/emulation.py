@@ -15,10 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from network_conditions import CONDITIONS, Condition
+from network_tunnel import Tunnel
 from records import add_out_option, settings_of, write_record
-
-from moa_data.serving.emulation.conditions import CONDITIONS, Condition
-from moa_data.serving.emulation.tunnel import Tunnel
 
 PROBES = str(Path(__file__).with_name("probes.py"))
 PORT = 7000

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from network_conditions import CONDITIONS
 from network_world import JSON, Models, World
 from records import add_out_option, settings_of, write_record
 
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.evaluation.statistics import ratio_with_interval
-from moa_data.serving.emulation.conditions import CONDITIONS
 
 METHODS = "api,api+moa,ahead:moa,ahead:eagle,ahead:independent,auto:moa"
 PAIRS = (("ahead:moa", "ahead:eagle"), ("auto:moa", "api"), ("auto:moa", "api+moa"))

@@ -17,10 +17,9 @@ import statistics
 from typing import Any
 
 from network import add_models, chats_of, models_of
+from network_conditions import CONDITIONS
 from network_world import JSON, World
 from records import add_out_option, settings_of, write_record
-
-from moa_data.serving.emulation.conditions import CONDITIONS
 
 METHODS = "api,ahead:moa,ahead:eagle,ahead:independent,auto:moa"
 SHARES = (0.1, 0.5)

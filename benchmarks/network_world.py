@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from moa_data.serving.emulation.conditions import Condition
-from moa_data.serving.emulation.tunnel import Tunnel
+from network_conditions import Condition
+from network_tunnel import Tunnel
 
 CLIENT = str(Path(__file__).with_name("network_client.py"))
 HTTP_PORT, GRPC_PORT = 8000, 8001

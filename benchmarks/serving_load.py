@@ -34,8 +34,6 @@ from moa_data.errors import MoaDataError
 from moa_data.serving.client.client import DraftingClient
 from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.exchange import Patience
-from moa_data.serving.emulation.conditions import symmetric
-from moa_data.serving.emulation.proxy import Proxy
 from moa_data.serving.server.run import raise_file_limit
 from moa_data.tests.kit.attackers import (
     HTTP2_PREFACE,
@@ -49,6 +47,7 @@ from moa_data.tests.kit.attackers import (
     stay_silent,
     wait_for_end,
 )
+from moa_data.tests.kit.proxy import Proxy
 
 N_TOKENS = 40
 QUESTIONS = [f"What is {n} plus {n + 3}, and why?" for n in range(8)]
@@ -155,7 +154,7 @@ class Load:
         self.health_s: list[float] = []
         self.answer_s: list[float] = []
         self._is_over, self._lock = threading.Event(), threading.Lock()
-        self._proxy = Proxy(("127.0.0.1", server.grpc_port), symmetric("near", delay_ms=2, loss=0.01))
+        self._proxy = Proxy(("127.0.0.1", server.grpc_port), delay_s=0.002)
         roles: list[tuple[Callable[[random.Random], None], int]] = [
             (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2), (self._send_garbage, 2),
             (self._break_network, 1), (self._ask_health, 1), (self._ask, 2), (self._never_read, 4),
@@ -317,7 +316,7 @@ class Load:
         else:
             self._proxy.cut(reset=chance.random() < 0.5)
             self._is_over.wait(chance.uniform(0.05, 2))
-            self._proxy.mend()
+            self._proxy.restore()
 
 
 def watch(server: Server, seconds: float) -> list[tuple[float, float, int, int]]:

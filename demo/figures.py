@@ -6,9 +6,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ..serving.client.timeline import Timeline
 from ..storage.care.summary import StoreSummary
 from .target import TargetReport
+from .timeline import Timeline
 
 DPI = 130
 

@@ -189,7 +189,7 @@ class _Run:
             self.progress(0, 1, "serve, and cut the network")
         answered = answer_through_a_cut(
             self.target, self.store, self.drafter, [row["messages"][:-1] for row in rows],
-            self.config.evaluation.max_new_tokens, self.config.seed,
+            self.config.evaluation.max_new_tokens,
         )  # fmt: skip
         pictures = self.folder / FIGURES
         pictures.mkdir(exist_ok=True)

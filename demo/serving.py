@@ -21,10 +21,11 @@ from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
 from ..serving.client.events import Event
-from ..serving.client.timeline import Timeline
-from ..serving.emulation.conditions import MOBILE_4G
-from ..serving.emulation.proxy import Proxy
+from .proxy import CutProxy
+from .timeline import Timeline
 
+DELAY_S = 0.021
+"""Of each byte one way, the mean of 4G."""
 TARGET_MS = 25.0
 """Least time of a target call, about that of an 8B target on a small GPU; the demo's own takes one or two."""
 CUT_AFTER, CUT_S = 0.35, 1.5
@@ -51,7 +52,7 @@ class Answered:
 
 
 def answer_through_a_cut(
-    target: Path, store: Path, drafter: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int, seed: int = 0
+    target: Path, store: Path, drafter: Path, prompts: list[list[dict[str, Any]]], max_new_tokens: int
 ) -> Answered:
     """Serve the target in a process of its own, and answer the prompt with the longest answer.
 
@@ -71,7 +72,7 @@ def answer_through_a_cut(
     longest = max(range(len(prompts)), key=lambda index: len(references[index]))
     messages, reference = prompts[longest], references[longest]
     timeline = Timeline()
-    with _served(target, drafter) as port, Proxy(("127.0.0.1", port), MOBILE_4G, seed) as proxy:
+    with _served(target, drafter) as port, CutProxy(port, DELAY_S) as proxy:
         watcher = _Cutter(proxy, timeline, round(CUT_AFTER * len(reference)))
         with DraftingClient(proxy.address, drafter, store) as client:
             timeline.began_s = time.perf_counter()
@@ -92,7 +93,7 @@ def answer_through_a_cut(
 class _Cutter:
     """Notes events, and cuts the network once when enough of the answer is there."""
 
-    def __init__(self, proxy: Proxy, timeline: Timeline, n_tokens: int) -> None:
+    def __init__(self, proxy: CutProxy, timeline: Timeline, n_tokens: int) -> None:
         self._proxy, self._timeline, self._n_tokens = proxy, timeline, n_tokens
         self._has_cut = False
 
@@ -106,7 +107,7 @@ class _Cutter:
 
     def _mend(self) -> None:
         self._timeline.mark_mended()
-        self._proxy.mend()
+        self._proxy.restore()
 
 
 @contextmanager

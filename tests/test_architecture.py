@@ -62,7 +62,6 @@ ALLOWED: dict[str, set[str]] = {
     | MOA
     | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats", "storage", "storage.disk", "evaluation"},
     "serving": LEAVES,
-    "serving.emulation": LEAVES | {"serving"},
     "serving.protocol": LEAVES | {"serving"},
     "serving.engine": LEAVES | MOA | {"serving", "moa.decoding"},
     "serving.server": LEAVES
@@ -82,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     | PIPELINE
     | TRAINER
     | {"storage.care", "trainer.fit", "evaluation"}
-    | {"moa.decoding", "serving.client", "serving.emulation"},
+    | {"moa.decoding", "serving.client"},
 }
 ABOVE = {"commands", "cli", "__main__", "__init__"}
 """What stands on top may import everything below; nothing imports it."""

@@ -23,11 +23,11 @@ from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.serving.client.saved import SavedAnswer
-from moa_data.serving.emulation.proxy import Proxy
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.command import error_line, refused, run
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 from ..serving.server.drafting import Server
@@ -175,7 +175,7 @@ def test_on_a_terminal_text_is_rewritten(live: Target, folder: Path) -> None:
             proxy.cut(reset=True)
             alone = read_until(end, r"alone, ")
             assert "\x1b[2m" in alone
-            proxy.mend()
+            proxy.restore()
             rest = read_until(end, "> $")
             assert "\x1b[J" in rest, "a random drafter is wrong, and what it wrote is taken back"
             assert "taken back" in rest

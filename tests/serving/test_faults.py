@@ -25,11 +25,10 @@ from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.events import Event, LinkChanged, Tokens
 from moa_data.serving.client.exchange import Patience
 from moa_data.serving.client.saved import SavedAnswer
-from moa_data.serving.emulation.conditions import symmetric
-from moa_data.serving.emulation.proxy import Proxy
 from moa_data.serving.server.grpc import DraftingSettings
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, random_prompts
+from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 from .client.world import Display
@@ -127,7 +126,7 @@ class Cutter:
         while self.n_cuts < self._n_cuts and not self._is_over.wait(self._chance.uniform(0, 2 * self._up_s)):
             self._proxy.cut(reset=self._chance.random() < 0.5)
             self._is_over.wait(self._chance.uniform(self._longest_s / 100, self._longest_s))
-            self._proxy.mend()
+            self._proxy.restore()
             self.n_cuts += 1
 
     def __enter__(self) -> "Cutter":
@@ -160,7 +159,7 @@ def test_two_hundred_random_cuts_in_one_answer(
     with Server(target, {"moa": drafter}, target_ms=30.0, kv_tokens=8192) as server:
         wanted = plain(server.address, model, PROMPTS[0], n)
         with (
-            Proxy(("127.0.0.1", server.server.port), symmetric("near", delay_ms=2)) as proxy,
+            Proxy(("127.0.0.1", server.server.port), delay_s=0.002) as proxy,
             DraftingClient(proxy.address, model, mode=mode, patience=PATIENCE) as client,
             Cutter(proxy, n_cuts=200, longest_s=0.25, up_s=0.08) as cutter,
         ):
@@ -248,7 +247,7 @@ def test_a_hundred_sessions_at_once(target: Target, drafter: Drafter, model: Dra
     prompts = [[*PROMPTS[k % 4][: 4 + k % 9], 5 + k % 50] for k in range(100)]
     with Server(target, {"moa": drafter}, settings=settings, kv_tokens=16384) as server:
         wanted = [plain(server.address, model, prompt, n) for prompt in prompts]
-        with Proxy(("127.0.0.1", server.server.port), symmetric("near", delay_ms=2)) as proxy, ExitStack() as stack:
+        with Proxy(("127.0.0.1", server.server.port), delay_s=0.002) as proxy, ExitStack() as stack:
             clients = [
                 stack.enter_context(DraftingClient(proxy.address, model, mode=mode, patience=PATIENCE))
                 for _ in range(25) for mode in ("sync", "ahead", "server", "auto")

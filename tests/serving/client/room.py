@@ -16,9 +16,9 @@ from moa_data.serving.client.client import Answer, DraftingClient
 from moa_data.serving.client.drafting import DraftingModel
 from moa_data.serving.client.events import Event
 from moa_data.serving.client.exchange import Patience
-from moa_data.serving.emulation.proxy import Proxy
 from moa_data.tests.kit.drafters import build, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.proxy import Proxy
 
 from .world import Display
 
@@ -91,7 +91,7 @@ def mended(proxy: Proxy, after_s: float = 0.02) -> Iterator[None]:
         while not is_over.is_set():
             if proxy.wait_cut(0.02):
                 time.sleep(after_s)
-                proxy.mend()
+                proxy.restore()
 
     thread = threading.Thread(target=mend)
     thread.start()

@@ -21,12 +21,12 @@ from moa_data.serving.client.client import MODES, DraftingClient
 from moa_data.serving.client.events import LinkChanged, ModeChanged, RolledBack, Stats, Tokens, Verified
 from moa_data.serving.client.exchange import Patience
 from moa_data.serving.client.saved import SavedAnswer
-from moa_data.serving.emulation.proxy import Proxy
 from moa_data.serving.protocol.identity import drafter_identity, tokenizer_identity
 from moa_data.serving.server.grpc import DraftingSettings
 from moa_data.serving.server.handshake import Identities
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.proxy import Proxy
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.tests.kit.variants import quick
 
@@ -319,7 +319,7 @@ def test_gives_up_in_the_end(server: Server) -> None:
                 watched.display.tokens[: watched.display.n_verified]
                 == plain(PROMPTS[0], 70)[: watched.display.n_verified]
             )
-            proxy.mend()
+            proxy.restore()
             assert list(connected.complete(PROMPTS[0], max_new_tokens=20).tokens) == plain(PROMPTS[0], 20)
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from moa_data.errors import Disconnected, NotAllowed, ProtocolMismatch, RequestInvalid, ServingError
 from moa_data.serving.client.link import Arrival, Down, Happening, Link, Up
-from moa_data.serving.emulation.proxy import Proxy
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.tests.kit.certificates import Authority
+from moa_data.tests.kit.proxy import Proxy
 
 from ..server.drafting import Server
 from .room import target

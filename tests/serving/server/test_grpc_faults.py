@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from moa_data.errors import ServingError
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.live import Target
-from moa_data.serving.emulation.proxy import Proxy
 from moa_data.serving.engine.runner import Runner
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.server.grpc import DraftingSettings, serve_grpc
@@ -24,6 +23,7 @@ from moa_data.serving.server.handshake import Identities
 from moa_data.tests.kit.certificates import Authority
 from moa_data.tests.kit.drafters import build, build_drafter
 from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.proxy import Proxy
 
 from .drafting import PLAIN, SPECULATE, WAIT_S, Server, Talk
 

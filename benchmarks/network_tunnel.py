@@ -16,21 +16,22 @@ import json
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
 
-from ...errors import ServingError
-from .conditions import Condition
-from .shuttle import Counts
+from network_conditions import Condition, Direction, Line
 
 Side = Literal["client", "server"]
 
@@ -39,7 +40,11 @@ _TUNSETIFF, _TUNGETIFF = 0x400454CA, 0x800454D2
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _ADDRESSES: dict[Side, str] = {"client": "10.77.0.2", "server": "10.77.0.1"}
 _NAME = re.compile(r"moa-(\d+)-[0-9a-f]{8}-(client|server)")
-_PROGRAM = "import sys; from {0} import main; main(*map(int, sys.argv[1:4]), sys.argv[4])"
+MAX_WAITING_S = 0.25
+"""A packet that would wait longer than this for the rate finds the queue full and is dropped."""
+_MTU = 1 << 16
+_BURST = 64
+"""Packets read of one device before the other gets its turn."""
 
 
 def unavailable_because() -> str | None:
@@ -53,6 +58,17 @@ def unavailable_because() -> str | None:
     return None
 
 
+@dataclass
+class Counts:
+    """What happened to the packets of one direction."""
+
+    packets: int = 0
+    n_bytes: int = 0
+    lost: int = 0
+    overflowed: int = 0
+    cut: int = 0
+
+
 class Tunnel:
     """A client's and a server's network namespace with an emulated network between them.
 
@@ -63,7 +79,7 @@ class Tunnel:
         seed: of delays and losses.
 
     Raises:
-        ServingError: this machine, or this user, cannot make one.
+        RuntimeError: this machine, or this user, cannot make one.
     """
 
     server_address = _ADDRESSES["server"]
@@ -72,7 +88,7 @@ class Tunnel:
     def __init__(self, condition: Condition, seed: int = 0) -> None:
         reason = unavailable_because()
         if reason is not None:
-            raise ServingError(f"No network namespaces: {reason}. Use the TCP proxy instead.")
+            raise RuntimeError(f"No network namespaces: {reason}.")
         sweep()
         name = f"moa-{os.getpid()}-{secrets.token_hex(4)}"
         self.namespaces: dict[Side, str] = {"client": f"{name}-client", "server": f"{name}-server"}
@@ -86,8 +102,7 @@ class Tunnel:
             undo.callback(self._control.close)
             settings = {"up": asdict(condition.up), "down": asdict(condition.down), "seed": seed}
             fds = [other.fileno(), *(device.fileno() for device in devices)]
-            program = _PROGRAM.format(__name__.replace("tunnel", "shuttle"))
-            arguments = [sys.executable, "-c", program, *map(str, fds), json.dumps(settings)]
+            arguments = [sys.executable, __file__, *map(str, fds), json.dumps(settings)]
             with other:
                 self._shuttle = subprocess.Popen(arguments, pass_fds=fds, stdin=subprocess.DEVNULL)
             for device in devices:
@@ -139,7 +154,7 @@ class Tunnel:
             self._control.send(verb.encode())
             answer = self._control.recv(4096)
         if not answer:
-            raise ServingError("The process that carries the packets has ended. Make a new tunnel.")
+            raise RuntimeError("The process that carries the packets has ended. Make a new tunnel.")
         counts = json.loads(answer)
         return {"up": Counts(**counts["up"]), "down": Counts(**counts["down"])}
 
@@ -168,7 +183,7 @@ def _device() -> Iterator[BinaryIO]:
         try:
             fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", b"moa%d", _IFF_TUN | _IFF_NO_PI))
         except OSError as error:
-            raise ServingError(f"No TUN device: {error}. Use the TCP proxy instead.") from error
+            raise RuntimeError(f"No TUN device: {error}.") from error
         yield file
 
 
@@ -196,5 +211,99 @@ def _ip(*arguments: str) -> str:
     """Run iproute2's command and return what it says."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ServingError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Is this a full root?")
+        raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Is this a full root?")
     return done.stdout
+
+
+# The process that carries packets between the two devices. It is handed both of them and one end of a socket; when the
+# other end is closed, whatever the reason, it ends and the devices vanish with it.
+
+
+class _Carrier:
+    """One direction: reads packets of a device and writes them to the other when they arrive."""
+
+    def __init__(self, source: int, sink: int, direction: Direction, seed: int) -> None:
+        self.source, self.counts = source, Counts()
+        self._sink, self._line = sink, Line(direction, seed)
+        self._flying: deque[tuple[float, bytes]] = deque()
+
+    def take(self, is_cut: bool) -> None:
+        """Read what the device has; lose what the network loses."""
+        for _ in range(_BURST):
+            try:
+                packet = os.read(self.source, _MTU)
+            except BlockingIOError:
+                return
+            now = time.monotonic()
+            if packet[0] >> 4 != 4:  # the kernel's own chatter of IPv6
+                continue
+            if is_cut:
+                self.counts.cut += 1
+            elif self._line.waiting(now) > MAX_WAITING_S:
+                self.counts.overflowed += 1
+            else:
+                # A lost packet was sent: it takes its share of the rate.
+                arrival, is_lost = self._line.arrival(now, len(packet)), self._line.is_lost()
+                if is_lost:
+                    self.counts.lost += 1
+                else:
+                    self._flying.append((arrival, packet))
+
+    def deliver(self) -> float | None:
+        """Write what has arrived; returns the seconds until the next packet does, None if there is none."""
+        while self._flying:
+            arrival, packet = self._flying[0]
+            left = arrival - time.monotonic()
+            if left > 0:
+                return left
+            self._flying.popleft()
+            os.write(self._sink, packet)
+            self.counts.packets += 1
+            self.counts.n_bytes += len(packet)
+        return None
+
+    def drop(self) -> None:
+        """Lose what is on its way."""
+        self.counts.cut += len(self._flying)
+        self._flying.clear()
+
+
+def carry(control: socket.socket, client: int, server: int, up: Direction, down: Direction, seed: int) -> None:
+    """Carry packets until the control socket is closed.
+
+    Each message of the control socket is a verb, ``cut``, ``mend`` or ``counts``, and is answered by the counts of both
+    directions as JSON.
+    """
+    carriers = {"up": _Carrier(client, server, up, 2 * seed), "down": _Carrier(server, client, down, 2 * seed + 1)}
+    is_cut = False
+    while True:
+        lefts = [left for carrier in carriers.values() if (left := carrier.deliver()) is not None]
+        ready, _, _ = select.select([control.fileno(), client, server], [], [], min(lefts, default=None))
+        if control.fileno() in ready:
+            verb = control.recv(64)
+            if not verb:
+                return
+            if verb != b"counts":
+                is_cut = verb == b"cut"
+            for carrier in carriers.values():
+                if is_cut:
+                    carrier.drop()
+            control.send(json.dumps({way: asdict(carrier.counts) for way, carrier in carriers.items()}).encode())
+        for carrier in carriers.values():
+            if carrier.source in ready:
+                carrier.take(is_cut)
+
+
+def main(control_fd: int, client: int, server: int, settings: str) -> None:
+    """Carry packets as a process of its own; settings are the directions and the seed as JSON."""
+    with suppress(PermissionError):  # a packet that is carried late is a wrong measurement
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+    values = json.loads(settings)
+    for device in (client, server):
+        os.set_blocking(device, False)
+    with socket.socket(fileno=control_fd) as control:
+        carry(control, client, server, Direction(**values["up"]), Direction(**values["down"]), values["seed"])
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4])

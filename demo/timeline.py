@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from .events import Event, RolledBack, Tokens, Verified
+from ..serving.client.events import Event, RolledBack, Tokens, Verified
 
 
 @dataclass(frozen=True)

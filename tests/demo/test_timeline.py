@@ -1,7 +1,7 @@
 """The course of an answer as the events tell it."""
 
+from moa_data.demo.timeline import Timeline
 from moa_data.serving.client.events import RolledBack, Tokens, Verified
-from moa_data.serving.client.timeline import Timeline
 
 
 def tokens(start: int, kind: str, n: int) -> Tokens:

@@ -1,10 +1,4 @@
-"""A TCP proxy that delays, limits and cuts what passes through it; needs no privileges.
-
-It forwards bytes, not packets: TCP works undisturbed on both sides of it. What the network would do to packets is
-emulated for pieces of a segment's size: a lost one arrives later by the time that TCP needs to send a lone segment
-again, and holds up what follows; nothing is ever missing. Congestion control, retransmission after a cut and the
-handshake's losses are not seen; :mod:`.tunnel` has those.
-"""
+"""A TCP proxy that delays and cuts what passes through it, at exact bytes where that is asked for."""
 
 import asyncio
 import fcntl
@@ -17,36 +11,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal, Self
 
-from .conditions import NONE, Condition, Direction
-from .line import Line
-
-SEGMENT_BYTES = 1448
-"""Payload of a full TCP segment in Ethernet's frames."""
-HEADER_BYTES = 52
-"""IP and TCP headers of a segment, which take their share of the rate."""
-RETRANSMISSION_S = 0.2
-"""What Linux waits at least, on top of the round trip, before it sends a lone segment again."""
-MOST_QUEUED = 1024
-"""Segments in flight of one direction of a connection; then the sender has to wait."""
-_READ_BYTES = 1 << 16
-_DRAIN_S = 1.0
-
 Way = Literal["up", "down"]
+_DRAIN_S = 1.0
 
 
 class _Flow:
-    """What all connections share in one direction: the line, bytes forwarded, and where it is to be cut."""
+    """Bytes that were forwarded in one direction by all connections, and where it is to be cut."""
 
-    def __init__(self, direction: Direction, round_trip: float, seed: int) -> None:
-        self.line, self.n_bytes = Line(direction, seed), 0
+    def __init__(self) -> None:
+        self.n_bytes, self.resets = 0, False
         self.cut_at: int | None = None
-        self.resets = False
-        self._retransmission = round_trip + RETRANSMISSION_S
-
-    def arrival(self, now: float, n_bytes: int) -> float:
-        """When a piece that is sent now arrives."""
-        extra = self._retransmission if self.line.is_lost() else 0.0
-        return self.line.arrival(now, n_bytes + HEADER_BYTES, extra)
 
     def take(self, n_bytes: int) -> int:
         """Count up to so many bytes as forwarded; returns how many of them come before the cut."""
@@ -56,23 +30,14 @@ class _Flow:
 
 
 class Proxy:
-    """Listens on a port of 127.0.0.1 and forwards to an address, as the network would.
+    """Listens on a port of 127.0.0.1 and forwards to an address, each way late by some seconds.
 
     Runs in a thread of its own; every method may be called from any other thread, and holds when it returns.
-
-    Args:
-        upstream: host and port of the server.
-        condition: the network.
-        seed: of delays and losses.
     """
 
-    def __init__(self, upstream: tuple[str, int], condition: Condition = NONE, seed: int = 0) -> None:
-        self._upstream, self._condition = upstream, condition
-        round_trip = condition.round_trip_ms / 1e3
-        self._flows: dict[Way, _Flow] = {
-            "up": _Flow(condition.up, round_trip, 2 * seed),
-            "down": _Flow(condition.down, round_trip, 2 * seed + 1),
-        }
+    def __init__(self, upstream: tuple[str, int], delay_s: float = 0.0) -> None:
+        self._upstream, self._delay_s = upstream, delay_s
+        self._flows: dict[Way, _Flow] = {"up": _Flow(), "down": _Flow()}
         self._cut, self._resets, self.n_connections = threading.Event(), False, 0
         self._connections: set[asyncio.Task[None]] = set()
         self._stranded: set[asyncio.Task[None]] = set()
@@ -89,34 +54,27 @@ class Proxy:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._is_closed.set)
+        self._thread.join()
 
     @property
     def address(self) -> str:
-        """Host and port that a client connects to."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def bytes_up(self) -> int:
-        """Bytes forwarded to the server so far."""
         return self._flows["up"].n_bytes
 
     @property
     def bytes_down(self) -> int:
-        """Bytes forwarded to the client so far."""
         return self._flows["down"].n_bytes
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether nothing passes."""
-        return self._cut.is_set()
-
     def cut(self, reset: bool = False) -> None:
-        """Let nothing pass: connections stay open on both sides and are silent, what is in flight is held.
+        """Let nothing pass: connections stay open and silent, what is in flight is held.
 
-        Args:
-            reset: end all connections, and new ones as soon as they are made, with a TCP reset, as a dying server or
-                a firewall does. What is in flight is lost.
+        With ``reset``, end all connections, and new ones as soon as they are made, as a dying server does; what is in
+        flight is lost.
         """
         self._call(lambda: self._cut_now(reset))
 
@@ -148,22 +106,16 @@ class Proxy:
         """Wait until the network is cut; False if it is not within the time."""
         return self._cut.wait(timeout_s)
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Let everything pass again, what was held first; no cut is armed afterwards."""
 
-        def mend() -> None:
+        def restore() -> None:
             self._flows["up"].cut_at = self._flows["down"].cut_at = None
             self._resets = False
             self._cut.clear()
             self._is_open.set()
 
-        self._call(mend)
-
-    def close(self) -> None:
-        """End all connections and the thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._is_closed.set)
-        self._thread.join()
+        self._call(restore)
 
     def _call(self, action: Callable[[], None]) -> None:
         """Run a function in the loop's thread and wait for it."""
@@ -182,7 +134,6 @@ class Proxy:
         self._cut.set()
 
     async def _run(self) -> None:
-        """Accept connections until the proxy is closed."""
         self._loop, self._is_open, self._is_closed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._is_open.set()
         accepting = asyncio.create_task(self._accept())
@@ -217,19 +168,14 @@ class Proxy:
         server = socket.socket()
         server.setblocking(False)
         try:
-            # The handshake takes a round trip, which the loopback device did not.
-            await asyncio.sleep(self._condition.round_trip_ms / 1e3)
             await self._is_open.wait()
             await self._loop.sock_connect(server, self._upstream)
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with asyncio.TaskGroup() as tasks:
-                for flow, source, sink in (
-                    (self._flows["up"], client, server),
-                    (self._flows["down"], server, client),
-                ):
-                    queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_QUEUED)
-                    tasks.create_task(self._read(flow, source, queue))
+                for flow, source, sink in ((self._flows["up"], client, server), (self._flows["down"], server, client)):
+                    queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(1024)
+                    tasks.create_task(self._read(source, queue))
                     tasks.create_task(self._write(flow, queue, sink))
         except* (OSError, asyncio.CancelledError):
             if asyncio.current_task() in self._stranded:
@@ -241,25 +187,20 @@ class Proxy:
             client.close()
             server.close()
 
-    async def _read(self, flow: _Flow, source: socket.socket, queue: asyncio.Queue[tuple[float, bytes]]) -> None:
-        """Put what comes into the queue in pieces, each with the time of its arrival; an empty one stands for the end.
-
-        Reads on through a cut, so that what an end says is kept until the network is mended.
-        """
-        while data := await self._loop.sock_recv(source, _READ_BYTES):
-            now = self._loop.time()
-            for start in range(0, len(data), SEGMENT_BYTES):
-                piece = data[start : start + SEGMENT_BYTES]
-                await queue.put((flow.arrival(now, len(piece)), piece))
-        await queue.put((flow.arrival(self._loop.time(), 0), b""))
+    async def _read(self, source: socket.socket, queue: asyncio.Queue[tuple[float, bytes]]) -> None:
+        """Put what comes into the queue with the time of its arrival, also through a cut; no bytes are the end."""
+        data = b"x"
+        while data:
+            data = await self._loop.sock_recv(source, 1 << 16)
+            await queue.put((self._loop.time() + self._delay_s, data))
 
     async def _write(self, flow: _Flow, queue: asyncio.Queue[tuple[float, bytes]], sink: socket.socket) -> None:
-        """Forward pieces when they arrive, unless the network is cut."""
+        """Forward what has arrived, unless the network is cut."""
         has_ended = False
         while not has_ended:
-            arrival, piece = await queue.get()
+            arrival, data = await queue.get()
             await asyncio.sleep(arrival - self._loop.time())
-            has_ended, rest = not piece, memoryview(piece)
+            has_ended, rest = not data, memoryview(data)
             while rest:
                 await self._is_open.wait()
                 n = flow.take(len(rest))

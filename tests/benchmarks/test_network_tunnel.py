@@ -1,0 +1,163 @@
+"""Emulated networks keep to rate, delay, jitter and loss; real packets between two namespaces need root."""
+
+import importlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+UDP_SERVER = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    s.bind(("10.77.0.1", 7000))
+    print("ready", flush=True)
+    seen = []
+    while (got := s.recvfrom(2048))[0] != b"end":
+        seen.append(int(got[0]))
+        s.sendto(got[0], got[1])
+print(seen)
+"""
+UDP_CLIENT = """
+import contextlib, json, socket, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    s.settimeout(1.0)
+    s.connect(("10.77.0.1", 7000))
+    sent, times = {}, {}
+    for n in range(int(sys.argv[1])):
+        sent[n] = time.perf_counter()
+        s.send(b"%d" % n)
+        time.sleep(5e-4)
+    with contextlib.suppress(TimeoutError):
+        while len(times) < len(sent):
+            n = int(s.recv(2048))
+            times[n] = time.perf_counter() - sent[n]
+    with contextlib.suppress(ConnectionRefusedError):  # the server has ended
+        for _ in range(20):  # some may be lost
+            s.send(b"end")
+print(json.dumps(list(times)))
+"""
+TCP_SERVER = """
+import socket
+with socket.create_server(("10.77.0.1", 7000)) as s:
+    print("ready", flush=True)
+    c, _ = s.accept()
+    with c:
+        while data := c.recv(1 << 16):
+            c.sendall(data)
+"""
+TCP_CLIENT = """
+import socket
+with socket.create_connection(("10.77.0.1", 7000)) as s:
+    print("connected", flush=True)
+    input()
+    s.sendall(bytes(10_000))
+    n = 0
+    while n < 10_000:
+        n += len(s.recv(1 << 16))
+    print(n)
+"""
+
+
+@pytest.fixture
+def conditions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("network_conditions")
+
+
+@pytest.fixture
+def tunnels(conditions: Any) -> Iterator[Any]:
+    module = importlib.import_module("network_tunnel")
+    if (reason := module.unavailable_because()) is not None:
+        pytest.skip(reason)
+    yield module
+    assert f"moa-{os.getpid()}-" not in subprocess.check_output(["ip", "netns", "list"], text=True)
+
+
+def start(tunnel: Any, side: str, code: str, *arguments: object) -> "subprocess.Popen[str]":
+    """Start code in a namespace, and wait for its first line if it is a server."""
+    command = [sys.executable, "-S", "-c", code, *map(str, arguments)]
+    program: subprocess.Popen[str] = tunnel.start(
+        command, side, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    if side == "server":
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+    return program
+
+
+def test_a_line_keeps_to_what_was_asked_for(conditions: Any) -> None:
+    def delays(**settings: Any) -> list[float]:
+        line = conditions.Line(conditions.Direction(**settings), seed=3)
+        return [line.arrival(float(at), 100) - at for at in range(4000)]  # sent too far apart to meet
+
+    found = delays(delay_ms=100, jitter_ms=20)
+    assert statistics.mean(found) == pytest.approx(0.1, rel=0.02)
+    assert statistics.stdev(found) == pytest.approx(0.02, rel=0.05)
+    assert found == delays(delay_ms=100, jitter_ms=20)
+    assert min(delays(delay_ms=10, jitter_ms=10)) >= 0
+    line = conditions.Line(conditions.Direction(rate_bits_s=8e6, loss=0.05), seed=0)
+    assert [line.arrival(0.0, 1000) for _ in range(3)] == pytest.approx([1e-3, 2e-3, 3e-3])
+    assert line.waiting(0.0) == pytest.approx(3e-3)
+    assert 430 < sum(line.is_lost() for _ in range(10_000)) < 570
+    line = conditions.Line(conditions.CONDITIONS["4g"].up, seed=1)
+    arrivals = [line.arrival(n * 1e-4, 100) for n in range(500)]
+    assert arrivals == sorted(arrivals), "packets keep their order"
+
+
+def test_packets_are_delayed_and_lost(conditions: Any, tunnels: Any) -> None:
+    lossy = conditions.Condition("bad", conditions.Direction(delay_ms=5, loss=0.1), conditions.Direction(loss=0.05))
+    with tunnels.Tunnel(lossy, seed=5) as tunnel:
+        server = start(tunnel, "server", UDP_SERVER)
+        back = json.loads(start(tunnel, "client", UDP_CLIENT, 2000).communicate(timeout=100)[0])
+        seen, counts = json.loads(server.communicate(timeout=100)[0]), tunnel.counts()
+    assert 1700 < len(seen) < 1890
+    assert 0.02 < 1 - len(back) / len(seen) < 0.08
+    assert counts["down"].lost == len(seen) - len(back)
+    assert 0 <= counts["up"].lost - (2000 - len(seen)) <= 20  # of the 20 packets that say the end
+
+
+def test_tcp_survives_a_cut(conditions: Any, tunnels: Any) -> None:
+    with tunnels.Tunnel(conditions.symmetric("near", delay_ms=1)) as tunnel:
+        server, client = start(tunnel, "server", TCP_SERVER), start(tunnel, "client", TCP_CLIENT)
+        assert client.stdout is not None
+        assert client.stdout.readline() == "connected\n"
+        tunnel.cut()
+        client.stdin.write("go\n")  # type: ignore[union-attr]
+        client.stdin.flush()  # type: ignore[union-attr]
+        while not tunnel.counts()["up"].cut:
+            assert client.poll() is None
+        tunnel.mend()
+        assert client.communicate(timeout=60)[0] == "10000\n"
+        tunnel._shuttle.kill()
+        with pytest.raises(RuntimeError):
+            tunnel.cut()
+        sleeper = tunnel.start(["sleep", "600"], "client")
+    assert server.wait(20) is not None
+    assert sleeper.returncode == -signal.SIGKILL, "what runs in a namespace ends with it"
+
+
+def test_what_a_killed_tunnel_left_is_swept(tunnels: Any) -> None:
+    code = (
+        "from network_conditions import NONE\nfrom network_tunnel import Tunnel\n"
+        "print(Tunnel(NONE).namespaces['client'], flush=True)\ninput()\n"
+    )
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as program:
+        assert program.stdout is not None
+        namespace = program.stdout.readline().strip()
+        program.kill()
+    assert Path("/run/netns", namespace).exists()
+    tunnels.sweep()
+    assert not Path("/run/netns", namespace).exists()
