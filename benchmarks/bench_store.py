@@ -1,6 +1,6 @@
 """Measures the store on this machine: writing, reading whole sequences, reading one layer, verifying.
 
-Values are drawn with the statistics of a model's, so that they compress about as well; the figures in docs/results.md
+Values are drawn with the statistics of a model's, so that they compress about as well; the figures in docs/results/
 come from real activations. Writes one JSON file to runs/benchmarks.
 
     python benchmarks/bench_store.py [--shape small] [--mb 300] [--out FOLDER]

@@ -1,6 +1,6 @@
 """Writes one JSON file for each measurement, with settings and provenance; nothing is overwritten.
 
-Figures that count are copied from there into benchmarks/results/*.json, the tables of docs/results.md, and with them
+Figures that count are copied from there into benchmarks/results/*.json, the tables of docs/results/, and with them
 the commit and the machine that they were measured with::
 
     python benchmarks/records.py auto-policy RECORD ...

@@ -1,4 +1,4 @@
-"""Writes docs/results.md and docs/leaderboard.md from benchmarks/results: one table for each file, in order.
+"""Writes docs/results/ and docs/leaderboard.md from benchmarks/results: one table for each file, in order.
 
     python benchmarks/tables.py [--check]       --check writes nothing and fails if a page is not current
 
@@ -10,7 +10,9 @@ A file of figures is one table::
      "commands": {"eval": "moa-data eval ..."},              by name
      "columns": {"length": {"title": "...", "form": "{:.2f}"}},
      "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}],
-     "page": "leaderboard",                                  where it is not on the page of results
+     "page": "results/codecs",                               where it stands
+     "headlines": [{"what": "...", "row": 0, "column": "..."}],    its lines on the first page of results
+     "by": "target",                                         a table for each value of this column, if it is given
      "more": [{"title": "...", "text": "...", "columns": {}}],    further tables of the same rows
      "sources": [{"commit": "...", "cpu": "...", ...}]}       which code and machines, as records.py notes them
 
@@ -19,18 +21,19 @@ A value of three numbers is a figure with its 95 % interval. What else a file ho
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-RESULTS_HEAD = """\
+INDEX_HEAD = """\
 # Results
 
-Everything that was measured, with its command and its caveats. `make figures` writes this page and its picture from
-`benchmarks/results/*.json`. Another machine gives other speeds; acceptance lengths depend on target, data and training
-alone.
+Everything that was measured, with its command and its caveats, a page a topic. `make figures` writes these pages and
+their pictures from `benchmarks/results/*.json`. Another machine gives other speeds; acceptance lengths depend on
+target, data and training alone.
 
 - *Acceptance length*: tokens committed per target call, the bonus token included. The prefill is not counted, nor the
   token it gives.
@@ -39,7 +42,8 @@ alone.
 - Brackets are 95 % intervals, bootstrap over prompts, unless said otherwise.
 - *MoA* is Mixture of Attentions. STORE, MODEL, RUN, TRAIN_CHATS and TEST_CHATS stand for your own.
 
-![Acceptance length of MoA and EAGLE-2 by training tokens](images/moa-and-eagle.png)
+| what | measured | page |
+|---|---|---|
 """
 LEADERBOARD_HEAD = """\
 # Leaderboard
@@ -56,7 +60,21 @@ python benchmarks/leaderboard.py MODEL TEST_CHATS DRAFTER --name "..." --target 
 Every answer must equal plain decoding's, or nothing is entered. Brackets are 95 % intervals, bootstrap over prompts.
 """
 
-PAGES = {"results": RESULTS_HEAD, "leaderboard": LEADERBOARD_HEAD}
+TOPICS = {
+    "extraction": "The store: extraction and reading",
+    "codecs": "Codecs: bytes and what they cost",
+    "codec-speed": "Codecs: speed, bounds and scopes",
+    "training": "Training",
+    "drafters": "Drafters",
+    "decoding": "Decoding",
+    "serving": "Serving",
+    "networks": "Serving over emulated networks",
+}
+"""Page of docs/results -> its heading."""
+IMAGE = {"drafters": "![Acceptance length of MoA and EAGLE-2 by training tokens](../images/moa-and-eagle.png)\n"}
+INDEX = "results/index"
+PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}
+PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD}
 Table = dict[str, Any]
 
 
@@ -67,20 +85,53 @@ def load_tables(folder: Path = RESULTS) -> list[Table]:
 
 
 def page(name: str, tables: list[Table]) -> str:
-    """Return a whole page as Markdown: the tables that belong to it."""
-    own = [table for table in tables if table.get("page", "results") == name]
-    return "\n".join([PAGES[name], *(section(table) for table in own)])
+    """Return a whole page as Markdown: the tables that belong to it, or on the first page their headlines."""
+    if name == INDEX:
+        lines = [line for topic in TOPICS for table in tables for line in headlines(topic, table)]
+        return PAGES[name] + "\n".join(lines) + "\n"
+    return "\n".join([PAGES[name], *(section(table) for table in tables if table["page"] == name)])
+
+
+def headlines(topic: str, table: Table) -> list[str]:
+    """Return the rows of the first page that quote a table of this topic."""
+    if table["page"] != f"results/{topic}":
+        return []
+    link = f"[{TOPICS[topic]}]({topic}.md#{anchor(table['title'])})"
+    quoted = table.get("headlines", [])
+    values = [cell(table["rows"][one["row"]][one["column"]], form_of(table, one["column"])) for one in quoted]
+    return [f"| {one['what']} | {value} | {link} |" for one, value in zip(quoted, values, strict=True)]
+
+
+def form_of(table: Table, column: str) -> str:
+    """Return how values of a column are written."""
+    return next(
+        str(part["columns"][column]["form"]) for part in (table, *table.get("more", ())) if column in part["columns"]
+    )
+
+
+def anchor(title: str) -> str:
+    """Return the anchor that Markdown gives a heading."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def section(table: Table) -> str:
     """Return one table with what it needs to be read."""
-    lines = [f"## {table['title']}", "", table["text"], "", *grid(table["columns"], table["rows"])]
+    columns, rows = table["columns"], table["rows"]
+    lines = [f"## {table['title']}", "", table["text"]]
+    if by := table.get("by"):
+        rest = {key: column for key, column in columns.items() if key != by}
+        for value in dict.fromkeys(row[by] for row in rows):
+            own = [row for row in rows if row[by] == value]
+            filled = {key: column for key, column in rest.items() if any(row.get(key) is not None for row in own)}
+            lines += ["", f"### {value}", "", *grid(filled, own)]
+    else:
+        lines += ["", *grid(columns, rows)]
     for more in table.get("more", []):
-        lines += ["", f"### {more['title']}", "", more["text"], "", *grid(more["columns"], table["rows"])]
+        lines += ["", f"### {more['title']}", "", more["text"], "", *grid(more["columns"], rows)]
     lines += ["", *(f"- {caveat}" for caveat in table["caveats"])]
     lines.append(f"- Data: {table['data']}. Machine: {table['machine']}. Measured: {table['measured']}.")
     lines += [f"- {source_text(source)}." for source in table.get("sources", [])]
-    used = list(dict.fromkeys(row["command"] for row in table["rows"]))
+    used = list(dict.fromkeys(row["command"] for row in rows))
     others = [name for name in table["commands"] if name not in used]
     lines += ["", "```bash", *(table["commands"][name] for name in others + used), "```", ""]
     return "\n".join(lines)
@@ -123,6 +174,7 @@ def main() -> int:
     if options.check:
         return int(any(file.read_text() != text for file, text in texts.items()))
     for file, text in texts.items():
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     return 0
 

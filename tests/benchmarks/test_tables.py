@@ -1,4 +1,4 @@
-"""docs/results.md says what benchmarks/results holds, and every figure there has a command that exists."""
+"""docs/results says what benchmarks/results holds, and every figure there has a command that exists."""
 
 import importlib.util
 import json
