@@ -1,7 +1,7 @@
 """Writes the pages of docs/ that are made from the code: ``python docs/generate.py``."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -10,11 +10,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from moa_data.cli import COMMANDS, main
 from moa_data.commands.options import StageCommand, default_text, help_text, type_text
-from moa_data.config import Config
+from moa_data.config import Config, Setting
 from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
 from moa_data.moa.formats.table import LAYOUTS
 from moa_data.moa.targets.bundle import SUPPORTED_MODEL_TYPES
 from moa_data.pipeline.exchange.config import Format
+from moa_data.trainer.config import TrainConfig
 
 OPTIONS_HEAD = """# Options
 
@@ -39,7 +40,8 @@ TrainConfig(store="store", out="runs/eagle", drafter="eagle", eagle_layers=2, le
 ```
 
 Files and Python take groups as well, `optimizer: {learning_rate: 1e-4}`; `run.yaml` beside a run is such a file. In the
-tables the group stands before the dot. Commands without a section here show all of their options with `--help`.
+tables the group stands before the dot. [`train`](options-train.md) and [the commands that decode](options-decode.md)
+have pages of their own. Commands without a section here show all of their options with `--help`.
 """
 
 
@@ -54,11 +56,11 @@ def stages() -> Iterator[tuple[str, type[Config]]]:
         yield ", ".join(names), config_class
 
 
-def table(config_class: type[Config]) -> Iterator[str]:
-    """The settings of a stage, a row each, with a heading for each kind of a choice."""
+def table(settings: Iterable[Setting]) -> Iterator[str]:
+    """Yield the lines of a table of settings, a row each."""
     yield "| setting | takes | default | meaning |"
     yield "|---|---|---|---|"
-    for setting in config_class.settings():
+    for setting in settings:
         kind = f" ({setting.kind})" if setting.kind else ""
         takes = type_text(setting).replace("|", "\\|")
         default = "required" if setting.field.is_required() else default_text(setting)
@@ -66,12 +68,64 @@ def table(config_class: type[Config]) -> Iterator[str]:
         yield f"| `{setting.key}`{kind} | {takes} | {default and f'`{default}`'} | {text} |"
 
 
+DECODING = ("generate", "eval", "serve", "chat", "export-drafter")
+
+
 def options_page() -> str:
-    """Every setting of every command."""
-    parts = [OPTIONS_HEAD]
-    for names, config_class in stages():
-        parts.append(f"## {names}\n\n" + "\n".join(table(config_class)) + "\n")
+    """Return how settings are given, and the settings of the commands that make stores."""
+    return OPTIONS_HEAD + "".join(
+        section(names, one) for names, one in stages() if names not in DECODING and one is not TrainConfig
+    )
+
+
+def decode_page() -> str:
+    """Return the settings of the commands that decode."""
+    return DECODE_HEAD + "".join(section(names, one) for names, one in stages() if names in DECODING)
+
+
+def section(names: str, config_class: type[Config]) -> str:
+    """Return the settings of a command below its name."""
+    return f"\n## {names}\n\n" + "\n".join(table(config_class.settings())) + "\n"
+
+
+def train_page() -> str:
+    """Return the settings of ``train``: those of a run, then those of each kind of drafter but blocks."""
+    blocks = {"dspark", "dflash"}
+    settings = list(TrainConfig.settings())
+    parts = [TRAIN_HEAD, "## The run\n", *table(one for one in settings if not one.kind)]
+    for kind in DRAFTERS:
+        if kind not in blocks:
+            parts += [f"\n## {kind}\n", *table(one for one in settings if one.kind == kind)]
+    return "\n".join(parts) + "\n"
+
+
+def blocks_page() -> str:
+    """Return the settings of the drafters of blocks."""
+    parts = [BLOCKS_HEAD]
+    for kind in ("dspark", "dflash"):
+        parts += [f"## {kind}\n", *table(one for one in TrainConfig.settings() if one.kind == kind), ""]
     return "\n".join(parts)
+
+
+DECODE_HEAD = """# Options of the commands that decode
+
+<!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
+
+[Options](options.md) says how they are given.
+"""
+TRAIN_HEAD = """# Options of train
+
+<!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
+
+[Options](options.md) says how they are given. Those of block drafters have
+[a page of their own](options-blocks.md).
+"""
+BLOCKS_HEAD = """# Options of dspark and dflash
+
+<!-- Made by `python docs/generate.py` from the settings in the code; change those. -->
+
+Settings of `moa-data train --drafter dspark` and `dflash`, besides [those of the run](options-train.md#the-run).
+"""
 
 
 SUPPORTED = """# What works with what
@@ -114,7 +168,12 @@ def supported_page() -> str:
     return SUPPORTED.format(families="\n".join(families), drafters="\n".join(drafters), formats=names)
 
 
-PAGES = {"options.md": options_page, "supported.md": supported_page}
+PAGES = {
+    "options.md": options_page,
+    "options-train.md": train_page,
+    "options-blocks.md": blocks_page,
+    "supported.md": supported_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

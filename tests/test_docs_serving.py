@@ -1,4 +1,4 @@
-"""The bytes in docs/serving.md are those of the code."""
+"""The bytes in docs/protocol.md are those of the code."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.protocol.codecs import CODECS, bytes_per_position
 from moa_data.serving.server.grpc import STATUSES
 
-PAGE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text(encoding="utf-8")
 PROSE = " ".join(PAGE.split())
 LLAMA_3_8B = LlamaConfig(
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32, intermediate_size=14336,

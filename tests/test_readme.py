@@ -140,7 +140,8 @@ def test_the_settings_of_the_readme_can_be_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["training.md", "drafters.md", "interop.md", "results/training.md", "decisions/0004-two-passes-over-a-batch.md"]
+    "name",
+    ["training.md", "drafters.md", "interop.md", "results/training.md", "decisions/0004-two-passes-over-a-batch.md"],
 )
 def test_settings_of_training_that_are_named_exist(name: str) -> None:
     known = {setting.key for setting in moa_data.TrainConfig.settings()}

@@ -1,7 +1,7 @@
 """Muon: momentum whose matrix updates are made orthogonal, in float32 and in batches of equal shape.
 
 Small networks need about a quarter of AdamW's steps to the same loss: it makes the demo's target possible on two cores
-in a minute and a half, and lifts the acceptance length of a short drafter run (docs/results/training.md). `torch.optim.Muon`
+in a minute and a half, and lifts the acceptance length of a short drafter run (docs/results). `torch.optim.Muon`
 computes the same update one matrix at a time in bfloat16, which many CPUs only emulate, and takes no other parameters.
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """

@@ -146,7 +146,7 @@ def test_a_lossy_field_takes_whole_sequences(tmp_path: Path, recipe: Recipe) -> 
 
 
 def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
-    """What docs/format.md says, with plain zarr-python and NumPy."""
+    """What docs/format-codecs.md says, with plain zarr-python and NumPy."""
     path = write_kv(tmp_path / "store", recipe, lambda codes, row: None)
     with ActivationStore(path) as store:
         row = store.sequences.to_pylist()[0]
