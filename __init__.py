@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .moa.targets.live import Target
     from .pipeline.config import ExtractConfig
     from .pipeline.exchange.torch_dataset import ActivationDataset, IterableActivationDataset, pad_collate
-    from .pipeline.jobs.extract import extract
+    from .pipeline.extract import extract
     from .serving.client.client import DraftingClient
     from .storage.read.store import ActivationStore
     from .trainer.config import TrainConfig
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ActivationStore": "storage.read.store",
     "ExtractConfig": "pipeline.config",
-    "extract": "pipeline.jobs.extract",
+    "extract": "pipeline.extract",
     "ActivationDataset": "pipeline.exchange.torch_dataset",
     "IterableActivationDataset": "pipeline.exchange.torch_dataset",
     "pad_collate": "pipeline.exchange.torch_dataset",

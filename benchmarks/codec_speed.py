@@ -32,7 +32,7 @@ from accelerator import device_name, synchronize
 from records import add_out_option, settings_of, write_record
 
 from moa_data.pipeline.forwards.calibrate import learning_on
-from moa_data.pipeline.jobs.recode import codec_for
+from moa_data.pipeline.recode import codec_for
 from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
 from moa_data.storage.chunks.field import TOKENS, FieldCodec, StoredArray
 from moa_data.storage.codecs.quantised import SCHEMES

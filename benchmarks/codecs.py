@@ -43,8 +43,8 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import TEXT_FIELDS, ExtractConfig
-from moa_data.pipeline.jobs.extract import extract
-from moa_data.pipeline.jobs.recode import recode
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.recode import recode
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore

@@ -28,9 +28,9 @@ from moa_data.demo.corpus import generate_corpus, write_jsonl
 from moa_data.moa.nn.kv import new_cache
 from moa_data.moa.targets.live import Target, pick_device
 from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards.parts import Timings, batches
-from moa_data.pipeline.jobs.extract import extract
-from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
+from moa_data.pipeline.plan import ExtractPlan, build_plan
 
 
 def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:

@@ -22,9 +22,9 @@ from records import add_out_option, settings_of, write_record
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.estimate import estimate_extraction
-from moa_data.pipeline.jobs.extract import extract
-from moa_data.pipeline.jobs.plan import build_plan
+from moa_data.pipeline.estimate import estimate_extraction
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.plan import build_plan
 
 WIDE: dict[str, Any] = {
     "hidden_size": 4096,

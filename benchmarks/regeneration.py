@@ -23,7 +23,7 @@ from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.run import evaluate
 from moa_data.evaluation.statistics import ratio_with_interval
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.extract import extract
+from moa_data.pipeline.extract import extract
 from moa_data.regeneration.config import RegenerateConfig
 from moa_data.regeneration.run import regenerate
 from moa_data.storage.read.store import ActivationStore

@@ -29,8 +29,8 @@ from moa_data.moa.targets.live import load_target_tokenizer, resolve_model_folde
 from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.chats.sequences import Sequences, read_sequences
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.identity import target_identities
-from moa_data.pipeline.jobs.kept_texts import keep_texts, read_texts, texts_origin
+from moa_data.pipeline.sources import target_identities
+from moa_data.pipeline.texts import keep_texts, read_texts, texts_origin
 
 WORDS = [
     f"{first}{second}" for first in ("sun", "rain", "wood", "stone", "sea") for second in ("y", "ward", "work", "bird")

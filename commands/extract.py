@@ -41,7 +41,7 @@ def extract(config: ExtractConfig, dry_run: bool) -> None:
     if dry_run:
         _print_plan(config)
         return
-    from ..pipeline.jobs.extract import extract as run_extract
+    from ..pipeline.extract import extract as run_extract
 
     with ProgressLine("token") as progress:
         report = run_extract(config, progress=progress, provenance=collect_provenance())
@@ -66,9 +66,9 @@ def plan(config: ExtractConfig) -> None:
 
 
 def _print_plan(config: ExtractConfig) -> None:
-    from ..pipeline.jobs.add_plan import refuse_addition
-    from ..pipeline.jobs.estimate import estimate_extraction, scaling_of
-    from ..pipeline.jobs.plan import build_plan, has_device
+    from ..pipeline.add_plan import refuse_addition
+    from ..pipeline.estimate import estimate_extraction, scaling_of
+    from ..pipeline.plan import build_plan, has_device
 
     with ProgressLine("chat") as progress:
         extraction_plan = build_plan(config, progress=progress)
@@ -101,9 +101,9 @@ def add(config: AddConfig, dry_run: bool) -> None:
       moa-data add store --model ./llama3-8b --activations hidden:layer:1,hidden:layer:15
       moa-data add store --model ./llama3-8b --target-layers 1
     """
-    from ..pipeline.jobs.add import add as run_add
-    from ..pipeline.jobs.add_plan import plan_addition
-    from ..pipeline.jobs.estimate import estimate_addition
+    from ..pipeline.add import add as run_add
+    from ..pipeline.add_plan import plan_addition
+    from ..pipeline.estimate import estimate_addition
 
     if dry_run:
         plan = plan_addition(config)
@@ -146,7 +146,7 @@ def recode(store: StorePath, codec: str, folder: StorePath, drafter: str | None)
       moa-data recode store --codec transform:0.88,hidden=1.55,tokens@all --out store-smaller
       moa-data recode store --codec transform:0.3,hidden=1.2,tokens,from-kv@all --drafter runs/moa --out store-smallest
     """
-    from ..pipeline.jobs.recode import recode as run_recode
+    from ..pipeline.recode import recode as run_recode
 
     with ProgressLine("token") as progress:
         metrics = None
@@ -195,7 +195,7 @@ def repair(store: StorePath, model: str | None, dataset: str | None, device: str
         raise Findings(f"{store} is damaged. Repair it with --model MODEL, or delete the damaged parts with --drop.")
     if model is None:
         raise Incomplete(f"{store} is incomplete: {damage.missing}. Complete it with --model MODEL.")
-    from ..pipeline.jobs.repair import repair as run_repair
+    from ..pipeline.repair import repair as run_repair
 
     with ProgressLine("token") as progress:
         report = run_repair(damage, model, dataset, device, progress, collect_provenance())
@@ -220,7 +220,7 @@ def audit(store: StorePath, model: str, samples: int, seed: int, device: str) ->
     Example:
       moa-data audit store --model ./llama3-8b --samples 20
     """
-    from ..pipeline.jobs.audit import audit as run_audit
+    from ..pipeline.audit import audit as run_audit
 
     with ProgressLine("sequence") as progress:
         report = run_audit(store, model, samples=samples, seed=seed, device=device, progress=progress)

@@ -101,7 +101,7 @@ class _Run:
 
     def run_extract(self) -> dict[str, Any]:
         """Run the target over the chats and store its activations; committed parts are kept."""
-        from ..pipeline.jobs.extract import extract
+        from ..pipeline.extract import extract
 
         report = extract(self.extract_config(), progress=self.progress, provenance=self.provenance)
         timings = report.timings

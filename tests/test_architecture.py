@@ -19,7 +19,7 @@ CODECS = {"storage", "storage.disk", "storage.chunks", "storage.codecs", "storag
 STORAGE = CODECS | {"storage.parts", "storage.read", "storage.write"}
 TARGETS = {"moa", "moa.nn", "moa.targets"}
 MOA = TARGETS | {"moa.drafters"}
-PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards", "pipeline.engines", "pipeline.workers", "pipeline.jobs"}
+PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards", "pipeline.workers"}
 TRAINER = {"trainer", "trainer.batches", "trainer.step", "trainer.checkpoints"}
 # Room (a folder, or a module of the root) -> the rooms that it may import besides itself.
 ALLOWED: dict[str, set[str]] = {
@@ -43,13 +43,11 @@ ALLOWED: dict[str, set[str]] = {
     "moa.drafters": LEAVES | {"moa", "moa.files", "moa.nn", "moa.targets"},
     "moa.decoding": LEAVES | MOA,
     "moa.formats": LEAVES | MOA | {"moa.files"},
-    "pipeline": LEAVES | {"config"},
+    "pipeline": LEAVES | {"config"} | STORAGE | TARGETS | PIPELINE | {"storage.care"},
     "pipeline.chats": LEAVES | {"pipeline", "moa.targets"},
     "pipeline.forwards": LEAVES | STORAGE | TARGETS | {"pipeline"},
-    "pipeline.engines": LEAVES | TARGETS | {"pipeline", "pipeline.forwards"},
     "pipeline.workers": LEAVES | STORAGE | TARGETS | {"pipeline", "pipeline.chats", "pipeline.forwards"},
-    "pipeline.jobs": LEAVES | STORAGE | TARGETS | PIPELINE | {"storage.care"},
-    "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"moa.files", "pipeline", "pipeline.jobs"},
+    "pipeline.exchange": LEAVES | {"config"} | STORAGE | MOA | {"moa.files", "pipeline"},
     "trainer": LEAVES | {"config"},
     "trainer.batches": LEAVES | STORAGE | MOA | {"trainer"},
     "trainer.step": LEAVES | MOA | {"trainer", "trainer.batches"},

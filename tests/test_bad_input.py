@@ -274,7 +274,7 @@ def test_ctrl_c_while_planning(room: Path, tmp_path: Path, monkeypatch: pytest.M
     def struck(*args: Any, **options: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("moa_data.pipeline.jobs.extract.build_plan", struck)
+    monkeypatch.setattr("moa_data.pipeline.extract.build_plan", struck)
     result = extract(room, tmp_path / "out")
     refused(result, "nothing was written. Run the same command again", exit_code=130)
     assert not (tmp_path / "out").exists()

@@ -143,7 +143,7 @@ EXTRACT = ("extract", "--model", "m", "--dataset", "d", "--out", "s")
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", raising(KeyboardInterrupt()))
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(KeyboardInterrupt()))
     result = run(*EXTRACT)
     refused(result, "run the same command again to go on", exit_code=130)
     replaced(monkeypatch, "moa_data.trainer.fit.run", "train", raising(Interrupted("stopped at step 3; --resume")))
@@ -154,7 +154,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from moa_data.errors import DatasetError
 
     error = DatasetError("empty")
-    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", raising(error))
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
     refused(run(*EXTRACT), "empty")
     shown = run("--debug", *EXTRACT)
     assert shown.exit_code == 2
@@ -166,7 +166,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_faults_of_the_code_are_70_and_say_what_to_report(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", raising(error))
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", raising(error))
     result = run(*EXTRACT)
     assert result.exit_code == 70
     assert "Traceback" in result.stderr
@@ -182,7 +182,7 @@ def test_a_signal_behind_another_error_is_an_interruption(monkeypatch: pytest.Mo
         finally:
             raise RuntimeError("generator didn't stop")
 
-    replaced(monkeypatch, "moa_data.pipeline.jobs.extract", "extract", cleaning_up_fails)
+    replaced(monkeypatch, "moa_data.pipeline.extract", "extract", cleaning_up_fails)
     result = run(*EXTRACT)
     assert result.exit_code == 143
     assert result.stderr.splitlines() == [

@@ -21,7 +21,7 @@ from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target, load_target_tokenizer
-from moa_data.pipeline.jobs.audit import audit
+from moa_data.pipeline.audit import audit
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.names import target_commit_path
 from moa_data.storage.parts.commit import target_commit_json

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moa_data.pipeline.jobs.card import CardOrigin, card_text
-from moa_data.pipeline.jobs.recode import recode
+from moa_data.pipeline.card import CardOrigin, card_text
+from moa_data.pipeline.recode import recode
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store

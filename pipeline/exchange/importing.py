@@ -30,7 +30,7 @@ from ...storage.schema import (
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import Progress, counted
-from ..jobs.card import CardOrigin, public_name, write_card
+from ..card import CardOrigin, public_name, write_card
 from .config import ImportConfig
 from .conventions import LAST
 from .exporting import make_format

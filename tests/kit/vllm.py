@@ -272,7 +272,7 @@ def install(patch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
         module = types.ModuleType(name)
         vars(module).update(members | {"__path__": []})
         patch.setitem(sys.modules, name, module)
-    patch.delitem(sys.modules, "moa_data.pipeline.engines.vllm_connector", raising=False)
+    patch.delitem(sys.modules, "moa_data.pipeline.forwards.vllm_connector", raising=False)
     real = importlib.metadata.version
     patch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else real(name))
     LLM.made.clear()

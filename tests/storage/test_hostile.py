@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from moa_data.errors import StoreDamaged, StoreError, WorkerError
-from moa_data.pipeline.jobs.records import recorded_config
+from moa_data.pipeline.sources import recorded_config
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec

@@ -17,7 +17,7 @@ from moa_data.moa.targets.template import MAX_CHAT_CHARS, check_program
 from moa_data.pipeline.chats import dataset as dataset_module
 from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
+from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.storage.parts.plan import plan_bytes
 from moa_data.tests.kit.chats import random_chats, rejected, write_jsonl
 from moa_data.tests.kit.models import build_tokenizer

@@ -11,8 +11,8 @@ from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_c
 from moa_data.pipeline.chats.columns import Columns
 from moa_data.pipeline.chats.dataset import ChatSource
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.extract import extract
-from moa_data.pipeline.jobs.plan import build_plan
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.plan import build_plan
 from moa_data.tests.kit.chats import chat, random_chats, rejected, write_jsonl
 
 ALPACA = {"instruction": "Add.", "input": "1, 2", "output": "3", "text": "### the same in one text"}

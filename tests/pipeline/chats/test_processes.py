@@ -17,7 +17,7 @@ from moa_data.moa.targets.chat import Rejection, RejectReason
 from moa_data.pipeline.chats import processes
 from moa_data.pipeline.chats.processes import tokenise_rows
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.plan import ExtractPlan, build_plan
+from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.storage.parts.plan import plan_bytes
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE

@@ -7,10 +7,10 @@ import pytest
 from moa_data.errors import OptionInvalid, StoreMismatch
 from moa_data.moa.targets.chat_tokens import TokenizedChat, check_template, prompt_tokens, tokenize_chat
 from moa_data.moa.targets.template import choose_template_arguments, control_tokens, parse_template_arguments
+from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.audit import audit
-from moa_data.pipeline.jobs.extract import extract
-from moa_data.pipeline.jobs.records import recorded_config
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.sources import recorded_config
 from moa_data.storage.read.store import read_manifest
 from moa_data.tests.kit.chats import marked_texts
 from moa_data.tests.kit.models import build_tokenizer

@@ -10,10 +10,10 @@ from transformers.utils import chat_template_utils
 
 from moa_data.errors import DatasetError
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
+from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.audit import audit
-from moa_data.pipeline.jobs.extract import extract
-from moa_data.pipeline.jobs.plan import build_plan
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.plan import build_plan
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE, LLAMA31_TEMPLATE, LLAMA32_DATE
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moa_data.pipeline.config import ExtractConfig
-from moa_data.pipeline.jobs.extract import extract
+from moa_data.pipeline.extract import extract
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import make_recipe

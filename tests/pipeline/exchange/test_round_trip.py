@@ -24,7 +24,7 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
 from moa_data.pipeline.exchange.exporting import export_store
 from moa_data.pipeline.exchange.importing import import_folder
-from moa_data.pipeline.jobs.extract import extract
+from moa_data.pipeline.extract import extract
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore

@@ -9,13 +9,13 @@ import pytest
 from moa_data.errors import NotEnoughMemory
 from moa_data.machine import free_memory
 from moa_data.moa.targets.bundle import parse_target_config
+from moa_data.pipeline import plan as plan_module
+from moa_data.pipeline.add_plan import plan_addition
 from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations
+from moa_data.pipeline.extract import extract
 from moa_data.pipeline.forwards import memory as memory_module
 from moa_data.pipeline.forwards.memory import ForwardMemory
-from moa_data.pipeline.jobs import plan as plan_module
-from moa_data.pipeline.jobs.add_plan import plan_addition
-from moa_data.pipeline.jobs.extract import extract
-from moa_data.pipeline.jobs.plan import build_plan, field_specs, forward_memory
+from moa_data.pipeline.plan import build_plan, field_specs, forward_memory
 from moa_data.tests.kit.command import refused, run
 
 GB = 10**9

@@ -11,9 +11,9 @@ import pytest
 
 from moa_data.errors import WorkerError
 from moa_data.pipeline.config import ExtractConfig, core_share
+from moa_data.pipeline.extract import _open_store, _with_texts, _work_order, extract
 from moa_data.pipeline.forwards.parts import Outcome, Timings
-from moa_data.pipeline.jobs.extract import _open_store, _with_texts, _work_order, extract
-from moa_data.pipeline.jobs.plan import build_plan
+from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.workers.ray_actor import PIECE, REPORT, LotReport, RayWorker, actors_that_fit
 from moa_data.pipeline.workers.work import BUNDLE, Worker, WorkOrder
 from moa_data.storage.write.store import StoreWriter

@@ -17,7 +17,7 @@ import pytest
 from moa_data.errors import OptionInvalid, TargetError, WorkerError
 from moa_data.pipeline.config import ExtractConfig, ScaleSettings
 from moa_data.pipeline.forwards.parts import Outcome, Timings
-from moa_data.pipeline.jobs.plan import build_plan
+from moa_data.pipeline.plan import build_plan
 from moa_data.pipeline.workers import ray_data
 from moa_data.pipeline.workers.ray_actor import LotReport
 from moa_data.pipeline.workers.ray_data import RayWorkers, cut_lots

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moa_data.errors import StoreDamaged
-from moa_data.pipeline.jobs.card import CardOrigin, write_card
+from moa_data.pipeline.card import CardOrigin, write_card
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.parts.plan import read_plan

@@ -17,7 +17,7 @@ from moa_data.moa.drafters.eagle3 import Eagle3Drafter
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline.jobs.recode import recode
+from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick

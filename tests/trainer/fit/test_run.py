@@ -18,7 +18,7 @@ import transformers
 from moa_data.errors import Interrupted, OutputOccupied, RunWarning, TrainingError
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.pipeline.jobs.recode import recode
+from moa_data.pipeline.recode import recode
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.checkpoints.saving import read_checkpoint
 from moa_data.trainer.config import TrainConfig

@@ -13,7 +13,7 @@ from moa_data.errors import DrafterError, Interrupted, OptionInvalid, SelectionI
 from moa_data.moa.drafters.rounds import Draws
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.pipeline.forwards.calibrate import target_rope
-from moa_data.pipeline.jobs.recode import recode
+from moa_data.pipeline.recode import recode
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.transform.codec import TransformCodec
 from moa_data.storage.codecs.transform.settings import TransformSettings
@@ -156,7 +156,7 @@ def test_stores_that_no_drafter_can_be_measured_on_are_refused(
     without = build_store(tmp_path / "without", ("hidden:last",), n_sequences=4)
     with pytest.raises(OptionInvalid, match="has no keys and values for a drafter to read"):
         recode(without, "transform:2", tmp_path / "new", kv_metrics=metrics)
-    monkeypatch.setattr("moa_data.pipeline.jobs.recode._LEAST_RESPONSE", 100)
+    monkeypatch.setattr("moa_data.pipeline.recode._LEAST_RESPONSE", 100)
     with pytest.raises(OptionInvalid, match="has a response of 100 tokens"):
         recode(store_path, "transform:2@layer", tmp_path / "new", kv_metrics=metrics)
 

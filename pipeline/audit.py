@@ -1,0 +1,297 @@
+"""Run random sequences on the live target again and compare with what the store holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DatasetError, OptionInvalid, TargetError
+from ..moa.targets.bundle import FrozenTarget, hash_target
+from ..moa.targets.chat_tokens import TokenizedChat, check_template
+from ..moa.targets.live import Target, resolve_model_folder
+from ..moa.targets.template import TEMPLATE_TIME, asked_the_time
+from ..storage.disk.files import names_in
+from ..storage.documents import parse_object, read_bounded
+from ..storage.dtypes import to_float32
+from ..storage.names import RUNS_NAME
+from ..storage.paths import StorePath
+from ..storage.read.store import ActivationStore
+from ..text import Progress
+from .chats.columns import Columns
+from .chats.dataset import ChatSource
+from .chats.sequences import content_id, tokenize_row
+from .config import ActivationSpec
+from .forwards.capture import Capture, capture
+from .sources import known_split, pinned_revision, recorded_arguments, recorded_sources
+
+LOGIT_CHUNK_TOKENS = 512
+
+TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
+"""Relative L2 error allowed when the forward computes in float32; the dtype is the one in which values are stored."""
+CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "int6": 0.07, "transform": 0.6}
+"""Error that a codec may add, about twice what is measured in a store's worst layer. A transform codec's error depends
+on its bits, so its bound catches only gross errors."""
+LOW_PRECISION_FACTOR = 5.0
+"""Factor of the tolerance where the forward computes in 16 bits, or another engine ran the target: batches and kernels
+then differ in many last bits."""
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """One comparison of one sequence.
+
+    Attributes:
+        field: tokens, response_mask, kv, hidden/..., or logits.
+        max_error: largest absolute difference.
+        relative_error: |stored - live| / |live| (L2); for kv of the worst layer; for tokens the share that differs.
+        tolerance: largest relative error that passes.
+        ok: whether it passes.
+        detail: what was compared with what.
+    """
+
+    index: int
+    sequence_id: str
+    n_tokens: int
+    field: str
+    max_error: float
+    relative_error: float
+    tolerance: float
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """All comparisons, and notes on what could not be compared and why."""
+
+    store: StorePath
+    model: str
+    rows: tuple[AuditRow, ...]
+    n_samples: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every comparison passed."""
+        return all(row.ok for row in self.rows)
+
+    def worst(self) -> dict[str, AuditRow]:
+        """Return for each field the row with the largest relative error."""
+        worst: dict[str, AuditRow] = {}
+        for row in self.rows:
+            if row.field not in worst or not row.relative_error <= worst[row.field].relative_error:
+                worst[row.field] = row
+        return worst
+
+    def describe(self) -> str:
+        """Return the report as text: the worst sequence of each field, then what failed."""
+        lines = [f"audit of {self.n_samples} sequences of {self.store} against {self.model}"]
+        for name, row in self.worst().items():
+            verdict = "ok" if row.ok else "DIFFERS"
+            lines.append(
+                f"{name:16} {verdict:8} relative error {row.relative_error:.2e} (allowed {row.tolerance:.0e}), "
+                f"largest difference {row.max_error:.2e}  {row.detail}"
+            )
+        lines += [
+            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by {row.relative_error:.2e}"
+            for row in self.rows
+            if not row.ok
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def audit(
+    store: str | os.PathLike[str] | StorePath,
+    model: str,
+    samples: int = 8,
+    seed: int = 0,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> AuditReport:
+    """Compare random sequences of a store with the live target.
+
+    Tokens and masks must give the sequence's content hash, and are also made again from the dataset's rows where the
+    dataset of the last run can be read. Activations come from a forward of each sequence alone.
+
+    Raises:
+        OptionInvalid: fewer than one sequence is asked for.
+        DatasetError: no part of the store is committed.
+        TargetError: the store was made from another target.
+        StoreError: the store cannot be read.
+        TargetError: the target cannot be loaded.
+    """
+    if samples < 1:
+        raise OptionInvalid(f"samples is {samples}, expected at least 1. Mend --samples.")
+    with ActivationStore(store) as stored:
+        if not len(stored):
+            raise DatasetError(f"{stored.path} has no committed part yet; run extract first.")
+        extraction = stored.manifest.extraction
+        folder = resolve_model_folder(
+            model, revision=pinned_revision(recorded_sources(extraction), "model", model, None)
+        )
+        _check_target(stored, model, folder)
+        compute_dtype = str(extraction.get("compute_dtype", "float32"))
+        target = Target.load(str(folder), getattr(torch, compute_dtype), device)
+        frozen = FrozenTarget.load(stored.target_path, 0, torch.float32, sizes=stored.manifest.target)
+        chosen = np.random.default_rng(seed).permutation(len(stored))[:samples]
+        indices = sorted(int(index) for index in chosen)
+        chats, note = _tokenize_again(stored, target.tokenizer, indices)
+        rows: list[AuditRow] = []
+        for done, index in enumerate(indices):
+            if progress:
+                progress(done, len(indices), "audit")
+            rows += _text_rows(stored, index, chats)
+            rows += _activation_rows(stored, index, target, frozen)
+        if progress:
+            progress(len(indices), len(indices), "audit")
+        return AuditReport(stored.path, model, tuple(rows), len(indices), (note,) if note else ())
+
+
+def _check_target(stored: ActivationStore, model: str, folder: Path) -> None:
+    live = {f"target.{key}": value for key, value in hash_target(folder).items()}
+    recorded = stored.manifest.identities
+    changed = [key for key, value in live.items() if recorded.get(key, value) != value]
+    if changed:
+        details = "; ".join(f"{key}: store {recorded[key][:12]}, {model} {live[key][:12]}" for key in changed)
+        raise TargetError(
+            f"{stored.path} was made from another target than {model} ({details}). Give the target it was made from, "
+            "or extract again."
+        )
+
+
+def _tokenize_again(
+    stored: ActivationStore, tokenizer: Any, indices: Sequence[int]
+) -> tuple[dict[int, TokenizedChat], str]:
+    """Tokenise dataset rows by source row; empty with the reason where the dataset cannot be read."""
+    runs = [name for name in names_in(stored.path / RUNS_NAME) if name.endswith(".json")]
+    config: Any = None
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        config = parse_object(read_bounded(stored.path / RUNS_NAME / runs[-1])).get("config") if runs else None
+    dataset = config.get("dataset") if isinstance(config, dict) else None
+    if not isinstance(dataset, str) or "max_length" not in stored.manifest.extraction:
+        return {}, "no run record names the dataset; tokens and masks were checked by their content hash only"
+    extraction = stored.manifest.extraction
+    revision = pinned_revision(recorded_sources(extraction), "dataset", dataset, _text(config, "dataset_revision"))
+    wanted = {int(stored.sequences["source_row"][index].as_py()) for index in indices}
+    max_length = int(extraction["max_length"])
+    chats: dict[int, TokenizedChat] = {}
+    try:
+        columns = Columns.parse(config.get("columns") or ())
+        source = ChatSource(dataset, known_split(config), _text(config, "dataset_config"), revision)
+        check_template(tokenizer, str(stored.path), recorded_arguments(extraction))
+        for row, content in source.rows():
+            if row in wanted:
+                chat = tokenize_row(tokenizer, content, max_length, columns)
+                if isinstance(chat, TokenizedChat):
+                    chats[row] = chat
+            if row >= max(wanted):
+                break
+    except (DatasetError, OptionInvalid, TypeError) as error:
+        return {}, f"tokens and masks were checked by their content hash only: {error}"
+    recorded, own = stored.manifest.extraction.get("template_time"), TEMPLATE_TIME.isoformat()
+    if recorded != own and (recorded or asked_the_time(tokenizer)):
+        made = f"as of {recorded}" if recorded else "on the day of the extraction, which the store does not name"
+        return {}, f"the chats were rendered {made}; tokens and masks were checked by their content hash only"
+    return chats, ""
+
+
+def _text(settings: Mapping[str, Any], name: str) -> str | None:
+    value = settings.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _text_rows(stored: ActivationStore, index: int, chats: Mapping[int, TokenizedChat]) -> list[AuditRow]:
+    tokens, mask = stored.read(index, "tokens"), stored.read(index, "response_mask")
+    sequence_id = stored.sequences["sequence_id"][index].as_py()
+    source_row = stored.sequences["source_row"][index].as_py()
+    is_intact = content_id(tokens, mask) == sequence_id
+    chat = chats.get(source_row)
+    rows = []
+    for name, values in (("tokens", tokens), ("response_mask", mask)):
+        detail = "content hash" if is_intact else "content hash differs"
+        max_error, differing = 0.0, 0.0
+        if chats:
+            live = None if chat is None else {"tokens": chat.tokens, "response_mask": chat.response_mask}[name]
+            detail = f"row {source_row} tokenised again; {detail}"
+            if live is None or len(live) != len(values):
+                max_error = differing = float("inf")
+                detail += f"; {len(values)} tokens stored, {'none' if live is None else len(live)} live"
+            else:
+                difference = np.abs(values.astype(np.int64) - live.astype(np.int64))
+                max_error, differing = float(difference.max()), float((difference > 0).mean())
+        ok = is_intact and differing == 0.0
+        rows.append(AuditRow(index, sequence_id, len(tokens), name, max_error, differing, 0.0, ok, detail))
+    return rows
+
+
+def _activation_rows(stored: ActivationStore, index: int, target: Target, frozen: FrozenTarget) -> list[AuditRow]:
+    tokens = stored.read(index, "tokens")
+    names = [name for name in stored.fields if name == "kv" or name.startswith("hidden/")]
+    layers = tuple(int(name.removeprefix("hidden/layer_")) for name in names if name.startswith("hidden/layer_"))
+    live = capture(target.model, [tokens], ActivationSpec("kv" in names, True, layers), torch.float32)
+    sequence_id = stored.sequences["sequence_id"][index].as_py()
+    rows = []
+    for name in names:
+        tolerance = stored_tolerance(stored, stored.fields[name].dtype)
+        values = torch.from_numpy(to_float32(stored.read(index, name), stored.fields[name].dtype))
+        max_error, relative, detail = _compare(values, live.fields[name][0].cpu(), name)
+        ok = relative <= tolerance
+        rows.append(AuditRow(index, sequence_id, len(tokens), name, max_error, relative, tolerance, ok, detail))
+        if name == "hidden/last":
+            max_error, relative, detail = _compare_logits(values, live, target, frozen)
+            ok = relative <= tolerance
+            rows.append(AuditRow(index, sequence_id, len(tokens), "logits", max_error, relative, tolerance, ok, detail))
+    return rows
+
+
+def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
+    """The relative L2 error that rounding and the store's codec may make between a stored field and a live one."""
+    computed = stored.manifest.extraction.get("compute_dtype", "float32")
+    is_other = computed != "float32" or "engine" in stored.manifest.extraction
+    of_forward = TOLERANCES[dtype] * (LOW_PRECISION_FACTOR if is_other else 1.0)
+    return of_forward + CODEC_TOLERANCES[stored.codec.name.split(":")[0]]
+
+
+def _compare(values: Tensor, live: Tensor, name: str) -> tuple[float, float, str]:
+    """Return the largest difference and relative L2 error of [n, ...]; for kv [n, L, ...] of the worst layer."""
+    if name != "kv":
+        return (*_errors(values, live), "")
+    per_layer = [_errors(values[:, layer], live[:, layer]) for layer in range(values.shape[1])]
+    worst = max(range(len(per_layer)), key=lambda layer: per_layer[layer][1])
+    return max(error for error, _ in per_layer), per_layer[worst][1], f"worst in layer {worst}"
+
+
+def _errors(values: Tensor, live: Tensor) -> tuple[float, float]:
+    difference = values - live
+    if not bool(torch.isfinite(difference).all()):
+        return float("inf"), float("inf")
+    norm = float(live.norm())
+    return float(difference.abs().max()), float(difference.norm()) / norm if norm else float(difference.norm())
+
+
+@torch.inference_mode()
+def _compare_logits(hidden: Tensor, live: Capture, target: Target, frozen: FrozenTarget) -> tuple[float, float, str]:
+    """Compare the logits of stored states (bundle's head) and live states (live head), in chunks of tokens."""
+    max_error = squared_error = squared_norm = 0.0
+    n_agreeing = 0
+    for start in range(0, len(hidden), LOGIT_CHUNK_TOKENS):
+        stop = start + LOGIT_CHUNK_TOKENS
+        teacher = frozen.logits(hidden[start:stop])
+        own = live.fields["hidden/last"][0, start:stop].to(target.model.dtype)
+        expected = target.logits(own).float().cpu()
+        difference = teacher - expected
+        if not bool(torch.isfinite(difference).all()):
+            return float("inf"), float("inf"), "not finite"
+        max_error = max(max_error, float(difference.abs().max()))
+        squared_error += float(difference.square().sum())
+        squared_norm += float(expected.square().sum())
+        n_agreeing += int((teacher.argmax(-1) == expected.argmax(-1)).sum())
+    return max_error, (squared_error / squared_norm) ** 0.5, f"top-1 agreement {n_agreeing / len(hidden):.2%}"

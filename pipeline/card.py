@@ -1,0 +1,239 @@
+"""The dataset card: README.md in the store's root, with the front matter that the Hugging Face Hub reads.
+
+It depends on the store and its origin alone, not on times or machines: equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..storage.care.summary import FieldSummary, StoreSummary, summarize_store
+from ..storage.disk.durable import write_atomic
+from ..storage.names import CARD_NAME, below
+from ..storage.paths import AnyPath, StorePath
+from ..storage.write.links import refuse_links
+
+_SIZE_CATEGORIES = (
+    (10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"),
+    (10**8, "10M<n<100M"), (10**9, "100M<n<1B"), (10**10, "1B<n<10B"), (10**11, "10B<n<100B"), (10**12, "100B<n<1T"),
+)  # fmt: skip
+_TAGS = ("activations", "hidden-states", "kv-cache", "speculative-decoding", "distillation", "zarr", "moa-data")
+
+
+@dataclass(frozen=True)
+class CardOrigin:
+    """What a card says beyond the store's own files.
+
+    Attributes:
+        command: the command that made the store, without paths.
+        target_license: licence of the target, as the Hub names licences; None for the user to fill in.
+        dataset_license: licence of the dataset, likewise.
+    """
+
+    model: str
+    dataset: str
+    command: str = "moa-data extract"
+    target_license: str | None = None
+    dataset_license: str | None = None
+
+
+def write_card(store: AnyPath, origin: CardOrigin) -> AnyPath:
+    """Write README.md into a store's root, or replace it.
+
+    Raises:
+        StoreNotFound: not a store.
+        StoreDamaged: damaged manifest, plan or commit.
+        StorageUnavailable: no room; an older card stays.
+        StoreDamaged: a symbolic link stands in its place.
+    """
+    refuse_links(store, folders=())
+    path = below(store, CARD_NAME)
+    write_atomic(path, card_text(store, origin).encode())
+    return path
+
+
+def card_text(store: StorePath, origin: CardOrigin) -> str:
+    """Return the text of a store's card."""
+    summary = summarize_store(store)
+    plain = [field for field in summary.fields if _is_plain(field, summary)]
+    sections = (
+        _front_matter(summary, origin),
+        _what(summary, origin),
+        _sizes(summary),
+        _loading(summary),
+        _without_package(plain, summary.schema_version),
+        _table("Conventions", ("What", "Meaning"), summary.conventions.items()),
+        _made(summary, origin),
+        _licences(origin),
+    )
+    return "\n\n".join(section.strip("\n") for section in sections) + "\n"
+
+
+def public_name(path_or_id: str) -> str:
+    """Return what a card calls a model or a dataset: a Hub id as it is, of a path only the last step."""
+    is_path = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1 or Path(path_or_id).exists()
+    return Path(path_or_id).resolve().name if is_path else path_or_id
+
+
+def size_category(n_sequences: int) -> str:
+    """Return the Hub's name for a number of rows, e.g. ``"1K<n<10K"``."""
+    return next((name for limit, name in _SIZE_CATEGORIES if n_sequences < limit), "n>1T")
+
+
+def _is_plain(field: FieldSummary, summary: StoreSummary) -> bool:
+    """Whether an array of the field's own name holds its values, and not the codes of a lossy codec."""
+    return summary.n_sequences > 0 and [array.name for array in field.arrays] == [field.name]
+
+
+def _front_matter(summary: StoreSummary, origin: CardOrigin) -> str:
+    licences = {name for name in (origin.target_license, origin.dataset_license) if name}
+    lines = ["---"]
+    if len(licences) == 1 and origin.target_license and origin.dataset_license:
+        lines.append(f"license: {json.dumps(licences.pop())}")
+    elif origin.target_license and origin.dataset_license:
+        name = f"{origin.target_license}-and-{origin.dataset_license}"
+        lines += ["license: other", f"license_name: {json.dumps(name)}"]
+    else:
+        lines.append("license: unknown  # fill in: the licences of target and dataset both apply")
+    lines += [
+        f"pretty_name: {json.dumps(f'Activations of {origin.model} on {origin.dataset}', ensure_ascii=False)}",
+        "task_categories:",
+        "- text-generation",
+        "tags:",
+        *(f"- {tag}" for tag in _TAGS),
+        "size_categories:",
+        f"- {size_category(summary.n_sequences)}",
+        "configs:",
+        "- config_name: sequences",
+        "  data_files: plan.parquet",
+        "---",
+    ]
+    return "\n".join(lines)
+
+
+def _what(summary: StoreSummary, origin: CardOrigin) -> str:
+    target = summary.target
+    sizes = ", ".join(
+        f"{target[key]} {text}"
+        for key, text in (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
+        if key in target
+    )
+    return f"""# Activations of {origin.model} on {origin.dataset}
+
+What {origin.model} ({target.get("architecture", "transformer")}: {sizes}) computed on {summary.n_sequences:,}
+sequences of {origin.dataset}: {summary.n_tokens:,} tokens, of which the assistant wrote {summary.n_response_tokens:,}.
+Train drafters for speculative decoding, probes or autoencoders from it without running the target. `target/` holds the
+target's config, tokenizer, embeddings, final norm and LM head."""
+
+
+def _sizes(summary: StoreSummary) -> str:
+    rows = []
+    for field in summary.fields:
+        shape = ", ".join(["token", *map(str, field.token_shape)])
+        rows.append((f"`{field.name}`", field.dtype, f"[{shape}]", field.description, _mb(field.stored_bytes)))
+    table = _table("Fields", ("Field", "Values", "Shape", "What", "On disk"), rows)
+    return (
+        f"{table}\n\n{_mb(summary.stored_bytes)} in {summary.n_parts:,} parts, {summary.bytes_per_token:,.0f} bytes "
+        f"per token, {summary.ratio:.3f} of the raw values; codec `{summary.codec}`."
+    )
+
+
+def _loading(summary: StoreSummary) -> str:
+    field = _example_field(list(summary.fields)) or summary.fields[0]
+    return f"""## Load it with moa-data
+
+```python
+from moa_data.pipeline.exchange.torch_dataset import ActivationDataset, pad_collate
+from moa_data.storage.read.store import ActivationStore
+from torch.utils.data import DataLoader
+
+store = ActivationStore("STORE")                         # where you downloaded it
+tokens = store.read(0, "tokens")                         # numpy, int32 [n_tokens]
+dataset = ActivationDataset(store, fields=("tokens", "response_mask", "{field.name}"))
+batch = next(iter(DataLoader(dataset, batch_size=2, collate_fn=pad_collate)))
+```"""
+
+
+def _without_package(plain: list[FieldSummary], schema_version: int) -> str:
+    field = _example_field(plain)
+    name = field.name if field else "tokens"
+    convert = "bits.astype(np.uint32) << 16).view(np.float32)"
+    is_bfloat16 = field is not None and field.dtype == "bfloat16"
+    values = f"values = ({convert}      # bfloat16 -> float32, exact" if is_bfloat16 else "values = bits"
+    folder, start = 'store / "parts"', 'row["part"] * array.attrs["part_rows"] + row["first_token"]'
+    if schema_version == 1:  # each part has a group of its own
+        folder, start = """store / "parts" / f"part-{row['part']:05d}.zarr\"""", 'row["first_token"]'
+    note = (
+        ""
+        if field
+        else " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how to undo it."
+    )
+    place = f"""array = zarr.open_group({folder}, mode="r")["{name}"]
+start = {start}"""
+    return f"""## Load it without moa-data
+
+Every array is plain Zarr v3 (sharded; blosc and crc32c inside).{note} A sequence is a span of
+the token axis. Parts without a file in `commits/` do not exist.
+
+```python
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import zarr
+
+store = Path("STORE")                                    # where you downloaded it
+row = pq.read_table(store / "plan.parquet").to_pylist()[0]
+{place}
+bits = array[start : start + row["n_tokens"]]
+{values}
+```
+
+The same with tensorstore:
+
+```python
+import tensorstore as ts
+
+spec = {{"driver": "zarr3", "kvstore": {{"driver": "file", "path": str({folder} / "{name}")}}}}
+bits = ts.open(spec).result()[start : start + row["n_tokens"]].read().result()
+{values}
+```"""
+
+
+def _example_field(fields: list[FieldSummary]) -> FieldSummary | None:
+    """Return the activation that takes the fewest bytes; None where there is none."""
+    activations = [field for field in fields if field.token_shape]
+    return min(activations, key=lambda field: (field.raw_bytes, field.name), default=None)
+
+
+def _made(summary: StoreSummary, origin: CardOrigin) -> str:
+    rows = [(key, f"`{value}`") for key, value in sorted({**summary.extraction, **summary.identities}.items())]
+    return _table("How it was made", ("What", "Value"), rows) + f"\n\nMade with `{origin.command}`."
+
+
+def _licences(origin: CardOrigin) -> str:
+    rows = [
+        ("target", origin.model, origin.target_license or "**fill in**"),
+        ("dataset", origin.dataset, origin.dataset_license or "**fill in**"),
+    ]
+    table = _table("Licence", ("Of the", "Name", "Licence"), rows)
+    return (
+        f"{table}\n\nActivations derive from both; so do the tokens, from which the text can be read back. Running the "
+        "command again writes this card anew: give the licences as `--target-license` and `--dataset-license`, or edit "
+        "the card last."
+    )
+
+
+def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    lines = [f"## {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        lines.append("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
+    return "\n".join(lines)
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.2f} MB"

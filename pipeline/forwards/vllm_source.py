@@ -1,0 +1,200 @@
+"""vLLM as the engine of an extraction: hands it the tokens of a batch, and reads what the connector wrote.
+
+The forwards are vLLM's, with its kernels and its own batching, so that values differ from those of transformers in
+their last bits, and from run to run; ``audit`` allows for that. What the store keeps of the target's weights, and the
+final norm, still come from transformers, on the host.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ...errors import WorkerError
+from ...moa.targets.bundle import layer_windows
+from ...moa.targets.live import Target
+from ...text import first_line
+from ..config import ActivationSpec
+from .capture import Capture, finite_rows
+
+VLLM_VERSION = "0.33.0"
+"""The release whose connector interface this is written for; the interface is experimental and changes."""
+
+_CONNECTOR, _MODULE = "MoaDataConnector", "moa_data.pipeline.forwards.vllm_connector"
+_FILE_PARAMETER = "moa_data_file"  # as in the connector, which cannot be imported without vLLM
+_WRITTEN_WITHIN_S = 300.0
+_MEMORY_FOLDER = Path("/dev/shm")
+
+
+def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
+    """Refuse targets and settings that vLLM cannot serve as a source; returns what the store records of the engine.
+
+    Args:
+        max_length: tokens of the longest sequence.
+
+    Raises:
+        WorkerError: vLLM is not installed, or another release, or the target has sliding windows or too few
+            positions.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise WorkerError(
+            f"vllm is not installed, and --source vllm needs it: pip install vllm=={VLLM_VERSION} beside moa-data."
+        ) from error
+    if version != VLLM_VERSION:
+        raise WorkerError(
+            f"vllm is {version}, and its connector interface changes between releases: install vllm=={VLLM_VERSION}, "
+            "or leave out --source vllm."
+        )
+    if any(window is not None for window in layer_windows(model_config)):
+        raise WorkerError(
+            "the target has sliding windows, whose blocks vLLM gives up while it reads on. Leave out --source vllm."
+        )
+    if max_length >= model_config.max_position_embeddings:
+        raise WorkerError(
+            f"vLLM writes a token behind each sequence, for which one of {model_config.max_position_embeddings:,} "
+            f"positions is needed: use --max-length {model_config.max_position_embeddings - 1}."
+        )
+    return {"name": "vllm", "version": version}
+
+
+class VllmSource:
+    """A target that vLLM runs; use it as a context.
+
+    Args:
+        folder: folder of the target.
+        target: the same target on the host, for its final norm.
+        spec: the activations that are wanted.
+        dtype: dtype of the values; the forward computes in that of the target.
+        max_length: tokens of the longest sequence.
+    """
+
+    def __init__(self, folder: Path, target: Target, spec: ActivationSpec, dtype: torch.dtype, max_length: int) -> None:
+        self._folder, self._target, self._spec, self._dtype = folder, target, spec, dtype
+        self._max_length, self._n_read = max_length, 0
+        n_layers = int(target.sizes["n_layers"])
+        # vLLM counts what enters layer i, so that i + 1 is the output of layer i, and n_layers what the norm reads.
+        self._states = sorted({layer + 1 for layer in spec.layers} | ({n_layers} if spec.last else set()))
+        self._n_layers = n_layers
+
+    def __enter__(self) -> Self:
+        place = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
+        self._exchange = Path(tempfile.mkdtemp(prefix="moa-data-", dir=place))
+        try:
+            self._engine = self._start()
+        except BaseException:
+            shutil.rmtree(self._exchange, ignore_errors=True)
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        del self._engine
+        shutil.rmtree(self._exchange, ignore_errors=True)
+
+    def _start(self) -> Any:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = KVTransferConfig(
+            kv_connector=_CONNECTOR, kv_connector_module_path=_MODULE, kv_role="kv_producer",
+            kv_connector_extra_config={"kv": self._spec.kv},
+        )  # fmt: skip
+        states = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self._states}},
+        }
+        try:
+            return LLM(
+                model=str(self._folder),
+                dtype=str(self._target.model.dtype).removeprefix("torch."),
+                kv_cache_dtype="auto",
+                enable_prefix_caching=False,
+                tensor_parallel_size=1,
+                max_model_len=self._max_length + 1,
+                skip_tokenizer_init=True,
+                kv_transfer_config=transfer,
+                **({"speculative_config": states} if self._states else {}),
+            )
+        except Exception as error:  # vLLM raises many unrelated types
+            raise WorkerError(
+                f"vLLM does not start ({first_line(error)}). Its log says more; or leave out --source vllm."
+            ) from error
+
+    def capture(self, sequences: Sequence[np.ndarray]) -> Capture:
+        """Run a batch of sequences, B arrays of token ids (int32 [n_tokens]); gives what ``forwards.capture`` gives.
+
+        Raises:
+            WorkerError: vLLM fails, or writes nothing.
+        """
+        from vllm import SamplingParams
+
+        files = [self._exchange / f"{self._n_read + index}.safetensors" for index in range(len(sequences))]
+        self._n_read += len(sequences)
+        parameters = [
+            SamplingParams(
+                max_tokens=1, temperature=0.0, detokenize=False,
+                extra_args={"kv_transfer_params": {_FILE_PARAMETER: str(file)}},
+            )
+            for file in files
+        ]  # fmt: skip
+        prompts = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
+        try:
+            self._engine.generate(prompts, parameters, use_tqdm=False)
+        except Exception as error:  # as above
+            raise WorkerError(f"vLLM fails ({first_line(error)}). Its log says more.") from error
+        return self._collect(sequences, [_read(file) for file in files])
+
+    def _collect(self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]) -> Capture:
+        """Put the values of all sequences into arrays that are padded on the right."""
+        n_tokens = tuple(map(len, sequences))
+        for tokens, found in zip(sequences, values, strict=True):
+            if wrong := [len(each) for each in found.values() if len(each) != len(tokens)]:
+                raise WorkerError(f"vLLM gave values of {wrong[0]} tokens for {len(tokens)}. Its log may say more.")
+        width = max(n_tokens)
+        padded = np.stack([np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences])
+        fields: dict[str, Tensor] = {}
+        if self._spec.kv:
+            fields["kv"] = _padded([found["kv"].to(self._dtype) for found in values], width)
+        if self._spec.last:
+            at, norm = self._states.index(self._n_layers), self._target.model.model.norm
+            with torch.inference_mode():
+                last = [norm(found["hidden"][:, at].to(norm.weight.dtype)).to(self._dtype) for found in values]
+            fields["hidden/last"] = _padded(last, width)
+        for layer in self._spec.layers:
+            at = self._states.index(layer + 1)
+            fields[f"hidden/layer_{layer}"] = _padded(
+                [found["hidden"][:, at].to(self._dtype) for found in values], width
+            )
+        valid = torch.arange(width) < torch.tensor(n_tokens)[:, None]
+        finite = {name: finite_rows(each, valid) for name, each in fields.items()}
+        return Capture(n_tokens, torch.from_numpy(padded.astype(np.int64)), finite, fields)
+
+
+def _padded(rows: Sequence[Tensor], width: int) -> Tensor:
+    return torch.stack([torch.cat((row, row.new_zeros(width - len(row), *row.shape[1:]))) for row in rows])
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Read a file as soon as it is whole, and delete it."""
+    last_s = time.monotonic() + _WRITTEN_WITHIN_S
+    while not file.exists():
+        if (trouble := file.with_suffix(".error")).exists():
+            raise WorkerError(f"vLLM's connector cannot write ({trouble.read_text()}). Free some memory.")
+        if time.monotonic() > last_s:
+            raise WorkerError(f"vLLM's connector has written nothing for {_WRITTEN_WITHIN_S:g} s. Its log says more.")
+        time.sleep(0.002)
+    values: dict[str, Tensor] = load_file(file)
+    file.unlink()
+    return values

@@ -1,0 +1,432 @@
+"""The plan of an extraction, made before the first forward: what will be written, where, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..errors import CodecUnknown, OptionInvalid, StorageUnavailable
+from ..machine import free_memory
+from ..moa.targets.bundle import load_target_config, target_sizes
+from ..moa.targets.chat_tokens import check_template
+from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
+from ..moa.targets.template import TEMPLATE_TIME, parse_template_arguments
+from ..storage.codecs.registry import StoreCodec
+from ..storage.codecs.transform.calibration import MAX_FEATURES
+from ..storage.disk.files import open_path
+from ..storage.parts.commit import committed_bytes
+from ..storage.parts.plan import plan_counts, plan_parts
+from ..storage.paths import RemotePath, StorePath
+from ..storage.schema import (
+    ALIGNMENT_TOKENS,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
+from ..text import Progress, counted, format_bytes, format_hours
+from .chats.columns import Columns
+from .chats.dataset import ChatSource
+from .chats.sequences import Sequences, check_counts, read_sequences
+from .config import DEFAULT_MAX_LENGTH, ActivationSpec, ExtractConfig, parse_activations
+from .forwards.learning_cost import LearningCost, learning_cost, product_speed
+from .forwards.memory import ForwardMemory
+from .forwards.vllm_source import check_vllm
+from .sources import check_weights, pinned_revision, sources_record, stored_sources, target_identities
+from .texts import read_texts, texts_origin
+from .workers.ray_data import require_ray
+
+
+@dataclass(frozen=True)
+class ExtractPlan:
+    """What an extraction will do.
+
+    Attributes:
+        spec: the activations, layers resolved.
+        manifest: content of store.json; of a codec that learns, without what it will learn.
+        table: plan.parquet: sequence_id, source_row, n_tokens, n_response_tokens, part, first_token.
+        sequences: the tokens and masks.
+        texts_origin: their origin (``kept_texts``); None where only reading all rows tells it.
+        keeps_texts: whether the output folder holds them.
+        dataset: the dataset, and which split and files of it are read, as text.
+        compute_dtype: dtype of the forward, resolved.
+        batch_tokens: tokens per forward, resolved.
+        raw_bytes: field -> bytes of the planned tokens before compression.
+        stored_bytes: expected bytes on disk, target/ included.
+        free_bytes: free bytes on the disk of the output folder.
+        present_bytes: bytes that the output folder already holds.
+        model_config: the target's transformers config.
+        memory: the memory that the forwards take.
+        learning: what learning the codec costs; None where it learns nothing.
+    """
+
+    config: ExtractConfig
+    spec: ActivationSpec
+    manifest: StoreManifest
+    codec: StoreCodec = field(repr=False)
+    table: pa.Table = field(repr=False)
+    sequences: Sequences = field(repr=False)
+    texts_origin: Mapping[str, Any] | None = field(repr=False)
+    keeps_texts: bool
+    dataset: str
+    folder: Path
+    device: str
+    compute_dtype: str
+    batch_tokens: int
+    raw_bytes: Mapping[str, int]
+    stored_bytes: int
+    free_bytes: int
+    present_bytes: int
+    model_config: Any = field(repr=False)
+    memory: ForwardMemory
+    learning: LearningCost | None
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences to be stored."""
+        return self.manifest.n_sequences
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens to be stored, without alignment padding."""
+        return self.manifest.n_tokens
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of the store."""
+        return self.manifest.n_parts
+
+    @property
+    def rejections(self) -> Counter[str]:
+        """Reason -> rows that give no sequence."""
+        return self.sequences.rejections
+
+    def describe(self) -> str:
+        """Return the plan as text."""
+        counts, storage = self.sequences, self.config.storage
+        n_response = int(self.table["n_response_tokens"].to_numpy().sum())
+        lengths = np.sort(self.table["n_tokens"].to_numpy())
+        raw = sum(self.raw_bytes.values())
+        lines = [
+            f"target       {self.config.model} ({self.manifest.target['architecture']}, "
+            f"{self.manifest.target['n_layers']} layers, {self.manifest.target['n_kv_heads']} KV heads of "
+            f"{self.manifest.target['head_dim']}, width {self.manifest.target['hidden_size']})",
+            f"dataset      {self.dataset}: {counted(counts.n_rows, 'row')} read",
+            f"sequences    {self.n_sequences:,} ({counts.n_truncated:,} cut at {self.config.data.max_length:,} tokens, "
+            f"{counts.n_duplicates:,} duplicates left out)",
+            f"rejected     {counted(counts.n_rejected, 'row')}"
+            + "".join("\n" + line for line in counts.rejection_lines()),
+            f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
+            f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
+            f"fields       {', '.join(self.raw_bytes)} in {storage.dtype}, codec {storage.codec}",
+            f"raw          {format_bytes(raw)} ({raw / self.n_tokens:,.0f} bytes per token)",
+            f"on disk      about {format_bytes(self.stored_bytes)} "
+            f"({', '.join(f'{name} {bits:.1f} bits per value' for name, bits in self._expected_bits().items())})",
+            f"parts        {self.n_parts:,} of up to {storage.part_tokens:,} tokens",
+            f"free disk    {format_bytes(self.free_bytes)} at {self.disk}"
+            + (", for shards on their way to the bucket" if self.is_remote else "")
+            + (f"; the store already holds {format_bytes(self.present_bytes)}" if self.present_bytes else ""),
+            f"memory       {self.memory.describe()}; free {format_bytes(free_memory() or 0)}",
+        ]
+        return "\n".join([*lines, *self._learning_lines()])
+
+    def _learning_lines(self) -> list[str]:
+        if self.learning is None:
+            return []
+        return [
+            f"learn        about {format_hours(self.learning.seconds)} and the forwards of {self.learning.n_tokens:,} "
+            f"tokens before the first part; {format_bytes(self.learning.memory_bytes)} of memory beside the target and "
+            f"{format_bytes(self.learning.disk_bytes)} of disk at {self.disk} meanwhile"
+        ]
+
+    def _expected_bits(self) -> dict[str, float]:
+        """Return field -> expected stored bits per value, without the fields of one number per token."""
+        return {name: codec.expected_bits() for name, codec in self.codec.fields.items() if codec.spec.token_shape}
+
+    def check_disk(self) -> None:
+        """Refuse a plan that the disk cannot hold; raises StorageUnavailable."""
+        needed = max(0, self.stored_bytes - self.present_bytes)
+        if self.is_remote and (needed := min(needed, 2 * self.stored_bytes // self.n_parts)) > self.free_bytes:
+            raise StorageUnavailable(
+                f"Shards on their way to {self.config.out} need about {format_bytes(needed)}, but {self.disk} has "
+                f"{format_bytes(self.free_bytes)} free. Set TMPDIR to another disk, or lower --part-tokens."
+            )
+        if needed > self.free_bytes:
+            raise StorageUnavailable(
+                f"The store needs about {format_bytes(needed)}, but {self.disk} has "
+                f"{format_bytes(self.free_bytes)} free. Free some space, choose another --out, lower --max-sequences, "
+                "or store fewer --activations."
+            )
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the store is to lie in a bucket."""
+        return isinstance(open_path(self.config.out), RemotePath)
+
+    @property
+    def disk(self) -> Path:
+        """A folder on the disk that the extraction writes to."""
+        return existing_parent(open_path(self.config.out))
+
+
+def build_plan(config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False) -> ExtractPlan:
+    """Plan an extraction from the dataset and the tokenizer, without running the target or writing anything.
+
+    Args:
+        progress: called with (chats done, chats in all, message), then with bytes of hashed weights.
+        with_weights: also hash the target's weights, which identifies the store; a hub target is downloaded.
+
+    Returns:
+        The plan; equal inputs give equal plans.
+
+    Raises:
+        WorkerError: configuration, dataset or tokenizer cannot be used.
+        NotEnoughMemory: the target's forwards do not fit in the memory that is free.
+        TargetError: the model folder has no config, weights or tokenizer.
+    """
+    chat_settings = _chat_settings(config)  # refuses what makes no sense before anything is downloaded
+    if config.scale.engine == "ray":
+        require_ray()
+    out = open_path(config.out)
+    sources = stored_sources(out)
+    revision = pinned_revision(sources, "model", config.model, config.revision)
+    folder = resolve_model_folder(config.model, with_weights=False, revision=revision)
+    model_config = load_target_config(folder)
+    check_weights(folder, is_local=Path(config.model).expanduser().is_dir())
+    sizes = target_sizes(model_config)
+    spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"])
+    if config.data.max_length is None:
+        n_positions = sizes["max_position_embeddings"] - (config.forward.source == "vllm")  # which needs one more
+        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions))
+    longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, sizes["max_position_embeddings"])
+    uses_vllm = config.forward.source == "vllm"
+    engine = check_vllm(model_config, longest) if uses_vllm else {}
+    # What stays of transformers where vLLM runs the target, its weights for the store, is on the host.
+    device = "cpu" if uses_vllm else _pick_device(config)
+    compute_dtype = resolve_compute_dtype(config, device)
+    batch_tokens = config.forward.batch_tokens or _default_batch_tokens(device, uses_vllm)
+    fields = field_specs(spec, sizes, config.storage.dtype)
+    codec = _codec(config.storage.codec, fields)  # refuses what it cannot do before chats are read
+    is_here = has_device(device)
+    if codec.learned and not is_here:
+        raise OptionInvalid(
+            f"Codec {config.storage.codec} learns from forwards on this machine before the first part, and it has no "
+            "GPU. Start the command on a machine of the cluster that has one, or choose another --codec."
+        )
+    n_workers = config.scale.n_local_workers
+    memory = forward_memory(model_config, fields, compute_dtype, batch_tokens, longest, device, n_workers)
+    if is_here:
+        memory.check()  # before the weights are downloaded and the chats tokenised
+    if with_weights:
+        folder = resolve_model_folder(config.model, revision=revision)
+    tokenizer = load_target_tokenizer(folder)
+    check_template(tokenizer, config.model, chat_settings.get("template_kwargs"))
+    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
+    source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
+    origin = texts_origin(source, target_identities(folder, tokenizer, with_weights=False), config, sizes)
+    kept = read_texts(out, origin)
+    sequences = kept or read_sequences(source, tokenizer, config, sizes, progress)
+    check_counts(sequences, source, config)
+    times = {"template_time": TEMPLATE_TIME.isoformat()} if sequences.asked_the_time else {}
+    table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
+    counts = plan_counts(table)
+    n_tokens = counts["n_tokens"]
+    manifest = StoreManifest(
+        fields=fields,
+        target=sizes,
+        identities={
+            **target_identities(folder, tokenizer, with_weights, progress),
+            "dataset.sha256": sequences.dataset_sha256,
+        },
+        extraction={
+            **_extraction(config, spec, compute_dtype, device, batch_tokens),
+            **({"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}),
+            **chat_settings,
+            **times,
+            **sources_record(config, folder, source, sources),
+        },
+        n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"],
+        n_tokens=n_tokens,
+        codec=codec.describe(),
+        alignment_tokens=ALIGNMENT_TOKENS,
+    )
+    raw_bytes = {spec_.name: spec_.token_bytes * n_tokens for spec_ in fields}
+    return ExtractPlan(
+        config=config,
+        spec=spec,
+        manifest=manifest,
+        codec=codec,
+        table=table,
+        sequences=sequences,
+        texts_origin=origin,
+        keeps_texts=kept is not None,
+        dataset=source.describe(),
+        folder=folder,
+        device=device,
+        compute_dtype=compute_dtype,
+        batch_tokens=batch_tokens,
+        raw_bytes=raw_bytes,
+        stored_bytes=expected_bytes(codec, n_tokens)
+        + _feature_bytes(codec, sizes)
+        + kept_weights(model_config, config.target_layers) * weight_bytes(model_config),
+        free_bytes=shutil.disk_usage(existing_parent(out)).free,
+        present_bytes=committed_bytes(out),
+        model_config=model_config,
+        memory=memory,
+        learning=learning_cost(codec, sizes, n_tokens, product_speed(device)) if codec.learned else None,
+    )
+
+
+def _pick_device(config: ExtractConfig) -> str:
+    """Return the device of the forward; the GPUs of Ray's workers may be on other machines than this one."""
+    wanted, n_gpus = config.forward.device, config.scale.gpus_per_worker
+    if config.scale.engine == "ray" and n_gpus is not None:
+        if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
+            raise OptionInvalid(f"--device {wanted} and --gpus-per-worker {n_gpus:g} disagree. Leave out one of them.")
+        return "cuda" if n_gpus else "cpu"
+    return pick_device(wanted)
+
+
+def has_device(device: str) -> bool:
+    """Whether this machine has a device; the workers of a cluster may have what it lacks."""
+    return torch.device(device).type != "cuda" or torch.cuda.is_available()
+
+
+def field_specs(spec: ActivationSpec, sizes: Mapping[str, Any], dtype: str) -> tuple[FieldSpec, ...]:
+    """The store's fields for a specification of activations."""
+    fields = [tokens_field(), response_mask_field()]
+    if spec.kv:
+        fields.append(kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype))
+    for name in spec.hidden_fields:
+        fields.append(hidden_field(name.removeprefix("hidden/"), sizes["hidden_size"], dtype))
+    return tuple(fields)
+
+
+def resolve_compute_dtype(config: ExtractConfig, device: str) -> str:
+    """The dtype of the forward: auto is the storage dtype on an accelerator and float32 on a CPU."""
+    if config.forward.compute_dtype != "auto":
+        return config.forward.compute_dtype
+    on_host = device.startswith("cpu") and config.forward.source != "vllm"
+    return "float32" if on_host else config.storage.dtype
+
+
+def _default_batch_tokens(device: str, uses_vllm: bool) -> int:
+    if uses_vllm:
+        return 65_536
+    return 2048 if torch.device(device).type == "cpu" else 16_384
+
+
+def _codec(name: str, fields: tuple[FieldSpec, ...]) -> StoreCodec:
+    try:
+        return StoreCodec(name, fields)
+    except CodecUnknown as error:
+        raise OptionInvalid(f"{error} Mend --codec.") from error
+
+
+def _extraction(
+    config: ExtractConfig, spec: ActivationSpec, compute_dtype: str, device: str, batch_tokens: int
+) -> dict[str, Any]:
+    """Return the settings that shape the data; batches change the last bits of a forward, so they are among them."""
+    return {
+        "activations": (["kv"] if spec.kv else []) + list(spec.hidden_fields),
+        "attention": "sdpa",
+        "batch_tokens": batch_tokens,
+        "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
+        "compute_dtype": compute_dtype,
+        "device": torch.device(device).type,
+        "dtype": config.storage.dtype,
+        "max_length": config.data.max_length,
+        "max_sequences": config.data.max_sequences,
+        "part_tokens": config.storage.part_tokens,
+        "target_layers": config.target_layers,
+        "truncation": "right, tokens and mask together",
+    }
+
+
+def _chat_settings(config: ExtractConfig) -> dict[str, Any]:
+    """Return the settings that shape the texts, where they are given: columns, arguments of the template."""
+    settings = {
+        "columns": Columns.parse(config.data.columns).describe(),
+        "template_kwargs": parse_template_arguments(config.data.template_kwargs),
+    }
+    return {name: value for name, value in settings.items() if value}
+
+
+def expected_bytes(codec: StoreCodec, n_tokens: int) -> int:
+    """The expected bytes of the parts, with 3 % for alignment padding, indexes and metadata."""
+    bits = sum(field.expected_bits() * math.prod(field.spec.token_shape) for field in codec.fields.values())
+    return int(1.03 * bits / 8 * n_tokens)
+
+
+def _feature_bytes(codec: StoreCodec, sizes: Mapping[str, Any]) -> int:
+    """The bytes of the token features in half precision, where keys and values are predicted from them."""
+    if not any(field.needs_tokens for field in codec.fields.values()):
+        return 0
+    return 2 * int(sizes["vocab_size"]) * min(int(sizes["hidden_size"]), MAX_FEATURES)
+
+
+def forward_memory(
+    model_config: Any,
+    fields: Sequence[FieldSpec],
+    compute_dtype: str,
+    batch_tokens: int,
+    longest_tokens: int,
+    device: str,
+    n_workers: int = 1,
+) -> ForwardMemory:
+    """Return the memory of a target's forwards that keep these fields, in several processes at once."""
+    return ForwardMemory(
+        sizes=target_sizes(model_config) | {"intermediate_size": model_config.intermediate_size},
+        n_weights=count_weights(model_config)[1],
+        kept_bytes=sum(spec.token_bytes for spec in fields),
+        compute_dtype=compute_dtype,
+        batch_tokens=batch_tokens,
+        longest_tokens=longest_tokens,
+        device=device,
+        n_workers=n_workers,
+    )
+
+
+def count_weights(model_config: Any) -> tuple[int, int]:
+    """Count the weights of all decoder layers, and of the whole target; shared ones count once."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa", trust_remote_code=False)
+    layers = sum(weight.numel() for weight in model.model.layers.parameters())
+    return layers, sum(weight.numel() for weight in model.parameters())
+
+
+def kept_weights(model_config: Any, target_layers: int) -> int:
+    """Count the weights that the target bundle keeps."""
+    frozen = 2 * model_config.vocab_size * model_config.hidden_size + model_config.hidden_size
+    return int(frozen + count_weights(model_config)[0] * target_layers // model_config.num_hidden_layers)
+
+
+def weight_bytes(model_config: Any) -> int:
+    """The bytes of one of the target's weights on disk."""
+    dtype = getattr(model_config, "dtype", None)
+    return torch.empty(0, dtype=dtype).element_size() if isinstance(dtype, torch.dtype) else 4
+
+
+def existing_parent(path: StorePath) -> Path:
+    """Return the path, or the nearest folder above it that exists; where it is remote, the one for temporary files."""
+    if isinstance(path, RemotePath):
+        return Path(tempfile.gettempdir())
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path

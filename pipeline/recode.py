@@ -1,0 +1,252 @@
+"""Make a store with another codec from a lossless one, without the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import CodecUnknown, Interrupted, OptionInvalid
+from ..machine import fix_sums
+from ..moa.targets.bundle import FrozenTarget, load_target_config
+from ..storage.chunks.field import TOKENS
+from ..storage.codecs.registry import StoreCodec
+from ..storage.codecs.transform.codec import TransformCodec
+from ..storage.disk.checking import exists
+from ..storage.disk.durable import check_room, walk
+from ..storage.disk.files import open_path
+from ..storage.dtypes import to_float32
+from ..storage.names import TARGET_NAME, commit_path
+from ..storage.parts.commit import read_part_commit
+from ..storage.paths import StorePath
+from ..storage.read.store import ActivationStore
+from ..storage.schema import SCHEMA_VERSION
+from ..storage.write.part import PartWriter
+from ..storage.write.store import StoreWriter
+from ..text import Progress, counted, format_bytes, format_hours
+from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
+from .plan import existing_parent
+
+METRIC_TOKENS = 60_000
+"""Tokens of the sequences on which metrics of keys and values are measured, roughly."""
+METRIC_IDENTITY = "drafter.weights_sha256"
+"""The identity of a store that tells whose metric its keys and values were coded in."""
+_LEAST_RESPONSE = 8
+"""Tokens of a response that draft rounds fit into."""
+
+
+class KVMetrics(Protocol):
+    """Measures what errors of keys and values cost, on some sequences of a store: see ``TransformCodec.metrics``."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of whom they cost it, by which a resumed run is compared."""
+
+    def __call__(
+        self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
+    ) -> Sequence[Sequence[np.ndarray]]:
+        """Measure the metric of each part of each group."""
+
+
+@dataclass(frozen=True)
+class RecodeReport:
+    """What a recoding did; ``source_bytes`` are those of the source's parts."""
+
+    source: StorePath
+    out: StorePath
+    codec: str
+    n_parts: int
+    n_parts_done: int
+    n_tokens: int
+    source_bytes: int
+    stored_bytes: int
+    wall_s: float
+
+    def describe(self) -> str:
+        """Return the report as text."""
+        return (
+            f"{self.out}: codec {self.codec}, {counted(self.n_parts, 'part')} ({self.n_parts_done:,} by this run in "
+            f"{format_hours(self.wall_s)}), {format_bytes(self.stored_bytes)}, "
+            f"{self.stored_bytes / self.n_tokens:,.0f} bytes per token; {self.stored_bytes / self.source_bytes:.3f} of "
+            f"{self.source}"
+        )
+
+
+def recode(
+    store: str | os.PathLike[str] | StorePath,
+    codec: str,
+    out: str | os.PathLike[str] | StorePath,
+    progress: Progress | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    kv_metrics: KVMetrics | None = None,
+) -> RecodeReport:
+    """Write the content of a lossless store with another codec, or go on where an earlier run stopped.
+
+    Without metrics the new store has the bytes that extracting with that codec would have given.
+
+    Args:
+        store: a complete lossless store.
+        progress: called with (tokens done, tokens in all, message).
+        kv_metrics: gives a transform codec the metrics in which it learns keys and values; called where none has been
+            learned yet.
+
+    Raises:
+        OptionInvalid: unknown codec, the source is not lossless, source and output are one folder, or metrics for a
+            codec that has no use for them.
+        Interrupted: after Ctrl-C.
+        StoreError: a store cannot be used, or was begun with another codec or other metrics.
+        MoaDataError: what ``kv_metrics`` raises.
+    """
+    fix_sums()
+    start = time.perf_counter()
+    target_store = open_path(out)
+    check_room(target_store)
+    with ActivationStore(store, require_complete=True) as source:
+        if not source.codec.is_lossless:
+            raise OptionInvalid(
+                f"{source.path} has codec {source.codec.name}; only a lossless store can be recoded, since what one "
+                "codec has lost another cannot bring back. Extract again, or give the lossless store."
+            )
+        if target_store == source.path or _is_same_folder(target_store, source.path):
+            raise OptionInvalid(f"--out {target_store} is the store itself. Choose another folder.")
+        new = codec_for(source, codec, target_store, progress, kv_metrics)
+        identities = dict(source.manifest.identities)
+        if kv_metrics is not None:
+            identities[METRIC_IDENTITY] = kv_metrics.identity
+        manifest = dataclasses.replace(
+            source.manifest, codec=new.describe(), identities=identities, schema_version=SCHEMA_VERSION
+        )
+        with StoreWriter.create_or_resume(target_store, manifest, source.sequences, new.files()) as writer:
+            pending = writer.pending_parts()
+            try:
+                _copy_target(source, writer)
+                _write_parts(source, writer, progress)
+            except KeyboardInterrupt as error:
+                n_done = writer.n_parts - len(writer.pending_parts())
+                raise Interrupted(
+                    f"Interrupted; {n_done} of {writer.n_parts} parts are committed in {writer.path}. Run the same "
+                    "command again to go on."
+                ) from error
+            report = RecodeReport(
+                source=source.path,
+                out=target_store,
+                codec=new.name,
+                n_parts=writer.n_parts,
+                n_parts_done=len(pending),
+                n_tokens=manifest.n_tokens,
+                source_bytes=sum(commit.stored_bytes for commit in source.commits.values()),
+                stored_bytes=sum(
+                    read_part_commit(commit_path(writer.path, part)).stored_bytes for part in range(writer.n_parts)
+                ),
+                wall_s=time.perf_counter() - start,
+            )
+            record = vars(report) | {"source": str(source.path), "out": str(target_store)}
+            writer.record_run({"recode": record, "provenance": provenance or {}})
+    return report
+
+
+def _is_same_folder(one: StorePath, other: StorePath) -> bool:
+    return isinstance(one, Path) and isinstance(other, Path) and one.exists() and one.samefile(other)
+
+
+def codec_for(
+    source: ActivationStore,
+    name: str,
+    out: StorePath | None = None,
+    progress: Progress | None = None,
+    kv_metrics: KVMetrics | None = None,
+) -> StoreCodec:
+    """Make a codec, and let it learn if it must.
+
+    Args:
+        source: a lossless store to learn from.
+        out: a store that may hold what an earlier run learned.
+        kv_metrics: as for :func:`recode`.
+
+    Raises:
+        OptionInvalid: no codec of that name, or not for these fields; or metrics for a codec that has no use for them.
+    """
+    try:
+        codec = StoreCodec(name, source.manifest.fields)
+    except CodecUnknown as error:
+        raise OptionInvalid(f"{error} Mend --codec.") from error
+    kv = codec.fields.get("kv")
+    if kv_metrics is not None and kv is None:
+        raise OptionInvalid(f"{source.path} has no keys and values for a drafter to read. Leave --drafter out.")
+    if kv_metrics is not None and not isinstance(kv, TransformCodec):
+        raise OptionInvalid(
+            f"Codec {name} gives all keys and values the same bits, so a drafter has nothing to say. Give "
+            "transform:<bits>, or leave --drafter out."
+        )
+    if not codec.learned:
+        return codec
+    if out is not None and (before := learned_before(codec, out)) is not None:
+        return before
+
+    def read(row: int) -> dict[str, np.ndarray]:
+        values = {field: to_float32(source.read(row, field), source.fields[field].dtype) for field in codec.learned}
+        return values | {TOKENS: source.read(row, TOKENS)}
+
+    if kv_metrics is not None and isinstance(kv, TransformCodec):
+        kv.rope = target_rope(load_target_config(source.target_path))
+        kv.metrics = kv_metrics(source, kv, _answered(source))
+    frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)  # a drafter needs room before
+    learning = learning_on("cpu", None if out is None else existing_parent(out), progress)
+    calibrate(codec, source.lengths, read, frozen.config, frozen.lm_head_weight, frozen.embed_tokens.weight, learning)
+    return codec
+
+
+def _answered(source: ActivationStore) -> list[int]:
+    """Choose sequences with responses, spread evenly over a store."""
+    rows = np.flatnonzero(source.sequences["n_response_tokens"].to_numpy() >= _LEAST_RESPONSE)
+    if not len(rows):
+        raise OptionInvalid(
+            f"No sequence of {source.path} has a response of {_LEAST_RESPONSE} tokens, on which a drafter could be "
+            "measured. Leave --drafter out."
+        )
+    chosen: list[int] = rows[sample_rows(source.lengths[rows], METRIC_TOKENS)].tolist()
+    return chosen
+
+
+def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
+    if not writer.has_target and exists(source.path / TARGET_NAME):
+        with writer.target() as folder:
+            for root, _, names in walk(source.target_path):  # shutil.copytree hides a full disk in a list of tuples
+                copy = folder / root.relative_to(source.target_path)
+                copy.mkdir(exist_ok=True)
+                for name in names:
+                    shutil.copyfile(root / name, copy / name)
+
+
+def _write_sequence(source: ActivationStore, i: int, out: PartWriter, codec: StoreCodec, first_token: int) -> None:
+    """Write all fields of a sequence, encoded where the codec encodes them."""
+    values = {name: source.read(i, name) for name in source.fields}
+    exact = {
+        name: to_float32(values[name], spec.dtype)
+        for name, spec in source.fields.items()
+        if not codec.fields[name].is_identity
+    }
+    for name, rows in (values | codec.encode(exact, values[TOKENS])).items():
+        out.write(name, first_token, rows)
+
+
+def _write_parts(source: ActivationStore, writer: StoreWriter, progress: Progress | None) -> None:
+    parts = source.sequences["part"].to_numpy()
+    pending = writer.pending_parts()
+    n_done = int(source.lengths[~np.isin(parts, pending)].sum())
+    for part in pending:
+        with writer.part(part) as out:
+            for i in np.flatnonzero(parts == part).tolist():
+                first_token = int(source.sequences["first_token"][i].as_py())
+                _write_sequence(source, i, out, writer.codec, first_token)
+                n_done += int(source.lengths[i])
+                if progress:
+                    progress(n_done, source.manifest.n_tokens, f"recode part {part + 1}/{writer.n_parts}")
+            out.commit()

@@ -1,0 +1,170 @@
+"""vLLM as a source, against its connector interface and an engine with paged caches; not against vLLM on a GPU."""
+
+import importlib
+import inspect
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.errors import OptionInvalid, WorkerError
+from moa_data.pipeline.add_plan import plan_addition
+from moa_data.pipeline.audit import audit
+from moa_data.pipeline.config import AddConfig, ExtractConfig
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.forwards.vllm_source import VLLM_VERSION, check_vllm
+from moa_data.storage.care.verify import verify_store
+from moa_data.tests.kit import vllm
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.models import build_text_model, write_target
+from moa_data.tests.kit.stores import read_tree
+
+ACTIVATIONS = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm.install(monkeypatch)
+
+
+@pytest.fixture
+def connector() -> Any:
+    return importlib.import_module("moa_data.pipeline.forwards.vllm_connector")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ExtractConfig:
+    chats = write_jsonl(tmp_path / "chats.jsonl", random_chats(9))
+    return ExtractConfig.of(
+        model=str(write_target(tmp_path / "target")), dataset=str(chats), out=str(tmp_path / "store"), source="vllm",
+        activations=ACTIVATIONS, max_length=90, part_tokens=256, batch_tokens=200, compute_dtype="float32",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [None, "LBHNC"])
+def test_a_store_of_vllm_passes_the_audit(
+    config: ExtractConfig, layout: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = vllm.files_left()
+    monkeypatch.setattr(vllm.LLM, "forced_layout", layout)
+    report = extract(config)
+    assert report.n_parts_done > 1
+    (engine,) = vllm.LLM.made
+    assert engine.n_requests == report.n_sequences
+    assert engine.states == [1, 2, 3], "the outputs of layers 0 and 1, and what the final norm reads"
+    manifest = json.loads((Path(config.out) / "store.json").read_text())
+    assert manifest["extraction"]["engine"] == {"name": "vllm", "version": VLLM_VERSION}
+    assert verify_store(config.out).ok
+    found = audit(config.out, config.model, samples=4)
+    assert found.ok, found.describe()
+    assert {row.field for row in found.rows} >= {"kv", "hidden/last", "hidden/layer_0", "hidden/layer_1", "logits"}
+    tree = read_tree(config.out)
+    extract(config)
+    assert {name for name in read_tree(config.out) if name in tree} == set(tree)
+    assert len(vllm.LLM.made) == 1, "all was there"
+    assert vllm.files_left() == before
+    with pytest.raises(OptionInvalid, match="extracted by vllm"):
+        plan_addition(AddConfig(store=config.out, model=config.model, activations=("hidden:layer:2",)))
+
+
+def test_keys_and_values_alone_need_no_hidden_states(config: ExtractConfig) -> None:
+    extract(config.replaced(activations=("kv",)))
+    assert vllm.LLM.made[0].states == []
+    assert audit(config.out, config.model, samples=2).ok
+
+
+def test_hidden_states_alone_leave_the_keys_where_they_are(config: ExtractConfig) -> None:
+    extract(config.replaced(activations=("hidden:last",)))
+    assert audit(config.out, config.model, samples=2).ok
+
+
+def test_signatures_are_those_of_the_interface(connector: Any) -> None:
+    base = vllm.KVConnectorBase_V1
+    for name, ours in vars(connector.MoaDataConnector).items():
+        theirs = getattr(base, name, None) or getattr(vllm.SupportsHMA, name, None)
+        if inspect.isfunction(ours) and theirs is not None:
+            assert [*inspect.signature(ours).parameters] == [*inspect.signature(theirs).parameters], name
+    assert connector.MoaDataConnector.get_required_kvcache_layout(None) in vllm.LAYOUTS
+    assert not inspect.isabstract(connector.MoaDataConnector)
+
+
+@pytest.mark.parametrize("layout", list(vllm.LAYOUTS))
+def test_tokens_are_gathered_from_scattered_blocks(connector: Any, layout: str) -> None:
+    values = torch.arange(10 * 3 * 8.0).reshape(10, 3, 8)
+    cache, blocks = vllm.paged(3, 8, layout), (7, 0, 31)
+    vllm.fill(cache, blocks, values)
+    assert connector.tokens_of(cache, blocks, 10).equal(values)
+    with pytest.raises(ValueError, match="2 blocks of 4 tokens cannot hold 10"):
+        connector.tokens_of(cache, blocks[:2], 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec", "text"),
+    [
+        ({"tensor_parallel_size": 2}, vllm.FullAttentionSpec(), "tensor_parallel_size is 2"),
+        ({"decode_context_parallel_size": 2}, vllm.FullAttentionSpec(), "decode_context_parallel_size"),
+        ({"cache_dtype": "fp8_e4m3"}, vllm.FullAttentionSpec(), "dtype is fp8_e4m3"),
+        ({"enable_prefix_caching": True}, vllm.FullAttentionSpec(), "prefix caching is on"),
+        ({}, vllm.SlidingWindowSpec(16), "of kind SlidingWindowSpec"),
+        ({}, vllm.FullAttentionSpec(sliding_window=16), "drops or compresses"),
+    ],
+)
+def test_caches_that_lack_something_are_refused(connector: Any, changes: Any, spec: Any, text: str) -> None:
+    config = vllm.settings(**changes)
+    with pytest.raises(ValueError, match=text):
+        connector.MoaDataConnector(config, vllm.KVConnectorRole.WORKER, vllm.groups((spec, ["model.layers.0.attn"])))
+
+
+def test_requests_without_a_file_or_blocks_are_not_kept(connector: Any) -> None:
+    made = connector.MoaDataConnector(
+        vllm.settings(),
+        vllm.KVConnectorRole.SCHEDULER,
+        vllm.groups((vllm.FullAttentionSpec(), ["model.layers.0.attn"])),
+    )
+    request = types.SimpleNamespace(request_id="a", prompt_token_ids=[1], kv_transfer_params=None)
+    assert made.request_finished(request, [3]) == (False, None)
+    request.kv_transfer_params = {connector.FILE_PARAMETER: "x"}
+    assert made.request_finished(request, []) == (False, None), "aborted before it ran"
+    assert made.request_finished(request, [3]) == (True, None)
+    assert [save.blocks for save in made.build_connector_meta(None).saves] == [((3,),)]
+    assert made.build_connector_meta(None).saves == []
+
+
+def test_a_file_that_cannot_be_written_is_told(connector: Any, tmp_path: Path) -> None:
+    (tmp_path / "0.partial").mkdir()
+    connector._write({"kv": torch.ones(2)}, None, tmp_path / "0.safetensors")
+    assert (tmp_path / "0.error").read_text()
+    assert not (tmp_path / "0.safetensors").exists()
+
+
+def test_what_vllm_cannot_serve_is_refused_before_it_starts(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_config = build_text_model().config
+    assert check_vllm(model_config, 90)["version"] == VLLM_VERSION
+    with pytest.raises(WorkerError, match=f"--max-length {model_config.max_position_embeddings - 1}"):
+        check_vllm(model_config, model_config.max_position_embeddings)
+    with pytest.raises(WorkerError, match="sliding windows"):
+        check_vllm(build_text_model("mistral", sliding_window=8).config, 90)
+    for changes in ({"workers": 2}, {"device": "cpu"}, {"codec": "transform:1"}):
+        with pytest.raises(OptionInvalid, match=next(iter(changes))):
+            config.replaced(**changes)
+    vllm.install(monkeypatch, "0.34.0")
+    options = ["--model", config.model, "--dataset", config.dataset, "--out", config.out, "--source", "vllm"]
+    refused(run("extract", *options, "--max-length", "90"), "vllm is 0.34.0", f"install vllm=={VLLM_VERSION}")
+    monkeypatch.undo()
+    refused(run("extract", *options, "--max-length", "90"), f"pip install vllm=={VLLM_VERSION}")
+
+
+def test_an_engine_that_does_not_start_is_one_line(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, **options: Any) -> None:
+        raise RuntimeError("no GPU\nand more")
+
+    monkeypatch.setattr(vllm.LLM, "__init__", fail)
+    with pytest.raises(WorkerError, match=r"vLLM does not start \(no GPU\)"):
+        extract(config)
+    assert not list((Path(config.out) / "parts").rglob("c.*"))

@@ -1,0 +1,96 @@
+"""An audit passes on the target a store was made from and finds what was changed."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moa_data.errors import TargetError
+from moa_data.pipeline.audit import AuditReport, AuditRow, _errors, audit
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
+from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.stores import flip
+
+
+@pytest.fixture(scope="module")
+def store(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("audit")
+    dataset = write_jsonl(folder / "chats.jsonl", random_chats(12))
+    out = folder / "store"
+    extract(
+        ExtractConfig.of(
+            model=str(target_folder), dataset=str(dataset), out=str(out), max_length=128, target_layers=1, device="cpu"
+        )
+    )
+    return out
+
+
+def test_a_fresh_store_passes(store: Path, target_folder: Path) -> None:
+    calls: list[tuple[int, int, str]] = []
+    report = audit(store, str(target_folder), 5, 0, "cpu", lambda *call: calls.append(call))
+    assert report.ok, report.describe()
+    assert report.n_samples == 5
+    assert list(report.worst()) == ["tokens", "response_mask", "kv", "hidden/last", "logits", "hidden/layer_1"]
+    assert calls[-1] == (5, 5, "audit")
+    assert 0 < report.worst()["kv"].relative_error < 5e-3  # bfloat16 rounds to 2^-9
+    assert "tokenised again" in report.worst()["tokens"].detail
+    assert report.worst()["logits"].relative_error < 1e-2
+
+
+def test_the_seed_picks_the_sequences(store: Path, target_folder: Path) -> None:
+    def chosen(seed: int) -> list[int]:
+        return [row.index for row in audit(store, str(target_folder), 3, seed, "cpu").rows]
+
+    assert chosen(1) == chosen(1)
+    assert chosen(1) != chosen(2)
+
+
+def test_another_target_is_refused(store: Path, model: Path) -> None:
+    flip(model / "model.safetensors", -1)
+    with pytest.raises(TargetError, match=r"another target than .*weights_sha256.*extract again"):
+        audit(store, str(model), 2, 0, "cpu")
+
+
+@pytest.mark.parametrize("field", ["tokens", "response_mask", "kv", "hidden/last", "hidden/layer_1"])
+def test_changed_values_are_found(
+    store: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    read = ActivationStore.read
+
+    def changed(self: Any, i: int, name: str, *args: Any, **kwargs: Any) -> np.ndarray:
+        values: np.ndarray = read(self, i, name, *args, **kwargs)
+        if name == field:
+            values = values.copy()
+            values[-1] = 0x4100 if values.dtype == np.uint16 else 1 - values[-1]
+        return values
+
+    monkeypatch.setattr(ActivationStore, "read", changed)
+    report = audit(store, str(target_folder), 1, 0, "cpu")
+    assert not report.ok
+    assert not report.worst()[field].ok
+    assert f"{field:16} DIFFERS" in report.describe()
+
+
+def test_without_the_dataset_the_content_hash_is_checked(store: Path, target_folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    for run in (copy / "runs").iterdir():
+        run.unlink()
+    report = audit(copy, str(target_folder), 2, 0, "cpu")
+    assert report.ok
+    assert report.worst()["tokens"].detail == "content hash"
+    assert "content hash only" in report.notes[0]
+
+
+def test_values_that_are_not_finite_never_pass() -> None:
+    nan = torch.tensor([[float("nan")]])
+    assert _errors(nan, torch.zeros(1, 1)) == (float("inf"), float("inf"))
+    report = AuditReport(Path("s"), "m", (), 0)
+    row = AuditRow(0, "id", 1, "kv", float("inf"), float("inf"), 0.1, False)
+    assert not dataclasses.replace(report, rows=(row,)).ok

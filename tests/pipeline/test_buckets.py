@@ -1,0 +1,136 @@
+"""Every job that writes or reads a store does the same to one in a bucket as to one on a disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_data.errors import Interrupted
+from moa_data.pipeline.add import add
+from moa_data.pipeline.audit import audit
+from moa_data.pipeline.config import AddConfig, ExtractConfig
+from moa_data.pipeline.exchange.config import ExportConfig
+from moa_data.pipeline.exchange.exporting import export_store
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.plan import build_plan
+from moa_data.pipeline.recode import recode
+from moa_data.pipeline.repair import repair
+from moa_data.storage.care.repair import plan_repair
+from moa_data.storage.care.summary import summarize_store
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.disk.files import open_path
+from moa_data.storage.paths import RemotePath
+from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
+from moa_data.tests.kit.stores import read_tree
+
+
+@pytest.fixture(scope="module")
+def endpoint(moto_server: str) -> Iterator[str]:
+    with use(moto_server):
+        yield moto_server
+
+
+@pytest.fixture(scope="module")
+def config(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ExtractConfig:
+    folder = tmp_path_factory.mktemp("buckets")
+    return ExtractConfig.of(
+        model=str(target_folder), dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(10))),
+        out=str(folder / "store"), max_length=64, device="cpu", target_layers=1, part_tokens=256, batch_tokens=128,
+        activations=("hidden:last",),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def local(config: ExtractConfig) -> Path:
+    extract(config)
+    return Path(config.out)
+
+
+@pytest.fixture(scope="module")
+def remote(config: ExtractConfig, endpoint: str) -> RemotePath:
+    """The same store in a bucket, which was interrupted once and gone on with."""
+    config = config.replaced(out=f"{empty_place(endpoint)}/store")
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        if message.startswith("extract 1/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=r"\d of \d parts are committed in s3://"):
+        extract(config, progress=interrupt)
+    report = extract(config)
+    assert report.n_parts_done < report.n_parts
+    store = open_path(config.out)
+    assert isinstance(store, RemotePath)
+    return store
+
+
+def test_extract_gives_the_bytes_of_a_disk(config: ExtractConfig, local: Path, remote: RemotePath) -> None:
+    assert read_remote_tree(remote) == read_tree(local)
+    again = extract(config.replaced(out=str(remote)))
+    assert "nothing to do" in again.describe()
+    plan = build_plan(config.replaced(out=str(remote)))
+    assert plan.keeps_texts
+    assert "for shards on their way to the bucket" in plan.describe()
+    plan.check_disk()
+
+
+def test_readers_of_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath) -> None:
+    assert verify_store(remote).ok
+    one, other = summarize_store(local), summarize_store(remote)
+    assert (one.has_target, one.stored_bytes, one.lengths) == (other.has_target, other.stored_bytes, other.lengths)
+    assert audit(remote, config.model, samples=2, device="cpu").ok
+
+
+def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Path) -> None:
+    recode(local, "int8", tmp_path / "int8")
+    out = remote.bucket.url + "-int8"
+    report = recode(remote, "int8", out)
+    assert report.n_parts_done == report.n_parts
+    written = open_path(out)
+    assert isinstance(written, RemotePath)
+    assert read_remote_tree(written) == read_tree(tmp_path / "int8")
+    assert recode(remote, "int8", out).n_parts_done == 0
+
+
+def test_export_reads_a_bucket(local: Path, remote: RemotePath, tmp_path: Path) -> None:
+    for store, name in ((local, "one"), (remote, "other")):
+        export_store(ExportConfig.of(store=str(store), format="eagle", out=str(tmp_path / name)))
+    one, other = (read_tree(tmp_path / name) for name in ("one", "other"))
+    assert {name: data for name, data in other.items() if name.endswith(".ckpt")}
+    assert one.keys() == other.keys()
+    assert all(other[name] == data for name, data in one.items() if name.endswith(".ckpt"))
+
+
+def test_add_writes_to_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath, tmp_path: Path) -> None:
+    for place in (str(local), str(remote)):
+        report = add(AddConfig.of(store=place, model=config.model, activations=("hidden:layer:0",), target_layers=2))
+        assert report.n_parts_done == report.n_parts
+    assert read_remote_tree(remote) == read_tree(local)
+    assert verify_store(remote).ok
+
+
+@pytest.mark.slow
+def test_repair_mends_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath) -> None:
+    shard = next(path for path in remote.names() if path.startswith("parts/hidden/last/c.1."))
+    content = (remote / shard).read_bytes()
+    remote.bucket.put(shard, content[:30] + bytes([content[30] ^ 1]) + content[31:])
+    plan = plan_repair(remote)
+    assert plan.parts == (1,)
+    repair(plan, config.model, device="cpu")
+    assert verify_store(remote).ok
+    assert read_remote_tree(remote) == read_tree(local)
+
+
+@pytest.mark.slow
+def test_workers_write_to_a_bucket(config: ExtractConfig, local: Path, endpoint: str) -> None:
+    out = open_path(f"{empty_place(endpoint)}/workers")
+    assert isinstance(out, RemotePath)
+    report = extract(config.replaced(out=str(out), workers="2"))
+    assert report.n_workers == 2
+    assert verify_store(out).ok
+    with ActivationStore(out) as one, ActivationStore(local) as other:
+        found, expected = (store.read_batch(range(len(store)), "hidden/last") for store in (one, other))
+        np.testing.assert_array_equal(found["hidden/last"], expected["hidden/last"])

@@ -1,0 +1,152 @@
+"""The card is what the Hub expects, equal for equal stores, and its snippets run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from moa_data.errors import StoreNotFound
+from moa_data.pipeline.card import CardOrigin, card_text, public_name, size_category, write_card
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import hidden_field, response_mask_field, tokens_field
+from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.stores import Recipe, make_recipe
+
+ORIGIN = CardOrigin("owner/tiny", "owner/chats")
+
+
+@pytest.fixture
+def recipe_of() -> Callable[..., Recipe]:
+    return make_recipe
+
+
+@pytest.fixture
+def recipe(recipe_of: Callable[..., Recipe]) -> Recipe:
+    return recipe_of()
+
+
+@pytest.fixture
+def store(recipe: Recipe, tmp_path: Path) -> Path:
+    return recipe.write(tmp_path / "store")
+
+
+def front_matter(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text.split("---\n")[1])
+    return found
+
+
+def test_front_matter_is_the_hubs(store: Path) -> None:
+    card = card_text(store, CardOrigin('a "b"', "ünï", target_license="llama3", dataset_license="mit"))
+    found = front_matter(card)
+    assert found["license"] == "other"
+    assert found["license_name"] == "llama3-and-mit"
+    assert found["pretty_name"] == 'Activations of a "b" on ünï'
+    assert found["size_categories"] == ["n<1K"]
+    assert {"zarr", "speculative-decoding"} <= set(found["tags"])
+    assert found["configs"] == [{"config_name": "sequences", "data_files": "plan.parquet"}]
+    assert '| target | a "b" | llama3 |' in card
+
+
+def test_licences_are_left_to_fill_in_or_taken_from_the_options(store: Path) -> None:
+    assert front_matter(card_text(store, ORIGIN))["license"] == "unknown"
+    assert card_text(store, ORIGIN).count("**fill in**") == 2
+    both = CardOrigin("m", "d", target_license="apache-2.0", dataset_license="apache-2.0")
+    assert front_matter(card_text(store, both))["license"] == "apache-2.0"
+    one = CardOrigin("m", "d", target_license="apache-2.0")
+    assert front_matter(card_text(store, one))["license"] == "unknown"
+
+
+def test_equal_stores_have_equal_cards_without_times_or_paths(recipe: Recipe, tmp_path: Path) -> None:
+    cards = [write_card(recipe.write(tmp_path / name), ORIGIN).read_text() for name in ("one", "two")]
+    assert cards[0] == cards[1]
+    assert str(tmp_path) not in cards[0]
+    assert not re.search(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d", cards[0])
+
+
+def test_the_card_says_what_is_there(store: Path) -> None:
+    card = write_card(store, ORIGIN).read_text()
+    reader = ActivationStore(store)
+    assert f"{len(reader)}\nsequences of owner/chats" in card
+    assert f"{int(reader.lengths.sum()):,} tokens" in card
+    for name in reader.fields:
+        assert f"| `{name}` |" in card
+    for meaning in reader.manifest.conventions.values():
+        assert meaning in card
+    for identity in reader.manifest.identities:
+        assert identity in card
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_snippet_runs(
+    recipe_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    recipe = recipe_of(lengths=(70, 3, 33), fields=(tokens_field(), response_mask_field(), hidden_field("last", 16)))
+    recipe = recipe.with_manifest(fields=(*recipe.manifest.fields[:2], hidden_field("last", 16, dtype)))
+    if dtype == "float32":
+        monkeypatch.setattr(type(recipe), "values", float32_values(type(recipe).values))
+    store = recipe.write(tmp_path / "STORE")
+    snippets = re.findall(r"```python\n(.*?)```", write_card(store, ORIGIN).read_text(), re.DOTALL)
+    assert len(snippets) == 3
+    reader = ActivationStore(store)
+    expected = to_float32(reader.read(0, "hidden/last"), dtype)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(snippets[0], "README.md", "exec"), names)
+    np.testing.assert_array_equal(names["tokens"], reader.read(0, "tokens"))
+    assert names["batch"]["hidden/last"].shape == (2, int(reader.lengths[:2].max()), 16)
+    plain: dict[str, Any] = {}
+    for library in snippets[1:]:
+        plain.pop("values", None)
+        exec(compile(library, "README.md", "exec"), plain)
+        np.testing.assert_array_equal(plain["values"], expected)
+
+
+def float32_values(original: Callable[..., np.ndarray]) -> Callable[..., Any]:
+    def values(self: Any, field: Any, row: Any) -> np.ndarray:
+        if field.dtype != "float32":
+            return original(self, field, row)
+        return np.random.default_rng(row["source_row"]).normal(size=(row["n_tokens"], 16)).astype(np.float32)
+
+    return values
+
+
+def test_reader_verify_and_resume_do_not_mind_the_card(recipe: Recipe, store: Path) -> None:
+    write_card(store, ORIGIN)
+    assert verify_store(store).ok
+    ActivationStore(store).read(0, "tokens")
+    (store / "README.md.partial").write_text("left by a kill")
+    with StoreWriter.create_or_resume(store, recipe.manifest, recipe.plan) as writer:
+        assert writer.pending_parts() == []
+    assert (store / "README.md").is_file()
+    assert not (store / "README.md.partial").exists()
+
+
+def test_only_a_store_gets_a_card(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFound):
+        write_card(tmp_path, ORIGIN)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_that_may_be_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert public_name("meta-llama/Llama-3-8B") == "meta-llama/Llama-3-8B"
+    assert public_name("/home/me/secret/llama") == "llama"
+    assert public_name("data/sub/chats.jsonl") == "chats.jsonl"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "chats").mkdir()
+    assert public_name("data/chats") == "chats"
+
+
+@pytest.mark.parametrize(
+    ("n", "name"), [(1, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (7473, "1K<n<10K"), (10**12, "n>1T")]
+)
+def test_size_categories(n: int, name: str) -> None:
+    assert size_category(n) == name

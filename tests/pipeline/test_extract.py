@@ -1,0 +1,358 @@
+"""The store holds what a plain forward gives; interrupted, killed and repeated runs end in identical bytes."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moa_data.errors import Interrupted, OutputOccupied, StorageUnavailable, StoreMismatch, TargetError
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.forwards import parts as forwards_module
+from moa_data.pipeline.forwards.background import BackgroundWriter
+from moa_data.pipeline.forwards.parts import batches
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.chunks.chunk import encode_chunk
+from moa_data.storage.disk import durable
+from moa_data.storage.parts import encoding, shard
+from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.models import build_text_model, build_tokenizer
+from moa_data.tests.kit.stores import flip, read_tree
+from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+
+
+def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
+    return config.replaced(out=str(Path(config.out).with_name(name)))
+
+
+def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> None:
+    config = config.replaced(batch_tokens=1)  # one sequence per forward, so that every bit can agree
+    report = extract(config, provenance={"argv": ["x"]})
+    assert report.n_parts == report.n_parts_done > 1
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    with ActivationStore(config.out) as store:
+        assert len(store) == report.n_sequences == 24
+        assert set(store.fields) == {"tokens", "response_mask", "kv", "hidden/last", "hidden/layer_1"}
+        for index in range(len(store)):
+            tokens = torch.from_numpy(store.read(index, "tokens").astype(np.int64))[None]
+            with torch.inference_mode():
+                expected = model(tokens, output_hidden_states=True, use_cache=True)
+            kv = torch.from_numpy(store.read(index, "kv")).view(torch.bfloat16)
+            for layer in range(3):
+                own = expected.past_key_values.layers[layer]
+                assert torch.equal(kv[:, layer, :, 0], own.keys[0].transpose(0, 1).bfloat16())
+                assert torch.equal(kv[:, layer, :, 1], own.values[0].transpose(0, 1).bfloat16())
+            last = torch.from_numpy(store.read(index, "hidden/last")).view(torch.bfloat16)
+            assert torch.equal(last, expected.hidden_states[-1][0].bfloat16())
+            middle = torch.from_numpy(store.read(index, "hidden/layer_1")).view(torch.bfloat16)
+            assert torch.equal(middle, expected.hidden_states[2][0].bfloat16())
+            mask = store.read(index, "response_mask")
+            assert mask.sum() == store.sequences["n_response_tokens"][index].as_py() > 0
+    assert verify_store(config.out).ok
+
+
+def test_the_bundle_keeps_the_dtype_of_the_weights_and_gives_the_logits(config: ExtractConfig) -> None:
+    extract(config)
+    frozen = FrozenTarget.load(Path(config.out) / "target", 1, None)
+    assert frozen.lm_head_weight.dtype == torch.bfloat16
+    assert json.loads((Path(config.out) / "target/config.json").read_text())["dtype"] == "bfloat16"
+    assert (Path(config.out) / "target/chat_template.jinja").read_text() == LLAMA3_TEMPLATE
+
+
+def test_the_bundle_is_cut_from_the_loaded_target(config: ExtractConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 holds bfloat16 weights without loss: a second target in memory would be for nothing."""
+    extract(config.replaced(compute_dtype="bfloat16"))
+    monkeypatch.setattr(forwards_module, "load_target_model", lambda *_: pytest.fail("the target was loaded again"))
+    extract(elsewhere(config).replaced(compute_dtype="float32"))
+    same, other = (read_tree(path) for path in (config.out, elsewhere(config).out))
+    names = [name for name in same if name.startswith("target/")]
+    assert {name: same[name] for name in names} == {name: other[name] for name in names}
+
+
+def test_a_run_is_recorded_with_its_timings(config: ExtractConfig) -> None:
+    calls: list[tuple[int, int, str]] = []
+    report = extract(config, progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]})
+    (record,) = [json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")]
+    assert record["provenance"] == {"argv": ["moa-data"]}
+    assert record["timings"]["n_tokens"] == report.n_tokens
+    assert 0 < record["timings"]["forward_s"] <= record["timings"]["wall_s"]
+    assert 0 <= record["timings"]["padding_fraction"] < 1
+    done = [call for call in calls if call[2].startswith("extract")]
+    assert done[-1][:2] == (report.n_tokens, report.n_tokens)
+    for part in ("24 sequences", "bytes per token", "rejected     0 of 24 rows", "tokens/s"):
+        assert part in report.describe()
+
+
+def test_a_second_run_has_nothing_to_do_and_changes_nothing(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(config)
+    before = read_tree(config.out)
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("the target was loaded"))
+    report = extract(config)
+    assert report.n_parts_done == 0
+    assert "nothing to do" in report.describe()
+    assert read_tree(config.out) == before
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int8"])
+def test_any_number_of_encode_threads_gives_equal_bytes(config: ExtractConfig, codec: str) -> None:
+    for n_threads in (1, 3):
+        extract(elsewhere(config, f"{n_threads}").replaced(codec=codec, encode_threads=n_threads))
+    assert read_tree(elsewhere(config, "1").out) == read_tree(elsewhere(config, "3").out)
+
+
+def test_progress_counts_tokens_batch_by_batch_and_ends_full(config: ExtractConfig) -> None:
+    calls: list[tuple[int, int, str]] = []
+    report = extract(config.replaced(part_tokens=1 << 20), progress=lambda *call: calls.append(call))
+    phases = list(dict.fromkeys(message.split(" ")[0] for _, _, message in calls))
+    assert phases == ["tokenise", "hash", "load", "extract"]
+    for phase in ("hash", "load"):
+        done, total, _ = [call for call in calls if call[2].startswith(phase)][-1]
+        assert done == total > 30_000  # bytes of the weights
+    told = [call for call in calls if call[2].startswith("extract")]
+    assert told[0] == (0, report.n_tokens, "extract 0/1 parts")
+    assert len({done for done, _, _ in told}) > 5  # within the one part
+    assert told[-1] == (report.n_tokens, report.n_tokens, "extract 1/1 parts")
+
+
+def test_an_encoder_that_fails_ends_the_run_and_the_next_one_goes_on(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(elsewhere(config))
+    n_chunks = iter(range(1 << 20))
+
+    def fails_late(chunk: np.ndarray) -> bytes:
+        if next(n_chunks) == 12:
+            raise MemoryError("no room for a chunk")
+        return encode_chunk(chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "encode_chunk", fails_late)
+        with pytest.raises(MemoryError, match="no room for a chunk"):
+            extract(config)
+    assert not list(Path(config.out).rglob("*.partial"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("encode", "sync", "activation"))]
+    extract(config)
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
+
+
+def replace_byte(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights": (lambda folder: flip(folder / "model.safetensors", -1), r"identities\.target\.weights_sha256"),
+    "config": (
+        lambda folder: replace_byte(folder / "config.json", b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05'),
+        r"identities\.target\.config_sha256",
+    ),
+    "tokenizer": (
+        lambda folder: replace_byte(folder / "tokenizer.json", b"\n", b"\n "),
+        r"identities\.tokenizer\.sha256",
+    ),
+    "template": (
+        lambda folder: replace_byte(folder / "chat_template.jinja", b"\n\n", b"\n "),
+        r"identities\.template\.sha256",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_target_is_refused_by_name(config: ExtractConfig, model: Path, name: str) -> None:
+    config = config.replaced(model=str(model))
+    extract(config)
+    before = read_tree(config.out)
+    change, key = CHANGES[name]
+    change(model)
+    with pytest.raises(StoreMismatch, match=key):
+        extract(config)
+    assert read_tree(config.out) == before
+
+
+def test_changed_data_and_changed_options_are_refused_together(config: ExtractConfig) -> None:
+    extract(config)
+    replace_byte(Path(config.dataset), b"cat", b"bat")
+    with pytest.raises(StoreMismatch) as caught:
+        extract(config.replaced(max_length=100))
+    assert {"extraction.max_length", "identities.dataset.sha256"} <= caught.value.changes.keys()
+
+
+def test_a_folder_that_holds_something_else_is_refused(config: ExtractConfig) -> None:
+    Path(config.out).mkdir()
+    (Path(config.out) / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputOccupied, match=r"thesis\.txt"):
+        extract(config)
+
+
+def interrupt_at(message: str, at_call: int) -> Callable[[int, int, str], None]:
+    """Progress that raises KeyboardInterrupt at a call whose message starts with `message`."""
+    seen = 0
+
+    def progress(_done: int, _total: int, text: str) -> None:
+        nonlocal seen
+        seen += text.startswith(message)
+        if seen == at_call and text.startswith(message):
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_ctrl_c_while_planning_leaves_nothing(config: ExtractConfig) -> None:
+    with pytest.raises(Interrupted, match=r"while planning; nothing was written\. Run the same command again"):
+        extract(config, progress=interrupt_at("tokenise", 1))
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("at_call", [1, 3, 6])
+def test_ctrl_c_in_a_part_discards_it_and_the_next_run_goes_on(config: ExtractConfig, at_call: int) -> None:
+    extract(elsewhere(config))
+    with pytest.raises(Interrupted, match=r"\d of \d parts are committed in .*Run the same command again"):
+        extract(config, progress=interrupt_at("extract", at_call))
+    assert not list(Path(config.out).rglob("*.partial"))
+    parts = {int(path.name.split(".")[1]) for path in (Path(config.out) / "parts").rglob("c.*")}
+    commits = {int(path.stem.removeprefix("part-")) for path in (Path(config.out) / "commits").glob("part-*.json")}
+    assert parts == commits
+    extract(config)
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
+
+
+def test_ctrl_c_while_loading_and_while_writing_the_bundle(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    extract(elsewhere(config))
+    for owner, name in ((Target, "load"), (forwards_module, "save_target_bundle")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(Interrupted, match=r"0 of \d parts are committed"):
+                extract(config)
+    extract(config)
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
+
+
+def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(elsewhere(config))
+    n_writes = 0
+    write_all = durable.write_all
+
+    def full_after_some(fd: int, data: bytes) -> int:
+        nonlocal n_writes
+        n_writes += 1
+        if n_writes > 25:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_all(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard, "write_all", full_after_some)
+        with pytest.raises(StorageUnavailable, match=r"No space left while writing .*run the same command again"):
+            extract(config)
+    assert 0 < len(list((Path(config.out) / "commits").glob("part-*.json"))) < 5
+    assert not list(Path(config.out).rglob("*.partial"))
+    extract(config)
+    assert read_tree(config.out) == read_tree(elsewhere(config).out)
+
+
+def test_values_that_are_not_finite_stop_the_run_and_name_the_row(config: ExtractConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    model = build_text_model("llama")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[:] = float("nan")
+    model.save_pretrained(folder)
+    build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(folder)
+    with pytest.raises(TargetError, match=r"Sequence [0-9a-f]{12} \(row \d+ of the dataset\): kv of layer 2"):
+        extract(config.replaced(model=str(folder)))
+    assert not list((Path(config.out) / "parts").rglob("c.*"))
+
+
+KILL_SCRIPT = """
+    import sys
+    import torch
+    from moa_data.pipeline import extract as extract_module
+    from moa_data.pipeline.forwards import parts as forwards_module
+    from moa_data.pipeline.config import ExtractConfig
+    from moa_data.storage.write import folder, part as part_writer, store as writer
+    from moa_data.tests.kit.kills import die_at, kill_at_points
+
+    torch.set_num_threads(1)
+    model, dataset, out, *names = sys.argv[1:]
+
+    POINTS = {
+        "manifest": lambda: die_at(writer, "write_new", 2),
+        "bundle": lambda: die_at(forwards_module, "save_target_bundle", 1, after=True),
+        "mid_part": lambda: die_at(part_writer.ArrayWriter, "write", 40),
+        "before_commit": lambda: die_at(folder, "write_atomic", 2),
+        "after_commit": lambda: die_at(folder, "write_atomic", 3, after=True),
+    }
+    kill_at_points({name: POINTS[name] for name in names}, lambda name: extract_module.extract(ExtractConfig.of(
+        model=model, dataset=dataset, out=f"{out}-{name}", max_length=128, device="cpu", target_layers=1,
+        part_tokens=512, batch_tokens=256)))
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mid_part", "before_commit"],
+        pytest.param(["manifest", "bundle", "after_commit"], marks=pytest.mark.slow),
+    ],
+)
+def test_kill_9_anywhere_leaves_no_torn_part_and_the_next_run_ends_in_identical_bytes(
+    config: ExtractConfig, names: list[str]
+) -> None:
+    extract(config)
+    expected = read_tree(config.out)
+    arguments = [sys.executable, "-c", textwrap.dedent(KILL_SCRIPT), config.model, config.dataset, config.out, *names]
+    run = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    for name in names:
+        killed = elsewhere(config, f"store-{name}")
+        if (Path(killed.out) / "store.json").exists():
+            report = verify_store(killed.out)
+            assert not [damage for damage in report.damages if damage.part is not None], report.damages
+        extract(killed)
+        assert read_tree(killed.out) == expected, name
+        assert not list(Path(killed.out).rglob("*.partial"))
+
+
+def test_batches_hold_neighbours_and_keep_to_the_budget() -> None:
+    import pyarrow as pa
+
+    table = pa.table({"n_tokens": pa.array([50, 30, 30, 9, 9, 9, 1], pa.int32())})
+    found = [batch["n_tokens"].to_pylist() for batch in batches(table, 60)]
+    assert found == [[50], [30, 30], [9, 9, 9, 1]]
+    assert [len(batch) for batch in batches(table, 1)] == [1] * 7
+
+
+def test_an_error_on_the_writer_thread_reaches_the_main_thread() -> None:
+    def fail() -> None:
+        raise ValueError("broken")
+
+    ran: list[int] = []
+    writer = BackgroundWriter(depth=1)
+    writer.submit(fail)
+    with pytest.raises(ValueError, match="broken"):
+        writer.finish()
+    with pytest.raises(ValueError, match="broken"):
+        writer.submit(lambda: ran.append(1))
+    writer.abort()
+    assert ran == []

@@ -1,0 +1,238 @@
+"""Extraction with Ray on two machines of one host ends in the bytes of one process, whatever is lost or added."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
+from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.command import error_line
+from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.stores import read_tree
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the last: Ray has many
+_WAIT_S = 1200.0
+_SETTINGS: dict[str, Any] = {
+    "device": "cpu", "max_length": 128, "target_layers": 1, "part_tokens": 512, "batch_tokens": 256,
+}  # fmt: skip
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_WAIT_POLICY": "PASSIVE",  # these machines share their cores, so that who spins takes them from others
+}  # fmt: skip
+
+
+class Machines:
+    """Machines of a Ray cluster on this host: a head that computes nothing, and others of one core each."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        common = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **common})
+        self._nodes: list[Any] = []
+        self.address = str(self._cluster.address)
+
+    def have(self, n_nodes: int) -> None:
+        """Add or kill machines until there are so many."""
+        while len(self._nodes) > n_nodes:
+            self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
+        while len(self._nodes) < n_nodes:
+            self._nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=80 << 20))
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _ENVIRONMENT.items():
+            patch.setenv(name, value)
+        made = Machines()
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, chats for about 80 parts, and a whole store of them by one process."""
+    folder = tmp_path_factory.mktemp("ray")
+    target, chats = write_target(folder / "target"), write_jsonl(folder / "chats.jsonl", random_chats(400))
+    extract(ExtractConfig.of(model=str(target), dataset=str(chats), out=str(folder / "whole"), **_SETTINGS))
+    return folder
+
+
+class Runs:
+    """Runs `moa-data extract --engine ray` on one store, in processes of their own."""
+
+    def __init__(self, room: Path, out: Path, address: str) -> None:
+        self.room, self.out = room, out
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in _SETTINGS.items()]
+        files = ["--model", str(room / "target"), "--dataset", str(room / "chats.jsonl"), "--out", str(out)]
+        self._command = [sys.executable, "-m", "moa_data", "extract", *files, *options, "--engine", "ray"]
+        self._command += ["--address", address]
+
+    def start(self, workers: str = "2") -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._command, "--workers", workers], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **_ENVIRONMENT},
+        )  # fmt: skip
+
+    def finish(self, running: subprocess.Popen[str]) -> tuple[str, str]:
+        out, said = running.communicate(timeout=_WAIT_S)
+        assert running.returncode == 0, said
+        return out, said
+
+    def commits(self) -> dict[str, int]:
+        """The moment of each part's commit: one that was done again has another."""
+        return {path.name: path.stat().st_mtime_ns for path in (self.out / "commits").glob("part-*.json")}
+
+    def wait_for_parts(self, n_parts: int, running: subprocess.Popen[str]) -> dict[str, int]:
+        wait_until(lambda: len(self.commits()) >= n_parts or running.poll() is not None)
+        assert running.poll() is None, running.communicate()
+        return self.commits()
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.out / "runs").glob("*.json"))]
+
+    def check_whole(self, before: dict[str, int]) -> None:
+        """Every byte is that of one process, and no part that had its commit was done again."""
+        assert read_tree(self.out) == read_tree(self.room / "whole")
+        after = self.commits()
+        assert {name: after[name] for name in before} == before
+
+
+@pytest.fixture
+def runs(machines: Machines, room: Path, tmp_path: Path) -> Runs:
+    machines.have(2)
+    wait_until(lambda: not actors())  # of the test before
+    return Runs(room, tmp_path / "store", machines.address)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def actors() -> list[int]:
+    """Process ids of actors that have a store open."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::MapWorker"):
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+@contextmanager
+def stopped(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def test_two_machines_write_the_bytes_of_one_process(runs: Runs) -> None:
+    _, said = runs.finish(runs.start())
+    runs.check_whole({})
+    assert "2 workers of Ray" in said
+    assert "Traceback" not in said
+    (record,) = runs.records()
+    assert (record["n_parts_done"], record["n_parts_late"], record["lost_workers"]) == (len(runs.commits()), 0, [])
+    assert "nothing to do" in runs.finish(runs.start())[0]
+
+
+def test_an_actor_is_killed(runs: Runs) -> None:
+    running = runs.start()
+    before = runs.wait_for_parts(5, running)
+    os.kill(actors()[0], signal.SIGKILL)
+    out, _ = runs.finish(running)
+    runs.check_whole(before)
+    assert "started anew on" in out
+
+
+def test_a_machine_is_lost_and_another_one_joins(machines: Machines, runs: Runs) -> None:
+    running = runs.start("1:2")
+    before = runs.wait_for_parts(5, running)
+    machines.have(1)
+    lost = runs.wait_for_parts(len(runs.commits()) + 5, running)
+    machines.have(2)
+    runs.finish(running)
+    runs.check_whole(before | lost)
+
+
+def test_a_machine_joins_a_run_that_began_with_one(machines: Machines, runs: Runs) -> None:
+    machines.have(1)
+    running = runs.start("1:2")
+    before = runs.wait_for_parts(5, running)
+    with stopped(actors()[0]):  # else it could do all the rest while the other one starts
+        before |= runs.commits()
+        machines.have(2)
+        before |= runs.wait_for_parts(len(before) + 10, running)
+    _, said = runs.finish(running)
+    runs.check_whole(before)
+    assert "2 workers of Ray" in said
+
+
+def test_the_command_is_killed_and_the_same_one_goes_on(runs: Runs) -> None:
+    running = runs.start()
+    runs.wait_for_parts(5, running)
+    running.kill()
+    running.communicate()
+    wait_until(lambda: not actors())  # Ray ends what belonged to the command
+    before = runs.commits()
+    runs.finish(runs.start())
+    runs.check_whole(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("heeded_signals")
+def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -> None:
+    running = runs.start()
+    runs.wait_for_parts(5, running)
+    running.send_signal(number)
+    _, said = running.communicate(timeout=_WAIT_S)
+    assert "parts are committed in" in error_line(running.returncode, said, 128 + number)
+    assert not list(runs.out.rglob("c.*.partial"))
+    before = runs.commits()
+    runs.finish(runs.start())
+    runs.check_whole(before)
+
+
+def test_a_straggler_holds_up_its_own_lot_alone(runs: Runs) -> None:
+    running = runs.start()
+    runs.wait_for_parts(5, running)
+    n_parts = len(list((runs.room / "whole" / "commits").glob("part-*.json")))
+    with stopped(actors()[0]):
+        before = runs.wait_for_parts(n_parts - 8, running)
+    runs.finish(running)
+    runs.check_whole(before)
+    assert runs.records()[0]["n_parts_late"] == 0
+
+
+def test_two_commands_at_once_share_the_parts(runs: Runs) -> None:
+    running = [runs.start("1"), runs.start("1")]
+    outputs = [one.communicate(timeout=_WAIT_S) for one in running]
+    assert [one.returncode for one in running] == [0, 0], outputs
+    runs.check_whole({})
+    records = runs.records()
+    assert sum(record["n_parts_done"] for record in records) == len(runs.commits())
+    assert all(record["n_parts_done"] for record in records)
+    assert sum(record["n_parts_late"] for record in records) <= 4  # what both had in flight

@@ -1,0 +1,165 @@
+"""Recoding a lossless store gives what extracting with the codec would have given, and goes on after a stop."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import zarr
+
+from moa_data.errors import Interrupted, OptionInvalid
+from moa_data.pipeline.audit import audit
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.forwards.calibrate import sample_rows
+from moa_data.pipeline.recode import recode
+from moa_data.storage.care.verify import verify_store
+from moa_data.storage.codecs.transform import pieces
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.read.store import ActivationStore
+
+
+@pytest.fixture
+def lossless(config: ExtractConfig, tmp_path: Path) -> Path:
+    extract(config.replaced(out=str(tmp_path / "lossless")))
+    return tmp_path / "lossless"
+
+
+def data(store: Path) -> dict[str, bytes]:
+    names = ("parts", "commits", "codec")
+    files = {
+        path.relative_to(store).as_posix(): path.read_bytes()
+        for name in names
+        for path in sorted((store / name).rglob("*"))
+        if path.is_file()
+    }
+    return files | {"store.json": (store / "store.json").read_bytes()}
+
+
+@pytest.mark.parametrize("codec", ["int8", "int6"])
+def test_recoding_gives_the_bytes_of_extracting(
+    lossless: Path, config: ExtractConfig, tmp_path: Path, codec: str
+) -> None:
+    report = recode(lossless, codec, tmp_path / "recoded")
+    assert report.n_parts_done == report.n_parts > 1
+    assert codec in report.describe()
+    extract(config.replaced(out=str(tmp_path / "extracted"), codec=codec))
+    assert data(tmp_path / "recoded") == data(tmp_path / "extracted")
+    assert verify_store(tmp_path / "recoded").ok
+    with ActivationStore(tmp_path / "recoded") as store:
+        assert (store.target_path / "config.json").exists()
+    assert list((tmp_path / "recoded/runs").glob("*.json"))
+
+
+def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: Path) -> None:
+    report = recode(lossless, "transform:3", tmp_path / "small")
+    assert (tmp_path / "small/codec/basis.safetensors").exists()
+    assert verify_store(tmp_path / "small").ok
+    with ActivationStore(lossless) as exact, ActivationStore(tmp_path / "small") as small:
+        assert "basis_sha256" in small.manifest.codec
+        expected = np.concatenate([to_float32(exact.read(i, "kv"), "bfloat16") for i in range(len(exact))])
+        got = np.concatenate([to_float32(small.read(i, "kv"), "bfloat16") for i in range(len(small))])
+    assert np.linalg.norm(got - expected) < 0.3 * np.linalg.norm(expected)
+    again = recode(lossless, "transform:3", tmp_path / "small")
+    assert again.n_parts_done == 0
+    assert again.stored_bytes == report.stored_bytes
+
+
+def test_goes_on_after_an_interruption(lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_calls = 0
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if "part 2" in message:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=r"1 of \d parts are committed"):
+        recode(lossless, "int6", tmp_path / "stopped", progress=interrupt)
+    assert n_calls > 1
+    report = recode(lossless, "int6", tmp_path / "stopped")
+    assert report.n_parts_done == report.n_parts - 1
+    recode(lossless, "int6", tmp_path / "whole")
+    assert data(tmp_path / "stopped") == data(tmp_path / "whole")
+
+
+def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionInvalid, match="Unknown codec 'zip'"):
+        recode(lossless, "zip", tmp_path / "out")
+    with pytest.raises(OptionInvalid, match="is the store itself"):
+        recode(lossless, "int8", lossless)
+    recode(lossless, "int8", tmp_path / "int8")
+    with pytest.raises(OptionInvalid, match="only a lossless store can be recoded"):
+        recode(tmp_path / "int8", "int6", tmp_path / "int6")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_sample_is_spread_over_the_plan() -> None:
+    lengths = np.full(1000, 100)
+    rows = sample_rows(lengths, 5_000)
+    assert len(rows) == 50
+    assert rows[0] == 0
+    assert rows[-1] == 999
+    assert max(np.diff(rows)) <= 21
+    assert sample_rows(np.array([5, 6]), 1000) == [0, 1]
+
+
+def test_audit_allows_a_codec_its_error_and_no_more(lossless: Path, target_folder: Path, tmp_path: Path) -> None:
+    recode(lossless, "int6", tmp_path / "int6")
+    report = audit(tmp_path / "int6", str(target_folder), samples=2, device="cpu")
+    assert report.ok, report.describe()
+    kv = report.worst()["kv"]
+    assert 0.015 < kv.relative_error < kv.tolerance < 0.3
+    assert audit(lossless, str(target_folder), samples=1, device="cpu").worst()["kv"].tolerance < 0.1
+
+
+def test_keys_and_values_are_predicted_from_tokens(lossless: Path, config: ExtractConfig, tmp_path: Path) -> None:
+    codec = "transform:3,tokens@all"
+    recode(lossless, codec, tmp_path / "recoded")
+    recode(lossless, codec, tmp_path / "again")
+    assert data(tmp_path / "recoded") == data(tmp_path / "again")
+    extract(config.replaced(out=str(tmp_path / "extracted"), codec=codec))
+    assert audit(tmp_path / "extracted", config.model, samples=1, device="cpu").ok
+    values: dict[str, Any] = {}
+    for name in ("lossless", "recoded", "extracted"):
+        with ActivationStore(tmp_path / name) as store:
+            values[name] = np.concatenate([to_float32(store.read(i, "kv"), "bfloat16") for i in range(len(store))])
+            if name != "lossless":
+                assert verify_store(tmp_path / name).ok
+                assert store.manifest.codec["name"] == codec
+                assert store.manifest.codec["transform"]["kv"]["token_features"] == 32
+    # Both paths see the same embeddings; their values differ in last bits, so that their codes may.
+    tables = [
+        safetensors.numpy.load_file(tmp_path / name / "codec/basis.safetensors")["kv:tokens/features"]
+        for name in ("recoded", "extracted")
+    ]
+    np.testing.assert_array_equal(tables[0], tables[1])
+    for name in ("recoded", "extracted"):
+        error = np.linalg.norm(values[name] - values["lossless"]) / np.linalg.norm(values["lossless"])
+        assert 0.01 < error < 0.03, f"{name}: {error}"  # without tokens 0.077
+
+
+@pytest.mark.parametrize("array", ["kv/codes_00", "kv/codes"])
+def test_the_format_document_decodes_transform_codes(
+    lossless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str
+) -> None:
+    """The document's own code, which knows nothing of this package, gives the keys and values of the reader."""
+    if array == "kv/codes":
+        monkeypatch.setattr(pieces, "MIN_GROUP_BYTES", 1)
+    recode(lossless, "transform:3@all", tmp_path / "small")
+    text = (Path(__file__).parents[3] / "docs" / "format-codecs.md").read_text(encoding="utf-8")
+    block = next(part.split("```")[0] for part in text.split("```python")[1:] if "def decode_kv" in part)
+    scope: dict[str, Any] = {}
+    exec(block, scope)
+    basis = safetensors.numpy.load_file(tmp_path / "small" / "codec" / "basis.safetensors")
+    with ActivationStore(tmp_path / "small") as store:
+        n_layers, n_kv_heads, _, head_dim = store.fields["kv"].token_shape
+        for i in range(0, len(store), 7):
+            row = {name: store.sequences[name][i].as_py() for name in ("part", "first_token", "n_tokens")}
+            arrays = zarr.open_group(tmp_path / "small" / "parts", mode="r")
+            first = row["part"] * arrays[array].attrs["part_rows"] + row["first_token"]
+            got = scope["decode_kv"](arrays, basis, first, row["n_tokens"], (n_layers, n_kv_heads, head_dim))
+            kv = to_float32(store.read(i, "kv"), "bfloat16")
+            for which, values in enumerate(got):
+                np.testing.assert_allclose(values, kv[:, :, :, which], rtol=0.01, atol=0.02)
