@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moa_data.errors import StoreError, StoreIncomplete, StoreNotFound
-from moa_data.pipeline.jobs.recode import recode
+from moa_data.pipeline.recode import recode
 from moa_data.storage.care.repair import drop_damage, plan_repair
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.dtypes import to_float32
