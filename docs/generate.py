@@ -68,7 +68,7 @@ def table(settings: Iterable[Setting]) -> Iterator[str]:
         yield f"| `{setting.key}`{kind} | {takes} | {default and f'`{default}`'} | {text} |"
 
 
-DECODING = ("generate", "eval", "serve", "chat", "export-drafter")
+DECODING = ("generate", "eval", "disconnect", "serve", "chat", "export-drafter")
 
 
 def options_page() -> str:
@@ -170,6 +170,7 @@ def supported_page() -> str:
 
 PAGES = {
     "options.md": options_page,
+    "options-decode.md": decode_page,
     "options-train.md": train_page,
     "options-blocks.md": blocks_page,
     "supported.md": supported_page,
