@@ -11,6 +11,7 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from moa_data.errors import DatasetError, TemplateError
+from moa_data.moa.targets import template as template_module
 from moa_data.moa.targets.chat import Chat, Rejection, RejectReason, UnreadableRow, parse_chat
 from moa_data.moa.targets.chat_tokens import tokenize_chat
 from moa_data.moa.targets.template import MAX_CHAT_CHARS, check_program
@@ -189,7 +190,7 @@ def test_a_template_that_pads_to_gigabytes_is_refused_before_it_is_compiled(
         compiled.append(text)  # what computes with the constants of such a template would take gigabytes
         return real("")
 
-    monkeypatch.setattr(template, "_compile_jinja_template", compile_nothing)
+    monkeypatch.setattr(template_module, "_compile_jinja_template", compile_nothing)
     with pytest.raises(TemplateError, match="2,000,000,000"):
         check_program(build_tokenizer(template + LLAMA3_TEMPLATE))
     assert compiled == [""]
