@@ -20,8 +20,8 @@ from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.engine.sequence import Commit, Request, Work
 
 
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prompts = [prompt_tokens(target.tokenizer, list(chat.turns[0]), chat.tools, chat.system) for chat in chats]
     found: dict[str, Any] = {"n_threads": torch.get_num_threads(), "prompt_tokens": [len(p) for p in prompts]}
     for work in (Work.PLAIN, Work.SPECULATE) if drafters else (Work.PLAIN,):
-        engine = Engine(target, drafters, EngineSettings())
+        engine = Engine(target, drafters, EngineOptions())
         name = "drafter" if work is Work.SPECULATE else None
         requests = [Request(tuple(p), len(p), options.max_new_tokens, drafter=name) for p in prompts]
         found[work.value] = compare(engine, requests, work, options.repeats)

@@ -54,7 +54,7 @@ def serve(config: ServeConfig) -> None:
     raise_file_limit()
 
     def on_ready(http: str, grpc: str | None) -> None:
-        drafters = ", ".join(service.engine.engine.drafters) or "none"
+        drafters = ", ".join(service.engine.drafters) or "none"
         other = f" and gRPC {grpc}" if grpc else ""
         out.print(f"serving {service.model_name} on {http}/v1{other} (drafters: {drafters})", highlight=False)
         sys.stdout.flush()
@@ -87,7 +87,6 @@ def _service(config: ServeConfig) -> "Service":
     from ..moa.targets.live import Target
     from ..moa.targets.template import choose_template_arguments
     from ..serving.engine.engine import Engine
-    from ..serving.engine.thread import EngineThread
     from ..serving.server.access import BearerTokens
     from ..serving.server.service import Service
 
@@ -97,7 +96,7 @@ def _service(config: ServeConfig) -> "Service":
     recorded = {name: drafter.config.target for name, drafter in drafters.items()}
     arguments = choose_template_arguments(config.template_kwargs, recorded)
     check_template(target.tokenizer, config.model, arguments)
-    engine = EngineThread(Engine(target, drafters, config.engine.build()))
+    engine = Engine(target, drafters, config.engine)
     return Service(
         engine, target, config.name or Path(config.model).name, next(iter(drafters), None),
         f"fp_{target.identity.get('weights_sha256', '')[:12]}", tokens, config.limits.build(),
@@ -110,7 +109,7 @@ def _drafting(config: ServeConfig, port: int, service: "Service") -> "Drafting":
     from ..serving.server.handshake import Identities
     from ..serving.server.run import Drafting
 
-    target, drafters = service.target, service.engine.engine.drafters
+    target, drafters = service.target, service.engine.drafters
     identities = Identities(
         target_identity(target.identity),
         tokenizer_identity(target.tokenizer),

@@ -6,8 +6,7 @@ from functools import partial
 
 from ..moa.decoding.loop import Generation, generate_batch
 from ..moa.decoding.policy import AutoPolicy, ShapePolicy
-from ..moa.decoding.prompt_lookup import PromptLookupProposer
-from ..moa.decoding.proposer import DrafterProposer, Proposer
+from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Proposer
 from ..moa.decoding.tree import Shape, TreeShape
 from ..moa.targets.live import Target
 from .config import EvalConfig

@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats", "storage", "storage.disk", "evaluation"},
     "serving": LEAVES,
     "serving.protocol": LEAVES | {"serving"},
-    "serving.engine": LEAVES | MOA | {"serving", "moa.decoding"},
+    "serving.engine": LEAVES | {"config"} | MOA | {"serving", "moa.decoding"},
     "serving.server": LEAVES
     | {"config"}
     | MOA

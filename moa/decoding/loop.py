@@ -31,11 +31,10 @@ from ...errors import DrafterError
 from ..drafters.base import Drafter
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import TargetCache
-from ..targets.clock import DeviceClock
-from ..targets.live import Target
+from ..targets.live import DeviceClock, Target
 from .policy import AutoPolicy, FixedShape, ShapePolicy
 from .proposer import DrafterProposer, Proposer
-from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled
+from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, ancestors
 
 OnTokens = Callable[[list[int], list[bool]], None]
@@ -170,7 +169,9 @@ def generate_batch(
         proposer.begin(cache, [row.generator for row in rows])
     policy = FixedShape(tree) if tree is None or isinstance(tree, TreeShape | StaticTree) else tree
     policy.begin()
-    _prefill(target, cache, rows, proposer, sampling)
+    prefill_began = time.perf_counter()
+    _begin(target, rows, prefill(target, cache, prompts, proposer), sampling)
+    prefill_s = (time.perf_counter() - prefill_began) / len(rows)
     while active := _drop_finished(active, cache, proposer):
         began = clock.mark()
         shape = _useful(target, policy.next_shape(), active, sampling) if proposer is not None else None
@@ -191,37 +192,39 @@ def generate_batch(
             on_round(drafts, accepted)
     cache.release()
     for row in rows:
-        row.stats.total_s = (time.perf_counter() - started) / len(rows)
+        row.stats.prefill_s, row.stats.total_s = prefill_s, (time.perf_counter() - started) / len(rows)
     return [Generation(row.tokens, row.stats, target.tokenizer) for row in rows]
 
 
-def _prefill(
-    target: Target, cache: TargetCache, rows: list["_Row"], proposer: Proposer | None, sampling: SamplingConfig
-) -> None:
-    """Run the prompts, padded on the right, and commit the first token of each row."""
-    began = time.perf_counter()
-    lengths = [len(row.committed) for row in rows]
-    padded = [row.committed + [0] * (max(lengths) - len(row.committed)) for row in rows]
+def prefill(
+    target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer | None = None
+) -> Tensor:
+    """Run prompts, padded on the right, and commit them; returns the hidden states of their last tokens, [B, E]."""
+    lengths = [len(prompt) for prompt in prompts]
+    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
     hidden = target.forward(torch.tensor(padded, device=target.device), cache)
     _commit(cache, proposer, hidden, [range(length) for length in lengths])
-    last = hidden[torch.arange(len(rows)), torch.tensor(lengths) - 1]  # [B, E]
+    return hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+
+
+def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: SamplingConfig) -> None:
+    """Commit the first token of each row, given the hidden states [B, E] of the prompts' last tokens."""
     nothing = DraftTree.empty(1, target.device)
-    for row, logits in zip(rows, target.logits(last), strict=True):
+    for row, logits in zip(rows, target.logits(hidden), strict=True):
         if sampling.is_argmax:
             token = int(logits.argmax())
         else:
             token = accept_sampled(nothing, 0, logits[None], row.committed, sampling, row.generator)[1]
-        row.begin(token)
-        row.stats.prefill_s = (time.perf_counter() - began) / len(rows)
+        row.append([token], [False])
 
 
 def _drop_finished(rows: list["_Row"], cache: TargetCache, proposer: Proposer | None) -> list["_Row"]:
-    going = [index for index, row in enumerate(rows) if not row.finished]
-    if going and len(going) < len(rows):
-        cache.select_rows(going)
+    unfinished = [index for index, row in enumerate(rows) if not row.finished]
+    if unfinished and len(unfinished) < len(rows):
+        cache.select_rows(unfinished)
         if proposer is not None:
-            proposer.select_rows(going)
-    return [rows[index] for index in going]
+            proposer.select_rows(unfinished)
+    return [rows[index] for index in unfinished]
 
 
 def _useful(target: Target, shape: Shape | None, rows: list["_Row"], sampling: SamplingConfig) -> Shape | None:
@@ -259,7 +262,8 @@ def _verify(
         else:
             accepted, bonus = accept_sampled(drafts, index, logits[index], row.committed, sampling, row.generator)
         nodes.append(accepted)
-        row.commit([*(drafted[index][node] for node in accepted), bonus])
+        new = [*(drafted[index][node] for node in accepted), bonus]
+        row.stats.committed_per_call.append(row.append(new, [True] * len(accepted) + [False]))
     _commit(cache, proposer, hidden, [[0, *(node + 1 for node in accepted)] for accepted in nodes])
     return nodes
 
@@ -299,24 +303,13 @@ class _Row:
         """Tokens that may still be generated."""
         return self._limit - len(self.tokens)
 
-    def begin(self, token: int) -> None:
-        """Take the token that the prefill gave."""
-        self._append([token], [False])
-
-    def commit(self, tokens: list[int]) -> None:
-        """Commit the tokens of one target call, the last of them not drafted; cut after the first end of sequence."""
-        self.stats.committed_per_call.append(self._append(tokens, [True] * (len(tokens) - 1) + [False]))
-
-    def _append(self, tokens: list[int], drafted: list[bool]) -> int:
-        kept = tokens[: self.n_remaining]
-        for index, token in enumerate(kept):
-            if token in self._eos_token_ids:
-                kept, self.finished = kept[: index + 1], True
-                break
+    def append(self, tokens: list[int], drafted: list[bool]) -> int:
+        """Commit tokens up to the end of the answer; returns how many."""
+        kept, finish = cut_answer(tokens, self.n_remaining, self._eos_token_ids)
         self.tokens += kept
         self.committed += kept
         self.stats.n_tokens = len(self.tokens)
-        self.finished = self.finished or self.n_remaining == 0
+        self.finished = bool(finish)
         if self._on_tokens is not None:
             self._on_tokens(kept, drafted[: len(kept)])
         return len(kept)

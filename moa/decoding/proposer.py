@@ -1,10 +1,10 @@
-"""Proposers of drafts: chains and trees grown with a trained drafter, the same way for all drafters.
+"""Proposers of drafts: chains and trees grown with a trained drafter, the same way for all drafters, and prompt lookup.
 
 Shapes: B rows, N nodes, V vocabulary, E target width, b nodes of one level.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ..drafters.base import Drafter, DraftLevel
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource, TargetCache
 from ..targets.live import Target
-from .chain import Chain
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, Shape, StaticTree, TreeShape, most_likely, pick_best
 
@@ -23,13 +22,13 @@ Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row from the drafter's logits [B, V]: [B] int64; called once a level, in order."""
 
 
-class Proposer(Protocol):
+class Proposer:
     """Proposes drafts, for one generation after the other, and keeps its caches in step with what is committed."""
 
     @property
     def max_depth(self) -> int | None:
         """The most levels of drafts that it can propose; None for any number."""
-        ...
+        return None
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts.
@@ -37,7 +36,6 @@ class Proposer(Protocol):
         Args:
             generators: random generators, one per row.
         """
-        ...
 
     def observe(self, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Receive the results of a target call, the prefill included.
@@ -46,7 +44,6 @@ class Proposer(Protocol):
             hidden: [B, n, E], the target's hidden states after its final norm.
             kept: per row which of the n tokens were committed, in order.
         """
-        ...
 
     def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
         """Propose the next tokens of each row, in the given shape.
@@ -54,11 +51,68 @@ class Proposer(Protocol):
         Args:
             committed: per row prompt and generated tokens; the last one is the root, all others have target KV.
         """
-        ...
+        raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        ...
+
+
+class Chain:
+    """One chain of drafts per row, all of one depth, grown level by level.
+
+    What was fed stays in the drafter's caches until the next root, wrong drafts included. A chain that continues from
+    one of its earlier levels is a branch of a tree, in which a node sees its ancestors alone::
+
+        fed            root  the  mat  .          go back to "the", feed "rug"
+        path           root  the       rug
+        "rug" sees       x    x         x         at the position of "mat"
+
+    Args:
+        features: [B, 1, E] of the root, from ``Drafter.draft_root``.
+    """
+
+    def __init__(
+        self, drafter: Drafter, frozen: FrozenTarget, state: object, cache: KVSource, features: Tensor
+    ) -> None:
+        self._drafter, self._frozen, self._state, self._cache = drafter, frozen, state, cache
+        self._path = [(0, features)]  # of the root and each level: its place among what was fed, and its features
+        self._n_fed = 1
+
+    @property
+    def depth(self) -> int:
+        """The number of levels below the root."""
+        return len(self._path) - 1
+
+    @property
+    def logits(self) -> Tensor:
+        """The drafter's logits after the last level: [B, V]."""
+        return self._drafter.draft_logits(self._frozen, self._path[-1][1][:, 0])
+
+    @property
+    def confidence(self) -> Tensor:
+        """The drafter's estimate of the probability that the next draft is accepted: [B] float32."""
+        found = self._drafter.confidence(self._path[-1][1][:, 0])
+        if found is None:
+            raise DrafterError(
+                f"this {self._drafter.kind} drafter has no confidence head to cut chains by; give a chain's length "
+                "such as 7, or LENGTH@PROBABILITY such as 10@0.2."
+            )
+        return found.float()
+
+    def feed(self, tokens: Tensor) -> None:
+        """Add a level of tokens [B, 1] int64."""
+        seen = torch.ones(len(tokens), 1, self._n_fed + 1, dtype=torch.bool, device=tokens.device)
+        if len(self._path) < self._n_fed:
+            own = {place for place, _ in self._path}
+            seen[..., [place for place in range(self._n_fed) if place not in own]] = False
+        level = DraftLevel(tokens, self._path[-1][1], seen, len(self._path))
+        features = self._drafter.draft_level(self._state, self._frozen, level, self._cache)
+        self._path.append((self._n_fed, features))
+        self._n_fed += 1
+
+    def back_to(self, depth: int) -> None:
+        """Continue from an earlier level; 0 is the root."""
+        del self._path[depth + 1 :]
 
 
 class DrafterProposer(Proposer):
@@ -81,13 +135,12 @@ class DrafterProposer(Proposer):
             if target is None:
                 raise DrafterError("drafting needs weights of the target: give `target` or `frozen`.")
             frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
-        self.frozen = frozen
-        weight = self.frozen.lm_head_weight
+        weight = frozen.lm_head_weight
         if drafter.dtype != weight.dtype:
             raise DrafterError(
                 f"the drafter is {drafter.dtype}, its target weights are {weight.dtype}; load both in one dtype."
             )
-        self.drafter, self._device, self._sampling = drafter, weight.device, sampling
+        self.frozen, self.drafter, self._device, self._sampling = frozen, drafter, weight.device, sampling
         self._generators: list[torch.Generator] = []
         self._choose: Choose | None = None
 
@@ -106,7 +159,7 @@ class DrafterProposer(Proposer):
         self._choose = None
 
     def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
-        """Go on with caches and a drafter's state that the caller keeps in step with what is committed.
+        """Continue with caches and a drafter's state that the caller keeps in step with what is committed.
 
         Args:
             choose: chooses the tokens of chains; None for those of the sampling settings.
@@ -127,9 +180,7 @@ class DrafterProposer(Proposer):
         features = self.drafter.draft_root(self.state, self.frozen, committed, self.cache)
         if isinstance(shape, StaticTree):
             return self._static_tree(features, shape)
-        if shape.is_chain:
-            return self._chain(features, committed, shape)
-        return self._tree(features, shape)
+        return self._chain(features, committed, shape) if shape.is_chain else self._tree(features, shape)
 
     @override
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -139,7 +190,6 @@ class DrafterProposer(Proposer):
     def _chain(self, features: Tensor, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         self._sampling.check_shape(shape)
         is_drawn = self._sampling.temperature > 0
-        depth = min(shape.depth, shape.n_nodes)
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
         reached: list[Tensor] = []  # [B] of each draft: the probability of the chain up to it
@@ -147,8 +197,8 @@ class DrafterProposer(Proposer):
         paths = [list(row) for row in committed]
         probability = features.new_ones(features.shape[0], dtype=torch.float32)  # [B], of the whole chain
         chain = Chain(self.drafter, self.frozen, self.state, self.cache, features)
-        for level in range(1, depth + 1):
-            if level > 1:
+        for level in range(min(shape.depth, shape.n_nodes)):
+            if level:
                 chain.feed(tokens[-1])
             if shape.cut_below:
                 is_sure = chain.confidence >= shape.cut_below
@@ -157,22 +207,21 @@ class DrafterProposer(Proposer):
                 if not is_drawn and not kept[-1].any():
                     break
             logits = chain.logits  # [B, V]
-            if self._choose is not None or not is_drawn:
+            if self._choose is None and is_drawn:
+                drawn = [distribution(row, path, self._sampling) for row, path in zip(logits, paths, strict=True)]
+                probabilities.append(torch.stack(drawn))
+                picked = draw_rows(probabilities[-1], self._generators)  # [B]
+                if self._sampling.repetition_penalty != 1:  # else no distribution depends on the path
+                    for path, token in zip(paths, picked.tolist(), strict=True):
+                        path.append(token)
+            else:
                 picked = logits.argmax(dim=-1) if self._choose is None else self._choose(logits)
-                tokens.append(picked[:, None].to(self._device))
-                if shape.stop_below:
-                    probability = probability * logits.float().softmax(dim=-1).amax(dim=-1)
-                    reached.append(probability)
-                    if probability.mean() < shape.stop_below:
-                        break
-                continue
-            drawn = [distribution(row, path, self._sampling) for row, path in zip(logits, paths, strict=True)]
-            probabilities.append(torch.stack(drawn))
-            picked = draw_rows(probabilities[-1], self._generators)  # [B]
-            if self._sampling.repetition_penalty != 1:  # else no distribution depends on the path
-                for path, token in zip(paths, picked.tolist(), strict=True):
-                    path.append(token)
             tokens.append(picked[:, None].to(self._device))
+            if shape.stop_below:
+                probability = probability * logits.float().softmax(dim=-1).amax(dim=-1)
+                reached.append(probability)
+                if probability.mean() < shape.stop_below:
+                    break
         if kept:
             return _cut_chain(tokens, probabilities, torch.stack(kept, dim=1))
         return DraftTree.chain(
@@ -191,10 +240,9 @@ class DrafterProposer(Proposer):
         beam_seen = torch.ones(n_rows, 1, 1, dtype=torch.bool, device=self._device)
         n_candidates = 0
         for level in range(1, shape.depth + 1):
+            logits = self.drafter.draft_logits(self.frozen, features)
             # A log-probability that rounds above 0 would let a child outrank its parent.
-            log_p = (
-                self.drafter.draft_logits(self.frozen, features).float().log_softmax(dim=-1).clamp(max=0)
-            )  # [B, b, V]
+            log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V]
             best_score, best_token = most_likely(log_p, b)
             score = (beam_score[..., None] + best_score).flatten(1)  # [B, b * b]
             tokens.append(best_token.flatten(1))
@@ -219,41 +267,28 @@ class DrafterProposer(Proposer):
         depths, with_children = shape.depths, set(shape.parents)
         n_ranks = min(1 + max(shape.ranks), self.frozen.lm_head_weight.shape[0])
         tokens: list[Tensor] = []
-        fed = [-1]  # nodes of the last level that have children, the root at first
-        fed_before: list[int] = [-1]
+        grown = [-1]  # nodes of the last level that have children, the root at first
+        fed = [-1]  # all nodes that were fed
         for level in range(1, shape.depth + 1):
             likeliest = most_likely(self.drafter.draft_logits(self.frozen, features), n_ranks)[1]  # [B, b, ranks]
             nodes = [node for node, depth in enumerate(depths) if depth == level]
-            places = [fed.index(shape.parents[node]) for node in nodes]
+            places = [grown.index(shape.parents[node]) for node in nodes]
             # A vocabulary smaller than a rank gives its last token again, which is verified like any other draft.
             ranks = [min(shape.ranks[node], n_ranks - 1) for node in nodes]
             tokens.append(likeliest[:, places, ranks])  # [B, nodes of the level]
             if level == shape.depth:
                 break
             growing = [index for index, node in enumerate(nodes) if node in with_children]
-            parents = [places[index] for index in growing]
-            fed = [nodes[index] for index in growing]
-            fed_before += fed
-            seen = self._seen(shape, fed, fed_before)
-            features = self.drafter.draft_level(
-                self.state,
-                self.frozen,
-                DraftLevel(tokens[-1][:, growing], features[:, parents], seen, level),
-                self.cache,
-            )
-        n_rows = features.shape[0]
-        parents_of_all = torch.tensor(shape.parents, device=self._device).expand(n_rows, -1)
-        return DraftTree(torch.cat(tokens, dim=1), parents_of_all)
-
-    def _seen(self, shape: StaticTree, nodes: list[int], fed: list[int]) -> Tensor:
-        """Find which fed tokens each of some nodes sees, itself included: [B, b, n] bool."""
-        seen = torch.zeros(len(nodes), len(fed), dtype=torch.bool)
-        for row, node in enumerate(nodes):
-            while node >= 0:
-                seen[row, fed.index(node)] = True
-                node = shape.parents[node]
-            seen[row, 0] = True
-        return seen.to(self._device).expand(len(self.cache.lengths), -1, -1)
+            grown = [nodes[index] for index in growing]
+            fed += grown
+            seen = torch.tensor([[node in shape.path(own) for node in fed] for own in grown], device=self._device)
+            nodes_fed = DraftLevel(
+                tokens[-1][:, growing], features[:, [places[index] for index in growing]],
+                seen.expand(len(features), -1, -1), level,
+            )  # fmt: skip
+            features = self.drafter.draft_level(self.state, self.frozen, nodes_fed, self.cache)
+        parents = torch.tensor(shape.parents, device=self._device).expand(len(features), -1)
+        return DraftTree(torch.cat(tokens, dim=1), parents)
 
 
 def _cut_chain(tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor) -> DraftTree:
@@ -264,3 +299,34 @@ def _cut_chain(tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: 
     chain = torch.where(kept[:, :n_drafts], torch.cat(list(tokens[:n_drafts]), dim=1), NO_DRAFT)
     drawn = torch.stack(list(probabilities[:n_drafts]), dim=1) if probabilities else None
     return DraftTree.chain(chain, probabilities=drawn)
+
+
+class PromptLookupProposer(Proposer):
+    """Proposes the continuation of the latest earlier occurrence of the last n tokens, the longest n first.
+
+    Source: Saxena, "Prompt Lookup Decoding" (2023); transformers offers the same as ``prompt_lookup_num_tokens``.
+
+    Args:
+        max_ngram: longest n that is looked up.
+    """
+
+    def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
+        self._device, self._max_ngram = device, max_ngram
+
+    @override
+    def propose(self, committed: Sequence[list[int]], shape: Shape) -> DraftTree:
+        """Draft a chain of at most ``shape.depth`` tokens; empty where no row's last token occurred before."""
+        found = [self._continuation(tokens, shape.depth) for tokens in committed]
+        longest = max(map(len, found))
+        if not longest:
+            return DraftTree.empty(len(found), self._device)
+        padded = [[*tokens, *[NO_DRAFT] * (longest - len(tokens))] for tokens in found]
+        return DraftTree.chain(torch.tensor(padded, device=self._device))
+
+    def _continuation(self, tokens: list[int], length: int) -> list[int]:
+        for n in range(min(self._max_ngram, len(tokens) - 1), 0, -1):
+            last = tokens[-n:]
+            for start in range(len(tokens) - n - 1, -1, -1):
+                if tokens[start : start + n] == last:
+                    return tokens[start + n : start + n + length]
+        return []

@@ -74,6 +74,19 @@ class SamplingConfig:
 GREEDY = SamplingConfig()
 
 
+def cut_answer(tokens: list[int], max_tokens: int, eos_token_ids: frozenset[int]) -> tuple[list[int], str]:
+    """Cut new tokens of an answer at a length and after the first end of sequence.
+
+    Returns:
+        The tokens that are kept, and why the answer ends with them: ``stop``, ``length``, or empty if it continues.
+    """
+    kept = tokens[:max_tokens]
+    for index, token in enumerate(kept):
+        if token in eos_token_ids:
+            return kept[: index + 1], "stop"
+    return kept, "length" if len(kept) == max_tokens else ""
+
+
 def check_seed(seed: int) -> None:
     """Refuse a seed that torch's generators do not accept: they take 64 bits with a sign."""
     if not -(2**63) <= seed < 2**63:

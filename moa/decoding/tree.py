@@ -20,7 +20,7 @@ _MAX_CANDIDATES = 1 << 16
 NO_DRAFT = -1
 """Padding token of rows with fewer drafts than the others; never accepted."""
 RANK_ACCEPTANCE = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008)
-"""How often the first, second, ... choice of a trained drafter is the target's token; static trees are made for it."""
+"""Probability that the first, second, ... choice of a trained drafter is the target's token, for static trees."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class TreeShape:
         n_nodes: most nodes that are verified, the best by cumulative log-probability.
         stop_below: a chain ends after the draft at which the product of the drafter's probabilities (in a batch its
             mean over the rows) falls below this; 0 for chains of full depth.
-        cut_below: a chain ends before the first draft that the drafter's confidence head gives a lower probability of
-            acceptance, each row's by itself, so that there may be no draft; 0 for chains of full depth.
+        cut_below: each row's chain ends before the first draft to which the drafter's confidence head gives a lower
+            probability of acceptance, so that there may be no draft; 0 for chains of full depth.
     """
 
     depth: int
@@ -47,10 +47,9 @@ class TreeShape:
         for name in ("depth", "breadth", "n_nodes"):
             if getattr(self, name) < 1:
                 raise DrafterError(f"{name} of a draft tree must be at least 1, got {getattr(self, name)}.")
-        if not 0 <= self.stop_below < 1:
-            raise DrafterError(f"a chain can stop below a probability from 0 to 1, got {self.stop_below}.")
-        if not 0 <= self.cut_below < 1:
-            raise DrafterError(f"a chain can be cut below a confidence from 0 to 1, got {self.cut_below}.")
+        for name in ("stop_below", "cut_below"):
+            if not 0 <= getattr(self, name) < 1:
+                raise DrafterError(f"{name} of a chain must be at least 0 and below 1, got {getattr(self, name)}.")
         if self.cut_below and (self.stop_below or not self.is_chain):
             raise DrafterError("a confidence cuts chains alone, and those that do not stop below a probability.")
         if self.stop_below and not self.is_chain:
@@ -105,6 +104,11 @@ class TreeShape:
         return self.breadth == 1
 
     @property
+    def max_drafts(self) -> int:
+        """The most drafts of a round."""
+        return self.depth if self.is_chain else min(self.n_nodes, self.n_candidates)
+
+    @property
     def n_candidates(self) -> int:
         """Nodes that a full tree of this shape has before the best are picked."""
         return self.breadth + (self.depth - 1) * self.breadth**2
@@ -136,9 +140,6 @@ class StaticTree:
 
         Args:
             rank_acceptance: probability that the drafter's first, second, ... choice is the target's token.
-
-        Raises:
-            DrafterError: fewer than 1 node or level.
         """
         if n_nodes < 1 or max_depth < 1:
             raise DrafterError(f"a static tree needs at least 1 node and 1 level, got {n_nodes} and {max_depth}.")
@@ -169,6 +170,15 @@ class StaticTree:
     def depth(self) -> int:
         """Levels below the root."""
         return max(self.depths)
+
+    @property
+    def max_drafts(self) -> int:
+        """The drafts of a round."""
+        return len(self.parents)
+
+    def path(self, node: int) -> set[int]:
+        """The node, its ancestors, and -1 for the root."""
+        return {node} if node < 0 else {node, *self.path(self.parents[node])}
 
     def cut(self, depth: int) -> "StaticTree":
         """Cut the tree to a depth of at least 1."""

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from ...errors import DrafterError
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import KVSource
-from ..targets.context_cache import ContextCache
+from ..targets.cache import ContextCache, KVSource
 from .rounds import Draws
 from .sizes import DrafterSizes
 from .training import LossTerms, Reads, TrainingInputs, TrainingStep
@@ -293,4 +292,4 @@ class Drafter(nn.Module, ABC):
 
     def _take_context(self, state: Any, cache: ContextCache, context: Tensor) -> None:
         """Take contexts [n, W] behind ``cache.lengths``; by default they are counted."""
-        cache.append(len(context), None, 0)
+        cache.extend(len(context), None, 0)

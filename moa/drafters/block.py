@@ -42,8 +42,7 @@ from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.markov import ConfidenceHead, MarkovHead
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import KVSource
-from ..targets.context_cache import ContextCache
+from ..targets.cache import ContextCache, KVSource
 from . import blocks
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .block_sizes import BlockDrafterSizes, read_layers
@@ -505,7 +504,7 @@ class BlockDrafter(LayerMemory, Drafter):
             self._extend_by_memory(state, context[None], [len(context)])
         else:
             state.fresh[0].append(context)
-        cache.append(len(context), layers, n_heads)
+        cache.extend(len(context), layers, n_heads)
 
     @override
     def reuse_context(self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget, target_sizes
-from ..targets.context_cache import ContextCache
+from ..targets.cache import ContextCache
 from .causal_layers import causal_features
 from .feature import FeatureDrafter, FeatureState
 from .rounds import Draws, at_queries, loss_queries
@@ -100,7 +100,7 @@ class EagleDrafter(FeatureDrafter):
     @override
     def _take_context(self, state: FeatureState, cache: ContextCache, context: Tensor) -> None:
         state.fresh[0].append(context)
-        cache.append(len(context), None, 0)
+        cache.extend(len(context), None, 0)
 
     def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:
         """Run the layers over whole sequences; slot t gives the feature of token t+1.

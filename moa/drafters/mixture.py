@@ -40,8 +40,7 @@ from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_behind
 from ..nn.layers import DecoderBlock, Rotary, Rotation
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import KVSource
-from ..targets.context_cache import ContextCache
+from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .layer_memory import LayerMemory, read_kv_layers
 from .mixture_sizes import MoASizes
@@ -326,7 +325,7 @@ class MoADrafter(LayerMemory, Drafter):
         layers = context[:, context.shape[1] - n_layers * kv_width :]
         self._extend_memory_by(state, context[None])
         n_kv_heads = kv_width // (2 * self.config.head_dim)
-        cache.append(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
+        cache.extend(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
 
     @override
     def reuse_context(

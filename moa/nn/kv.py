@@ -1,14 +1,15 @@
-"""Packed KV tensors, made from a transformers cache too, and a growing KV buffer.
+"""Keys and values: the packed layout of stores and drafters, the growing buffer of decoding, and states of rows.
 
-Shapes: B batch, T tokens, n positions, L target layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d,
-S slots.
+Shapes: B rows, T tokens, n positions, L layers, H_kv key/value heads, d head dim, D = 2 * H_kv * d, S slots.
+
 The packed layout is, per token and layer, ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, keys after RoPE (official
 ``moa_spec/models/train/moa_spec.py``, lines 117-119). The activation store's ``kv`` field ``[T, L, H_kv, 2, d]`` is the
 same layout before the last three axes are merged, so packing it is a view.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,29 +21,14 @@ from .layers import Rotation, rotate
 
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Pack the KV of all layers for the drafter.
-
-    Args:
-        keys: L tensors [B, H_kv, T, d], after RoPE.
-        values: L tensors [B, H_kv, T, d].
-
-    Returns:
-        [B, T, L, D], the input's dtype.
-    """
+    """Pack the KV of L layers, each [B, H_kv, T, d] with keys after RoPE, for the drafter: [B, T, L, D]."""
     per_layer = [torch.cat((k, v), dim=-1) for k, v in zip(keys, values, strict=True)]  # [B, H_kv, T, 2d]
     stacked = torch.stack(per_layer, dim=1)  # [B, L, H_kv, T, 2d]
     return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # [B, T, L, D]
 
 
 def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Undo :func:`pack_kv` for one layer.
-
-    Args:
-        packed: [B, T, D].
-
-    Returns:
-        Keys and values, each [B, H_kv, T, d] (views).
-    """
+    """Undo :func:`pack_kv` for one layer: [B, T, D] -> views of keys and values, each [B, H_kv, T, d]."""
     per_head = packed.unflatten(-1, (n_kv_heads, 2, -1)).permute(3, 0, 2, 1, 4)  # [2, B, H_kv, T, d]
     return per_head[0], per_head[1]
 
@@ -64,126 +50,185 @@ def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
 
 
 def new_cache() -> DynamicCache:
-    """Make an empty target cache that keeps every position, also for sliding-window layers.
+    """Make an empty transformers cache that keeps every position.
 
-    A cache built from the model's config drops keys outside the window, and a drafter needs all of them.
+    One built from the model's config drops keys outside a sliding window, and a drafter needs all of them.
     """
     return DynamicCache()
 
 
 def cache_layers(cache: DynamicCache) -> tuple[list[Tensor], list[Tensor]]:
-    """List keys and values of every layer, each [B, H_kv, T, d], keys after RoPE, without a copy."""
+    """List keys and values of every layer of a transformers cache, each [B, H_kv, T, d], without a copy."""
     layers: list[Any] = list(cache.layers)
     return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
 def cache_kv(cache: DynamicCache, start: int, stop: int) -> Tensor:
-    """Pack the KV of the positions start..stop-1: [B, stop - start, L, D]."""
+    """Pack the KV of the positions start..stop-1 of a transformers cache: [B, stop - start, L, D]."""
     keys, values = cache_layers(cache)
     return pack_kv([k[:, :, start:stop] for k in keys], [v[:, :, start:stop] for v in values])
 
 
 class KVBuffer:
-    """Keys and values of B rows of different lengths; appending costs nothing proportional to the length.
+    """Keys and values of L layers for B rows of different lengths, in one tensor that grows by doubling.
+
+    Slot i of a row holds the token at position i. Slots at or beyond a row's length hold anything; the next call
+    overwrites them, so that dropping rejected drafts costs nothing proportional to the context.
 
     Args:
-        initial_capacity: slots allocated at first; grows by doubling.
+        n_slots: slots that are allocated at first.
 
     Attributes:
-        lengths: tokens of each row.
+        lengths: committed tokens of each row.
     """
 
-    def __init__(self, n_rows: int = 1, initial_capacity: int = 256) -> None:
+    def __init__(self, n_rows: int = 1, n_slots: int = 256, n_layers: int = 1) -> None:
         self.lengths = [0] * n_rows
-        self._capacity = initial_capacity
-        self._buffer: Tensor | None = None  # [2, B, H_kv, capacity, d]
+        self._n_layers, self._initial_slots = n_layers, n_slots
+        self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
+
+    @property
+    def buffer(self) -> Tensor:
+        """The tensor of all keys and values, [2, L, B, H_kv, S, d]."""
+        if self._buffer is None:
+            raise DrafterError("the cache is empty: extend it before attending to it.")
+        return self._buffer
+
+    @property
+    def capacity(self) -> int:
+        """S, the allocated slots."""
+        return 0 if self._buffer is None else self._buffer.shape[4]
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Add keys and values behind each row.
+        """Add keys and values [B, H_kv, n, d] behind each row of the only layer; returns :meth:`view`.
 
         Args:
-            keys: [B, H_kv, n, d].
-            values: [B, H_kv, n, d].
             counts: how many of the n tokens of each row are real; None for all.
-
-        Returns:
-            Views of all slots, each [B, H_kv, S, d] with S = max(lengths); slots beyond a row's length hold anything.
         """
         n_tokens = keys.shape[2]
-        self._reserve(max(self.lengths) + n_tokens, keys)
-        assert self._buffer is not None
-        if len(set(self.lengths)) == 1:
-            start = self.lengths[0]
-            self._buffer[0, :, :, start : start + n_tokens] = keys
-            self._buffer[1, :, :, start : start + n_tokens] = values
-        else:
-            starts = torch.tensor(self.lengths, device=keys.device)
-            slots = starts[:, None] + torch.arange(n_tokens, device=keys.device)  # [B, n]
-            rows = torch.arange(len(self.lengths), device=keys.device)[:, None]
-            self._buffer[0][rows, :, slots] = keys.transpose(1, 2)
-            self._buffer[1][rows, :, slots] = values.transpose(1, 2)
+        self.reserve(max(self.lengths) + n_tokens, keys)
+        self.write(0, keys, values, self.slots_behind(n_tokens, keys.device))
         counts = counts or [n_tokens] * len(self.lengths)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         return self.view()
 
     def view(self) -> tuple[Tensor, Tensor]:
-        """View all keys and values, each [B, H_kv, max(lengths), d]."""
-        if self._buffer is None:
-            raise DrafterError("the drafter's cache is empty: extend it before attending to it.")
-        n_slots = max(self.lengths)
-        return self._buffer[0, :, :, :n_slots], self._buffer[1, :, :, :n_slots]
+        """View all keys and values of the only layer, each [B, H_kv, max(lengths), d]."""
+        buffer, n_slots = self.buffer, max(self.lengths)
+        return buffer[0, 0, :, :, :n_slots], buffer[1, 0, :, :, :n_slots]
 
-    def row_slots(self, row: int, n_slots: int) -> tuple[Tensor, Tensor]:
-        """View the first n slots of a row, each [1, H_kv, n, d]; those behind its length may be written to."""
-        if self._buffer is None:
-            raise DrafterError("the drafter's cache is empty: extend it before attending to it.")
-        self._reserve(n_slots, self._buffer[0])
-        return self._buffer[0, row : row + 1, :, :n_slots], self._buffer[1, row : row + 1, :, :n_slots]
+    def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
+        """View keys and values [B, H_kv, n_slots, d] of a layer, which may be written to behind the lengths."""
+        self.reserve(n_slots, self.buffer[0, 0])
+        return self.buffer[0, layer, :, :, :n_slots], self.buffer[1, layer, :, :, :n_slots]
+
+    def slots_behind(self, n_tokens: int, device: torch.device, offset: int = 0) -> int | Tensor:
+        """Find the slots of n tokens behind each row: the first where all rows are alike, else all, [B, n] int64."""
+        if len(set(self.lengths)) == 1:
+            return self.lengths[0] + offset
+        starts = torch.tensor(self.lengths, device=device) + offset
+        return starts[:, None] + torch.arange(n_tokens, device=device)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
+        """Put keys and values [B, H_kv, n, d] of a layer into reserved slots, given as by :meth:`slots_behind`."""
+        buffer, n_tokens = self.buffer, keys.shape[2]
+        if isinstance(slots, int):
+            buffer[0, layer, :, :, slots : slots + n_tokens] = keys
+            buffer[1, layer, :, :, slots : slots + n_tokens] = values
+            return
+        rows = torch.arange(len(slots), device=keys.device)[:, None]
+        buffer[0, layer][rows, :, slots] = keys.transpose(1, 2).to(buffer.dtype)
+        buffer[1, layer][rows, :, slots] = values.transpose(1, 2).to(buffer.dtype)
+
+    @torch.inference_mode()
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keep some of the tokens behind each row, given by ascending indices; the others are forgotten."""
+        for row, indices in enumerate(kept):
+            start = self.lengths[row]
+            if list(indices) != list(range(len(indices))):
+                own = self.buffer[:, :, row]  # [2, L, H_kv, S, d]
+                source = torch.tensor([start + index for index in indices], device=own.device)
+                own[:, :, :, start : start + len(indices)] = own[:, :, :, source]
+            self.lengths[row] = start + len(indices)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget what lies at or beyond each of the given positions."""
         self.lengths = [min(old, new) for old, new in zip(self.lengths, lengths, strict=True)]
 
+    @torch.inference_mode()
+    def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
+        """Pack the KV of n positions of each row (:func:`pack_kv`), of the layers from one on: [B, n, L, D].
+
+        Positions beyond a row's length hold anything.
+        """
+        self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
+        buffer = self.buffer[:, first_layer:]
+        if len(set(starts)) == 1:
+            part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
+            return part.permute(2, 4, 1, 3, 0, 5).flatten(3)
+        device = buffer.device
+        slots = torch.tensor(starts, device=device)[:, None] + torch.arange(n_tokens, device=device)
+        rows = torch.arange(len(starts), device=device)[:, None]
+        picked = buffer[:, :, rows, :, slots]  # [B, n, 2, L, H_kv, d]: indexed axes come first
+        return picked.permute(0, 1, 3, 4, 2, 5).flatten(3)
+
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
-            self._buffer = self._buffer[:, list(rows)]
+            self._place(self._buffer[:, :, list(rows)])
 
-    def take_rows(self, rows: Sequence[int]) -> "KVBuffer":
+    def take_rows(self, rows: Sequence[int]) -> Self:
         """Copy these rows, in this order, to a buffer of their own."""
-        taken = KVBuffer(0, self._capacity)
+        taken = copy.copy(self)
         taken.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
-            taken._buffer = self._buffer[:, list(rows)]  # indexing copies
+            taken._buffer = self._buffer[:, :, list(rows)]  # indexing copies
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
         """Append the rows of another buffer of the same heads behind its own."""
-        # A side without keys yet has no tensor; it gets one of the other's form.
-        for empty, full in ((self, other), (other, self)):
-            if empty._buffer is None and full._buffer is not None:
-                heads, _, head_dim = full._buffer.shape[2:]
-                empty._buffer = full._buffer.new_zeros(2, len(empty.lengths), heads, empty._capacity, head_dim)
-        if self._buffer is not None and other._buffer is not None:
-            self._reserve(other._capacity, self._buffer[0])
-            behind = F.pad(other._buffer, (0, 0, 0, self._capacity - other._capacity))
-            self._buffer = torch.cat((self._buffer, behind), dim=1)
-        else:
-            self._capacity = max(self._capacity, other._capacity)
+        sides = (self, other)
+        full = next((side._buffer for side in sides if side._buffer is not None), None)
+        if full is not None:
+            heads, _, head_dim = full.shape[3:]
+            n_slots, parts = max(side.capacity for side in sides), []
+            for side in sides:
+                own = side._buffer
+                if own is None:  # a side without keys yet gets zeros of the other's form
+                    own = full.new_zeros(2, self._n_layers, len(side.lengths), heads, 0, head_dim)
+                parts.append(F.pad(own, (0, 0, 0, n_slots - own.shape[4])))
+            self._buffer = torch.cat(parts, dim=2)
         self.lengths = self.lengths + other.lengths
 
-    def _reserve(self, n_slots: int, like: Tensor) -> None:
-        """Grow by doubling. New slots are zero: a masked slot must not hold NaN."""
-        if self._buffer is not None and n_slots <= self._capacity:
+    def reserve(self, n_slots: int, like: Tensor) -> None:
+        """Grow by doubling to at least so many slots, of the heads and dtype of a tensor [B, H_kv, n, d]."""
+        if self._buffer is not None and n_slots <= self._buffer.shape[4]:
             return
-        while self._capacity < n_slots:
-            self._capacity *= 2
-        batch, heads, _, head_dim = like.shape
-        grown = like.new_zeros(2, batch, heads, self._capacity, head_dim)
+        capacity = self._initial_slots
+        while capacity < n_slots:
+            capacity *= 2
+        self.resize(capacity, like)
+
+    def resize(self, n_slots: int, like: Tensor) -> None:
+        """Move to a buffer of so many slots. New slots are zero: a masked slot must not hold NaN."""
+        shape = (2, self._n_layers, len(self.lengths), like.shape[1], n_slots, like.shape[3])
+        grown = self._allocate(shape, like)
         if self._buffer is not None:
-            grown[:, :, :, : self._buffer.shape[3]] = self._buffer
-        self._buffer = grown
+            grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer
+        self._place(grown)
+
+    def clear(self) -> None:
+        """Forget all tokens and free the buffer."""
+        self.lengths, self._buffer = [0] * len(self.lengths), None
+
+    # Caches that CUDA graphs write to override these two: such buffers must stay where they are.
+
+    def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return like.new_zeros(shape)
+
+    def _place(self, buffer: Tensor) -> None:
+        self._buffer = buffer
 
 
 def positions_behind(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:

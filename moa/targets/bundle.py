@@ -1,16 +1,20 @@
-"""The frozen target weights that travel with a dataset: embeddings, final norm, LM head, last N decoder layers.
+"""The folder of a target: its config, its identity, and the frozen weights that travel with a dataset.
 
-On disk (``STORE/target/``): config.json, generation_config.json, tokenizer files, and frozen.safetensors with the keys
-``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer index),
-in the target's dtype.
+On disk a bundle (``STORE/target/``) is config.json, generation_config.json, tokenizer files, and frozen.safetensors
+with the keys ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` (i = absolute layer
+index), in the target's dtype.
 Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N of them that are kept.
 """
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from safetensors import safe_open
@@ -24,7 +28,6 @@ from ..files.foreign import check_model_folder, parsing, read_header, read_json
 from ..files.tensor_list import FLOATS, TensorList, TensorSpec, find_problems
 from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import logits_of
-from .hash_cache import file_sha256
 
 FROZEN_FILE = "frozen.safetensors"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -41,15 +44,15 @@ _LARGEST = {
     "sliding_window": 1 << 26,
 }
 """Upper limits of the sizes in a config.json, far above those of the largest models."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_BLOCK_BYTES = 8 << 20
+_SETTLED_S = 2.0
+"""A file that changed less than this before it was hashed could change again within one tick of its clock."""
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
 def load_target_config(folder: Path) -> Any:
-    """Load the transformers config of a model folder.
-
-    Raises:
-        TargetError: the model family is not supported, or sizes are missing or implausible.
-    """
+    """Load the transformers config of a model folder of a supported family, with plausible sizes."""
     folder, file = Path(folder), Path(folder) / "config.json"
     if not file.is_file():
         raise TargetError(f"{folder} has no config.json; expected a transformers model folder.")
@@ -58,15 +61,8 @@ def load_target_config(folder: Path) -> Any:
 
 
 def parse_target_config(values: Mapping[str, Any], source: object, folder: Path | None = None) -> Any:
-    """Make the transformers config of a target from its config.json, checked as by :func:`load_target_config`.
-
-    Args:
-        folder: the folder of the file; None where the values come from elsewhere.
-    """
-    model_type = values.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        known = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise TargetError(f"model type {model_type!r} is not supported; expected one of {known} ({source}).")
+    """Make the transformers config of a target from the values of its config.json, of a folder if there is one."""
+    _check_family(values.get("model_type"), source)
     _check_counts(values, source)  # before transformers makes lists of that length
     with parsing(f"cannot read {source}", TargetError):
         if folder is not None:
@@ -80,6 +76,12 @@ def parse_target_config(values: Mapping[str, Any], source: object, folder: Path 
     except DrafterError as error:
         raise TargetError(f"{source}: {error}") from error
     return config
+
+
+def _check_family(model_type: object, source: object) -> None:
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        known = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise TargetError(f"model type {model_type!r} is not supported; expected one of {known} ({source}).")
 
 
 def _check_counts(values: Mapping[str, Any], source: object) -> None:
@@ -125,13 +127,8 @@ def target_sizes(config: Any) -> dict[str, Any]:
 
     Returns:
         n_layers, n_heads, n_kv_heads, head_dim, hidden_size, vocab_size, max_position_embeddings, architecture.
-
-    Raises:
-        TargetError: another family, or a RoPE that changes with the length of the input.
     """
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        known = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise TargetError(f"model type {config.model_type!r} is not supported; expected one of {known}.")
+    _check_family(config.model_type, "its config")
     rope_type = rope_parameters(config).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise TargetError(
@@ -151,17 +148,12 @@ def target_sizes(config: Any) -> dict[str, Any]:
 
 
 def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
-    """Find the ids that end a generation.
-
-    Args:
-        values: ``eos_token_id`` of the generation config and of the config, each an id, a list of ids or None; the
-            first that says something counts.
-    """
+    """Find the ids that end a generation: those of the first ``eos_token_id`` that is set, an id or a list of ids."""
     for eos in values:
         if eos is not None:
             ids = eos if isinstance(eos, list | tuple) else [eos]
             if not all(type(token) is int for token in ids):
-                raise TargetError(f"eos_token_id is {str(eos)[:60]!r}, expected ids. Mend generation_config.json.")
+                raise TargetError(f"eos_token_id is {str(eos)[:60]!r}, expected ids. Correct generation_config.json.")
             return frozenset(ids)
     return frozenset()
 
@@ -222,8 +214,6 @@ def weight_files(folder: Path) -> list[Path]:
 def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
     """Compute the content hashes that identify a target.
 
-    Hashes of weight files that have not changed since they were last hashed come from a cache (:mod:`.hash_cache`).
-
     Args:
         progress: called with (bytes done, bytes of all weight files, message).
 
@@ -252,6 +242,58 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
         tell(file.stat().st_size)
     config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return {"weights_sha256": digest.hexdigest(), "config_sha256": config_digest}
+
+
+def file_sha256(path: Path, on_read: Callable[[int], object] | None = None) -> str:
+    """Return the sha256 of a file's bytes in hex; a file that has not changed is read once in all.
+
+    A digest is kept under the file's path, size, times and inode in the user's cache folder. Whatever changes a file
+    changes one of them; the time of the last status change cannot be set by hand. A file of the Hub's cache is a link
+    to a blob that is named by its sha256, so that nothing is read.
+
+    Args:
+        on_read: called with the bytes that have been read so far.
+    """
+    real = path.resolve()
+    if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
+        return real.name
+    before = real.stat()
+    state = (str(real), before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_dev, before.st_ino)
+    kept = cache_folder() / hashlib.sha256("\0".join(map(str, state)).encode()).hexdigest()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if _SHA256.fullmatch(known := kept.read_text()):
+            return known
+    with real.open("rb") as stream:
+        digest = _sha256_of(stream, on_read)
+        after = os.fstat(stream.fileno())
+    is_unchanged = (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == state[1:4]
+    if is_unchanged and time.time() - max(after.st_mtime, after.st_ctime) > _SETTLED_S:
+        _keep(kept, digest)
+    return digest
+
+
+def _sha256_of(stream: BinaryIO, on_read: Callable[[int], object] | None) -> str:
+    digest = hashlib.sha256()
+    while block := stream.read(_BLOCK_BYTES):
+        digest.update(block)
+        if on_read:
+            on_read(stream.tell())
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Return the folder that holds the digests; it may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "moa-data" / "sha256"
+
+
+def _keep(path: Path, digest: str) -> None:
+    """Write a digest in one step; without room or rights it is computed again next time."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(digest)
+        partial.replace(path)
 
 
 def save_target_bundle(
@@ -374,10 +416,6 @@ class FrozenTarget(nn.Module):
         Args:
             dtype: dtype of the weights; None keeps the stored one.
             sizes: :func:`target_sizes` as recorded by the store that holds the bundle; None without a store.
-
-        Raises:
-            TargetError: there is no bundle, it has too few layers, its tensors do not fit its config.json, or it
-                belongs to another target than the store.
         """
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():

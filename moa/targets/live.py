@@ -1,6 +1,10 @@
-"""The live target: a transformers causal LM with its cache, behind the few calls that decoding needs."""
+"""The live target: a transformers causal LM with its cache, behind the few calls that decoding needs.
+
+Shapes: B rows, n tokens of a call, P tokens of a padded call, S slots of the cache, E width.
+"""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -8,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ...errors import TargetError
@@ -25,13 +29,16 @@ from .bundle import (
     target_sizes,
     weight_files,
 )
-from .cache import TargetCache
-from .static_calls import StaticCalls
+from .cache import Buffers, TargetCache
 
 _FOREIGN = ["consolidated*", "original/*"]
 """The same weights in the layouts of other programs."""
 _CHUNK_TOKENS = 1024
 """Tokens of a causal run that share one mask, so that memory grows linearly with the context, not quadratically."""
+STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens of a static call; a chain of 5 drafts with its root takes 8, the widest tree 64."""
+_MAX_GRAPHS = 256
+"""Most graphs, one for each size, number of rows and length of the cache; torch.compile's own limit of 8 is too low."""
 
 
 def resolve_model_folder(path_or_id: str, with_weights: bool = True, revision: str | None = None) -> Path:
@@ -80,11 +87,7 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load the causal LM in evaluation mode.
-
-    Raises:
-        TargetError: it cannot be loaded, or its weights do not fit in the memory that is free.
-    """
+    """Load the causal LM in evaluation mode; raises TargetError if it does not fit in the free memory."""
     config = load_target_config(folder)
     _check_memory(folder, _check_weights(folder, config), dtype, device)
     with parsing(f"cannot load the weights of {folder}", TargetError):
@@ -105,11 +108,7 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def _check_weights(folder: Path, config: Any) -> int:
-    """Refuse safetensors files that are damaged, outside the folder, or smaller than the config requires.
-
-    Returns:
-        The number of values that they hold.
-    """
+    """Refuse weights that are damaged, outside the folder, or smaller than the config requires; count their values."""
     weights = weight_files(folder)
     if not weights:
         raise TargetError(f"{folder} has no *.safetensors weights; save the model with safe serialization.")
@@ -124,13 +123,14 @@ def _check_weights(folder: Path, config: Any) -> int:
             f"{folder}: the weights are said to lie in {str(wrong[0])[:60]!r}, which is no *.safetensors file of the "
             "folder. Download it again."
         )
-    sizes = target_sizes(config)
+    # transformers would allocate what the config asks for before it misses the weights.
+    sizes, held = target_sizes(config), sum(math.prod(header.shape) for header in headers)
     heads = sizes["n_heads"] + sizes["n_kv_heads"]
     layer_values = sizes["hidden_size"] * (2 * heads * sizes["head_dim"] + 3 * config.intermediate_size)
-    called_for = sizes["vocab_size"] * sizes["hidden_size"] + sizes["n_layers"] * layer_values
-    if (held := sum(math.prod(header.shape) for header in headers)) < called_for:
+    expected = sizes["vocab_size"] * sizes["hidden_size"] + sizes["n_layers"] * layer_values
+    if held < expected:
         raise TargetError(
-            f"{folder}: the weights hold {held:,} values, config.json calls for more than {called_for:,}. Download the "
+            f"{folder}: the weights hold {held:,} values, config.json calls for more than {expected:,}. Download the "
             "folder again."
         )
     return held
@@ -145,9 +145,8 @@ def _check_memory(folder: Path, n_values: int, dtype: torch.dtype, device: str) 
     for place, n_free in rooms.items():
         if n_free is not None and n_bytes > n_free:
             narrow = n_values * torch.bfloat16.itemsize
-            way = (
-                f"In bfloat16 they take {format_bytes(narrow)}." if narrow <= n_free < n_bytes else "Free some memory."
-            )
+            fits = narrow <= n_free < n_bytes
+            way = f"In bfloat16 they take {format_bytes(narrow)}." if fits else "Free some memory."
             raise TargetError(
                 f"the weights of {folder} take {format_bytes(n_bytes)} in {str(dtype).removeprefix('torch.')}, and "
                 f"{format_bytes(n_free)} are free in {place}. {way}"
@@ -235,7 +234,8 @@ class Target:
             Hidden states [B, n, E] after the final norm.
         """
         n_tokens, device = tokens.shape[1], tokens.device
-        if self._static is not None and self._static.takes(n_tokens, cache):
+        # A static call is short, and comes after a prompt.
+        if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             with layer_outputs(self.model, cache.watched_layers) as outputs:
                 return self._static.forward(tokens, seen, cache, self._attention_mask, outputs)
         if seen is not None:
@@ -243,9 +243,7 @@ class Target:
             positions = torch.tensor(cache.lengths, device=device)[:, None] + seen.sum(dim=2) - 1
             mask = self._attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
             return self._call(tokens, positions, mask, cache)
-        lengths = (
-            cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
-        )  # rows of one length share positions
+        lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]  # equal rows share positions
         needs_mask = self._needs_mask(cache, n_tokens)
         step = _CHUNK_TOKENS if needs_mask else n_tokens
         hidden = []
@@ -333,3 +331,126 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
     finally:
         for handle in handles:
             handle.remove()
+
+
+class StaticCalls:
+    """The compiled body of a target, for calls of static shapes: one CUDA graph serves every round of a size.
+
+    A call is padded to one of a few sizes, attends to every slot of a cache of fixed length, and finds its place in it
+    by tensors alone, so that nothing in the graph depends on how long the text has become.
+
+    Args:
+        n_slots: tokens of the longest text; a longer one makes the caches grow, and costs another graph.
+        device: where the body is; CUDA graphs are used where it is a CUDA device.
+
+    Attributes:
+        buffers: buffers that the caches of these calls share in turn.
+    """
+
+    def __init__(self, body: nn.Module, n_slots: int, backend: str | Callable[..., Any], device: torch.device) -> None:
+        torch._dynamo.config.recompile_limit = _MAX_GRAPHS
+        self.n_slots = n_slots + STATIC_SIZES[-1]  # padding takes slots too
+        mode = "reduce-overhead" if device.type == "cuda" and backend == "inductor" else None
+        self.buffers = Buffers()
+        self._model = body
+        self._body: Any = torch.compile(body, dynamic=False, backend=backend, mode=mode)
+        self._watched_body: Any = torch.compile(_with_layer_outputs, dynamic=False, backend=backend, mode=mode)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        seen: Tensor | None,
+        cache: TargetCache,
+        as_mask: Callable[[Callable[[int | None], Tensor]], Any],
+        outputs: dict[int, Tensor],
+    ) -> Tensor:
+        """Run tokens behind the committed part of each row.
+
+        Args:
+            tokens: [B, n] int64.
+            seen: [B, n, n] bool, which of the tokens each of them sees; None for a causal run.
+            as_mask: makes what the model takes from a function (window) -> [B, n, S] bool.
+            outputs: where hooks put the outputs of the cache's watched layers, which the cache then keeps.
+
+        Returns:
+            Hidden states [B, n, E] after the final norm.
+        """
+        n_tokens, device = tokens.shape[1], tokens.device
+        tokens, seen = _padded(tokens, seen)
+        cache.begin_static_call(tokens.shape[1], device)
+        lengths = torch.tensor(cache.lengths, device=device)[:, None]
+        positions = lengths + seen.sum(dim=2) - 1  # [B, P]
+        unused = cache.capacity - max(cache.lengths) - tokens.shape[1]
+
+        def mask(window: int | None) -> Tensor:
+            return nn.functional.pad(masks.tree_mask(cache.lengths, seen, window), (0, unused))  # [B, P, S]
+
+        inputs = {
+            "input_ids": tokens, "position_ids": positions, "attention_mask": as_mask(mask), "past_key_values": cache,
+            "use_cache": True,
+        }  # fmt: skip
+        if cache.watched_layers:
+            hidden, kept = self._watched_body(self._model, cache.watched_layers, outputs, inputs)
+            cache.keep_layer_outputs([states[:, :n_tokens] for states in kept])
+        else:
+            hidden = self._body(**inputs).last_hidden_state
+        # A CUDA graph's output is overwritten by its next run.
+        kept_hidden: Tensor = hidden[:, :n_tokens].clone()
+        return kept_hidden
+
+
+def _with_layer_outputs(
+    body: nn.Module, layers: tuple[int, ...], outputs: dict[int, Tensor], inputs: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Run the body; returns its hidden states, and what the hooks of some layers have put into ``outputs``.
+
+    This function is compiled in place of the body: its graphs depend on the layers, those of a module not on its hooks.
+    """
+    hidden = body(**inputs).last_hidden_state
+    return hidden, [outputs[layer] for layer in layers]
+
+
+def _padded(tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Pad a call to the next size: tokens [B, P] and what they see [B, P, P], where padding sees itself alone."""
+    n_tokens = tokens.shape[1]
+    size = next(size for size in STATIC_SIZES if size >= n_tokens)
+    filled = torch.eye(size, dtype=torch.bool, device=tokens.device).repeat(len(tokens), 1, 1)
+    causal = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=tokens.device).tril()
+    filled[:, :n_tokens, :n_tokens] = causal if seen is None else seen
+    return nn.functional.pad(tokens, (0, size - n_tokens)), filled
+
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds of the CPU's clock, or an event in the device's queue."""
+
+
+class DeviceClock:
+    """Marks moments on a device without waiting for it; waits when their distance is asked for.
+
+    A CUDA device runs behind the CPU that queues its work: a CPU clock read between draft and verification would count
+    most of the drafting as verification, and waiting for the device there would make decoding slower.
+
+    Args:
+        device: the device whose work is timed; CUDA events on a CUDA device, else the CPU's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        """Mark this moment, on the device behind all work queued so far."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @staticmethod
+    def seconds(began: Mark, ended: Mark) -> float:
+        """Measure the seconds between two marks of one clock, waiting for the second one."""
+        if isinstance(began, float) or isinstance(ended, float):
+            assert isinstance(began, float)
+            assert isinstance(ended, float)
+            return ended - began
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...moa.targets.clock import DeviceClock, Mark
+from ...moa.targets.live import DeviceClock, Mark
 
 
 class Arrival(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...moa.targets.clock import DeviceClock
+from ...moa.targets.live import DeviceClock
 from ...storage.codecs.registry import StoreCodec
 from ...storage.codecs.transform.calibration import EXACT_WIDTH, MAX_COMPONENTS, MAX_FEATURES, POWER_ITERATIONS
 from ...storage.codecs.transform.codec import KV_PARTS, TransformCodec

@@ -26,8 +26,7 @@ import torch
 
 from ...machine import keep_freed_memory
 from ...moa.targets.bundle import held_layers, load_target_config, save_target_bundle
-from ...moa.targets.clock import DeviceClock, Mark
-from ...moa.targets.live import Target, load_target_model
+from ...moa.targets.live import DeviceClock, Mark, Target, load_target_model
 from ...storage.codecs.registry import StoreCodec
 from ...storage.parts.encoding import EncodePool
 from ...storage.write.addition import StoreAddition

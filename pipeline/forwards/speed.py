@@ -22,7 +22,7 @@ import torch
 
 from ...machine import keep_freed_memory
 from ...moa.targets.bundle import target_sizes
-from ...moa.targets.clock import DeviceClock, Mark
+from ...moa.targets.live import DeviceClock, Mark
 from ...storage.codecs.registry import StoreCodec
 from ...storage.disk.durable import write_all
 from ...storage.parts.encoding import EncodePool

@@ -29,9 +29,9 @@ from transformers import AttentionInterface
 from ...moa.decoding.tree import ancestors
 from ...moa.nn import masks
 from ...moa.nn.attention import attend
+from ...moa.nn.kv import KVBuffer
 from ...moa.targets.bundle import layer_windows
 from ...moa.targets.live import Target, layer_outputs
-from .kv import SequenceKV
 
 _ATTENTION = "moa_data_parts"
 
@@ -41,20 +41,50 @@ class Part:
     """The tokens of one sequence in a call.
 
     Attributes:
-        tokens: those behind its committed KV, then the drafts.
+        tokens: those after its committed KV, then the drafts.
         parents: of each draft, an index into the drafts, -1 for the token before them.
         is_read: whether logits are wanted, of the last token before the drafts and of each draft.
     """
 
-    kv: SequenceKV
+    kv: KVBuffer
     tokens: list[int]
     parents: tuple[int, ...] = ()
     is_read: bool = True
 
     @property
+    def start(self) -> int:
+        """The position of the first token."""
+        return self.kv.lengths[0]
+
+    @property
     def n_known(self) -> int:
         """Tokens before the drafts."""
         return len(self.tokens) - len(self.parents)
+
+    def slots(self, start: int) -> tuple[Tensor, ...]:
+        """View the KV from a position up to the last token of this part: of each layer [2, H_kv, slots, d]."""
+        return self.kv.buffer[:, :, 0, :, start : self.start + len(self.tokens)].unbind(1)
+
+    def positions(self) -> list[int]:
+        """List the positions of the tokens; a draft stands one after its parent."""
+        root = self.start + self.n_known - 1
+        depths = {-1: 0}
+        for node, parent in enumerate(self.parents):
+            depths[node] = depths[parent] + 1
+        return [*range(self.start, root + 1), *(root + depths[node] for node in range(len(self.parents)))]
+
+    def mask(self, positions: list[int], window: int | None, device: torch.device) -> Tensor | None:
+        """Say what each token sees, [1, n, S] bool; None where each sees everything."""
+        n_tokens, n_known = len(self.tokens), self.n_known
+        if n_tokens == 1 and (window is None or self.start < window):
+            return None
+        if list(self.parents) == list(range(-1, len(self.parents) - 1)):  # a chain, or no drafts
+            return masks.causal_mask(torch.tensor([positions], device=device), self.start + n_tokens, window)
+        seen = torch.zeros(1, n_tokens, n_tokens, dtype=torch.bool, device=device)
+        seen[0, :n_known, :n_known] = torch.ones(n_known, n_known, dtype=torch.bool, device=device).tril()
+        seen[0, n_known:, :n_known] = True
+        seen[0, n_known - 1 :, n_known - 1 :] = ancestors(torch.tensor([self.parents], device=device))[0]
+        return masks.tree_mask([self.start], seen, window)
 
 
 @dataclass
@@ -78,16 +108,16 @@ class Runner:
     """Calls a target.
 
     Args:
-        least_s: seconds that each call takes at least, to stand for a slower target.
+        min_s: seconds that each call takes at least, to stand for a slower target.
     """
 
-    def __init__(self, target: Target, least_s: float = 0.0) -> None:
+    def __init__(self, target: Target, min_s: float = 0.0) -> None:
         self._model = _with_own_attention(target.model)
-        self._device, self._least_s = target.device, least_s
+        self._device, self._min_s = target.device, min_s
         self._windows = layer_windows(target.config)
 
     def run(self, parts: Sequence[Part], watched_layers: Sequence[int] = ()) -> list[Output]:
-        """Run the tokens of all parts; their KV stays pending until ``SequenceKV.commit``."""
+        """Run the tokens of all parts; their KV stays pending until it is committed."""
         began = time.perf_counter()
         attention = _PartsAttention(parts, self._windows, self._device)
         tokens = torch.tensor([list(itertools.chain.from_iterable(part.tokens for part in parts))])
@@ -108,14 +138,12 @@ class Runner:
         logits = together.split([len(rows) for rows in wanted])
         best = iter(together.argmax(dim=-1).tolist())  # one wait for the device
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
-        results = [
-            Output(own, rows if part.is_read else None, [next(best) for _ in rows], {})
-            for own, part, rows in zip(by_part, parts, logits, strict=True)
-        ]
-        for index, result in enumerate(results):
-            result.layers.update((layer, by_part[index]) for layer, by_part in watched.items())
-        if self._least_s:
-            time.sleep(max(0.0, self._least_s - (time.perf_counter() - began)))
+        results = []
+        for index, (part, own, rows) in enumerate(zip(parts, by_part, logits, strict=True)):
+            layers = {layer: by_part[index] for layer, by_part in watched.items()}
+            results.append(Output(own, rows if part.is_read else None, [next(best) for _ in rows], layers))
+        if self._min_s:
+            time.sleep(max(0.0, self._min_s - (time.perf_counter() - began)))
         return results
 
 
@@ -128,12 +156,12 @@ class _PartsAttention:
 
     def __init__(self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device) -> None:
         self._sizes = [len(part.tokens) for part in parts]
-        self._pending = list(zip(*(part.kv.pending(len(part.tokens)) for part in parts), strict=True))  # by layer
-        self._seen = list(zip(*(part.kv.seen(len(part.tokens)) for part in parts), strict=True))
-        positions = [_positions(part) for part in parts]
+        self._pending = list(zip(*(part.slots(part.start) for part in parts), strict=True))  # by layer
+        self._seen = list(zip(*(part.slots(0) for part in parts), strict=True))
+        positions = [part.positions() for part in parts]
         self.positions = torch.tensor(list(itertools.chain.from_iterable(positions)), device=device)
         by_window = {
-            window: [_mask(part, own, window, device) for part, own in zip(parts, positions, strict=True)]
+            window: [part.mask(own, window, device) for part, own in zip(parts, positions, strict=True)]
             for window in set(windows)
         }
         self._masks = [by_window[window] for window in windows]
@@ -149,34 +177,6 @@ class _PartsAttention:
             attended.append(attend(own_q, seen[:1], seen[1:], mask))
         together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         return together.transpose(1, 2).contiguous()
-
-
-def _positions(part: Part) -> list[int]:
-    """List the positions of a part's tokens; a draft stands one behind its parent."""
-    start = part.kv.length
-    positions = list(range(start, start + part.n_known))
-    root, depths = positions[-1], dict.fromkeys((-1,), 0)
-    for node, parent in enumerate(part.parents):
-        depths[node] = depths[parent] + 1
-        positions.append(root + depths[node])
-    return positions
-
-
-def _mask(part: Part, positions: list[int], window: int | None, device: torch.device) -> Tensor | None:
-    """Say what each token of a part sees, [1, n, S] bool; None where each sees everything."""
-    n_tokens, start = len(part.tokens), part.kv.length
-    if n_tokens == 1 and (window is None or start < window):
-        return None
-    if list(part.parents) == list(range(-1, len(part.parents) - 1)):  # a chain, or no drafts
-        at = torch.tensor([positions], device=device)
-        return masks.causal_mask(at, start + n_tokens, window)
-    n_known = part.n_known
-    seen = torch.zeros(1, n_tokens, n_tokens, dtype=torch.bool, device=device)
-    seen[0, :n_known, :n_known] = torch.ones(n_known, n_known, dtype=torch.bool, device=device).tril()
-    seen[0, n_known:, :n_known] = True
-    tree = ancestors(torch.tensor([part.parents], device=device))  # with the root first
-    seen[0, n_known - 1 :, n_known - 1 :] = tree[0]
-    return masks.tree_mask([start], seen, window)
 
 
 def _parts_attention(

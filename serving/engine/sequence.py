@@ -3,23 +3,27 @@
 A *sequence* is one text: prompt and answer in one list of tokens, indexed from 0. The last token is the *root*: it is
 committed and has no target KV yet. What is before it has target KV, or is *missing* and is read in chunks first::
 
-    tokens     The cat sat on the mat       length of KV 3: "on the" are missing, "mat" is the root
+    tokens     The cat sat on the mat       3 tokens have KV: "on the" are missing, "mat" is the root
     target KV  === === ===
 
-One target call reads some of the missing tokens; a call that reaches the root also verifies drafts behind it, and
+One target call reads some of the missing tokens; a call that reaches the root also verifies the drafts after it, and
 commits the drafts that are the target's own tokens and one token more.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import torch
 from torch import Tensor
 
-from ...errors import ServingError
-from ...moa.decoding.sampling import GREEDY, SamplingConfig
-from .kv import SequenceKV
+from ...errors import DrafterError, RequestInvalid, ServingError
+from ...moa.decoding.sampling import GREEDY, SamplingConfig, check_seed, cut_answer
+from ...moa.drafters.base import Drafter
+from ...moa.drafters.registry import REMOTE_KINDS
+from ...moa.nn.kv import KVBuffer
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,14 @@ class Request:
     """A text to complete.
 
     Attributes:
-        tokens: the prompt, and what of the answer is already committed where a session is taken up again.
+        tokens: the prompt, and the part of the answer that is already committed when a session is resumed.
         n_prompt: tokens of the prompt.
         max_new_tokens: bound on the tokens of the answer.
-        seed: with the position it decides each sampled token.
-        deadline_s: ``time.monotonic()`` at which the answer ends; None for no end.
-        drafter: name of the loaded drafter for drafts of the server and for contexts; None for neither.
-        wants_context: the drafter's context of each position that got target KV is told, behind the tokens.
-        n_context: positions whose context is known already; those of later ones are given.
+        seed: together with the position it decides each sampled token.
+        deadline_s: ``time.monotonic()`` at which the answer ends; None for no deadline.
+        drafter: name of the loaded drafter for the server's drafts and for contexts; None for neither.
+        wants_context: whether commits carry the drafter's context of each position that got target KV.
+        n_context: positions whose context the client has already.
     """
 
     tokens: tuple[int, ...]
@@ -52,7 +56,7 @@ class Work(Enum):
     """What is to be done with a sequence."""
 
     IDLE = "idle"
-    """Nothing; its KV stays until the memory is wanted."""
+    """Nothing; its KV stays until the memory is needed."""
     PLAIN = "plain"
     """Decode until the answer ends, one token a call."""
     SPECULATE = "speculate"
@@ -69,7 +73,7 @@ class Commit:
         start: index in the whole text of the first new token.
         tokens: the new tokens, drafts first; none after a call that only read a part of the text.
         n_accepted: how many of the tokens were drafts.
-        finish: why the answer has ended: ``stop``, ``length`` or ``deadline``; empty while it goes on.
+        finish: why the answer has ended: ``stop``, ``length`` or ``deadline``; empty while it continues.
         call_s: seconds of the target call, which other sequences shared.
         draft_s: seconds of drafting for it, shared likewise.
         queue_s: seconds that the sequence waited for the call.
@@ -97,13 +101,14 @@ class Sequence:
 
     Attributes:
         limit: bound on the tokens of the whole text.
-        drafts: what the next call verifies behind the root, in level order.
+        kv: target KV of its first tokens, one row.
+        drafts: what the next call verifies after the root, in level order.
         parents: of each draft, an index into the drafts, -1 for the root.
         n_context: positions whose context was encoded.
-        encoded: contexts [n, W] of the last of them, which were not given yet.
-        unencoded: what the drafter sees of the positions behind them, [n, E] or [n, K * E] of K layers that it watches,
-            whose context has still to be encoded.
-        last_served: counts over all sequences how often one was served, when this one was last; 0 for never.
+        encoded: contexts [n, W] of the last of them, not sent yet.
+        unencoded: what the drafter sees of the positions from ``n_context`` on, [n, E] or [n, K * E] of K watched
+            layers, from which contexts are still to be encoded.
+        last_served: number of the engine's latest turn for this sequence, counted over all sequences; 0 for never.
         since_s: ``time.perf_counter()`` since which it waits for a call.
         is_draftable: False once its drafter has failed; it is then decoded plainly.
     """
@@ -111,7 +116,7 @@ class Sequence:
     id: int
     request: Request
     limit: int
-    kv: SequenceKV
+    kv: KVBuffer
     on_commit: Callable[[Commit], None]
     on_error: Callable[[ServingError], None]
     tokens: list[int] = field(init=False)
@@ -125,28 +130,36 @@ class Sequence:
     finish: str = ""
     last_served: int = 0
     since_s: float = 0.0
-
     encoded: list[Tensor] = field(default_factory=list)
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.tokens)
-        self.n_context = self.request.n_context
+        self.tokens, self.n_context = list(self.request.tokens), self.request.n_context
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens that have target KV."""
+        return self.kv.lengths[0]
 
     @property
     def n_unencoded(self) -> int:
-        """Positions behind ``n_context`` that the target has read."""
+        """Positions from ``n_context`` on that the target has read."""
         return sum(map(len, self.unencoded))
 
     @property
-    def n_untold(self) -> int:
-        """Positions before ``n_context`` whose context was not given yet."""
+    def can_encode(self) -> bool:
+        """Whether contexts can be encoded; a text that lost its KV meanwhile is read again first."""
+        return 0 < self.n_unencoded <= self.n_cached - self.n_context
+
+    @property
+    def n_unsent(self) -> int:
+        """Positions before ``n_context`` whose context was not sent yet."""
         return sum(map(len, self.encoded))
 
     @property
     def n_missing(self) -> int:
         """Tokens before the root that have no target KV."""
-        return len(self.tokens) - 1 - self.kv.length
+        return len(self.tokens) - 1 - self.n_cached
 
     @property
     def n_remaining(self) -> int:
@@ -159,25 +172,116 @@ class Sequence:
         return self.work is not Work.IDLE and not self.is_held and not self.finish
 
     def set_work(self, work: Work, drafts: tuple[int, ...], parents: tuple[int, ...], answers: int) -> None:
-        """Take up other work, in place of any that was not done yet."""
+        """Replace the work, and any that was not done yet."""
         self.work, self.drafts, self.answers = work, drafts, answers
         self.parents = parents or tuple(range(-1, len(drafts) - 1))
         self.since_s = time.perf_counter()
 
     def end_round(self) -> None:
-        """Forget the drafts that were verified; a VERIFY is done then."""
+        """Drop the drafts that were verified; a VERIFY is done then."""
         self.drafts = self.parents = ()
         if self.work is Work.VERIFY:
             self.work = Work.IDLE
 
     def append(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
         """Commit tokens up to the end of the answer; returns those that were committed, and sets ``finish``."""
-        kept = tokens[: self.n_remaining]
-        for index, token in enumerate(kept):
-            if token in eos_token_ids:
-                kept, self.finish = kept[: index + 1], "stop"
-                break
+        kept, self.finish = cut_answer(tokens, self.n_remaining, eos_token_ids)
         self.tokens += kept
-        if not self.finish and self.n_remaining == 0:
-            self.finish = "length"
         return kept
+
+    def commit(self, start: int | None = None, tokens: Rows[int] = (), n_accepted: int = 0) -> Commit:
+        """Make the commit that reports new tokens from a position on, by default none at the end."""
+        start = len(self.tokens) if start is None else start
+        return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
+
+    def take_contexts(self, commit: Commit) -> Commit:
+        """Add the contexts that were encoded and not sent yet to a commit."""
+        if not self.encoded:
+            return commit
+        first, context = self.n_context - self.n_unsent, torch.cat(self.encoded)
+        self.encoded.clear()
+        return replace(commit, context_start=first, context=context)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for; safe to use from any thread.
+
+    Attributes:
+        vocab_size: of the target.
+        model_positions: positions of the target.
+        max_positions: tokens that a text can have, prompt included: what the model and the KV memory allow.
+        max_drafts: drafts of one VERIFY.
+        drafters: those that requests can name.
+    """
+
+    vocab_size: int
+    model_positions: int
+    max_positions: int
+    max_drafts: int
+    drafters: Mapping[str, Drafter]
+
+    def of(self, request: Request) -> int:
+        """The bound on the tokens of the whole text."""
+        return min(request.n_prompt + request.max_new_tokens, self.model_positions)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestInvalid for a request that cannot be served, with a message for its sender."""
+        n_prompt, n_tokens, limit = request.n_prompt, len(request.tokens), self.of(request)
+        trouble = ""
+        if not 1 <= n_prompt <= n_tokens:
+            trouble = "the prompt is empty; give at least one token."
+        elif n_prompt >= self.model_positions:
+            trouble = (
+                f"the prompt has {n_prompt} tokens, the model has {self.model_positions} positions; shorten the prompt."
+            )
+        elif request.max_new_tokens < 1:
+            trouble = f"max_new_tokens must be at least 1, got {request.max_new_tokens}."
+        elif n_tokens > limit:
+            trouble = f"the text has {n_tokens} tokens, more than its own bound of {limit}."
+        elif limit > self.max_positions:
+            trouble = (
+                f"the text may become {limit} tokens long, {self.max_positions} fit in the server's memory; ask for "
+                "fewer tokens or shorten the prompt."
+            )
+        elif not 0 <= request.n_context <= n_tokens:
+            trouble = f"contexts of {request.n_context} positions cannot be known of this text."
+        if trouble:
+            raise RequestInvalid(trouble)
+        self._check_tokens(request.tokens)
+        try:
+            check_seed(request.seed)
+        except DrafterError as error:
+            raise RequestInvalid(str(error)) from error
+        self._check_drafter(request)
+
+    def check_drafts(self, drafts: tuple[int, ...], parents: tuple[int, ...]) -> None:
+        """Raise RequestInvalid for drafts that are too many or make no tree of tokens."""
+        if len(drafts) > self.max_drafts:
+            raise RequestInvalid(
+                f"{len(drafts)} drafts are more than the {self.max_drafts} that one call verifies; send them in parts."
+            )
+        self._check_tokens(drafts)
+        if parents and len(parents) != len(drafts):
+            raise RequestInvalid(f"{len(drafts)} drafts have {len(parents)} parents; give one for each, or none.")
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise RequestInvalid(f"the parent of draft {node} is {parent}, expected one of the drafts before it.")
+
+    def _check_tokens(self, tokens: tuple[int, ...]) -> None:
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+            raise RequestInvalid(f"tokens must be from 0 to {self.vocab_size - 1}; use the model's tokenizer.")
+
+    def _check_drafter(self, request: Request) -> None:
+        name = request.drafter
+        if name is None:
+            if request.wants_context:
+                raise RequestInvalid("contexts are a drafter's; name one.")
+        elif name not in self.drafters:
+            known = ", ".join(self.drafters) or "none"
+            raise RequestInvalid(f"there is no drafter {name!r} here; loaded: {known}.")
+        elif request.wants_context and self.drafters[name].context_width is None:
+            raise RequestInvalid(
+                f"{self.drafters[name].kind} cannot draft away from the target; use a drafter of a kind that can: "
+                f"{', '.join(REMOTE_KINDS)}."
+            )

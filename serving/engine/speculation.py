@@ -1,15 +1,15 @@
-"""Drafts of the server's own: one drafter, for all sequences that speculate with it at once.
+"""Drafts and contexts of one drafter, for all sequences that name it.
 
-Shapes: B rows, n tokens, E width, K watched layers.
+Shapes: B rows, n tokens, E width, K watched layers, W numbers of a context.
 
 The drafter's caches of the sequences that draft together are the rows of one state. A sequence that does something else
-in a call, or waits, leaves it and keeps its row for itself; one that comes joins. Whoever was decoded without drafts in
-between loses nothing: a drafter catches up with what was committed, from the sequence's KV or from the hidden states of
-each call, which are handed to it whatever the sequence does. Who has much to catch up with, as behind a prompt, drafts
-one round alone before it joins: in a batch all rows would be padded to its length.
+in a call, or waits, leaves it and keeps its row for itself; one that comes back joins. A drafter catches up with what
+was committed without its drafts, from the sequence's KV or from the hidden states of each call, which it gets whatever
+the sequence does. A sequence with much to catch up with, as after a prompt, drafts one round alone before it joins: in
+a batch all rows would be padded to its length.
 
-Chains are cut where the drafter itself is unsure, and give way to plain steps where they do not pay
-(``moa.decoding.policy``); that depends on how many sequences share a call, so each power of two has its own judgement.
+Chains are cut where the drafter itself is unsure, and replaced by plain steps where they do not pay
+(``moa.decoding.policy``); that depends on how many sequences share a call, so each power of two has its own policy.
 """
 
 import math
@@ -17,6 +17,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...moa.decoding.coupling import ChainChoice, Text
@@ -26,31 +27,36 @@ from ...moa.decoding.tree import DraftTree, Shape, TreeShape
 from ...moa.drafters.base import Drafter
 from ...moa.targets.live import Target
 from .kv import JoinedKV
-from .sequence import Sequence
+from .runner import Output
+from .scheduler import Scheduled
+from .sequence import Commit, Sequence
 
-_MOST_BEHIND = 64
+_MAX_CATCH_UP = 64
 """Tokens that a row may have to catch up with in a batch."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a target call gave for one sequence.
+class Served:
+    """What a call gave one sequence."""
 
-    Attributes:
-        hidden: [n, E], or [n, K * E] of the layers that the drafter watches.
-        kept: which of the n tokens were committed, in order.
-    """
-
-    sequence: Sequence
-    hidden: Tensor
+    scheduled: Scheduled
+    output: Output
     kept: list[int]
+    """The tokens of its part that got KV, in order."""
+    n_drafts: int
+    commit: Commit
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence that was served."""
+        return self.scheduled.sequence
 
 
 class Speculation:
     """One drafter and its caches of all sequences that name it.
 
     Args:
-        shape: shape of the drafts; None for chains that give way to plain steps.
+        shape: shape of the drafts; None for chains that are replaced by plain steps where they do not pay.
 
     Attributes:
         reuses_contexts: whether contexts that are encoded for clients spare the drafter work of its own.
@@ -59,8 +65,8 @@ class Speculation:
     def __init__(self, target: Target, drafter: Drafter, shape: Shape | None) -> None:
         self.drafter = drafter
         self._proposer = DrafterProposer(target, drafter)
-        most = self._proposer.max_depth
-        self._shape = shape if shape is None or most is None else shape.cut(most)
+        max_depth = self._proposer.max_depth
+        self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
         self.reuses_contexts = drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         self._apart: dict[int, Any] = {}  # sequence -> its own row
@@ -69,13 +75,8 @@ class Speculation:
         self._n_drafted_at: dict[int, int] = {}  # sequence -> tokens of its text when it was last drafted for
         self._policies: dict[int, ShapePolicy] = {}
 
-    @property
-    def frozen(self) -> Any:
-        """The target's weights that the drafter needs."""
-        return self._proposer.frozen
-
     def begin(self, sequence: Sequence) -> None:
-        """Start with a sequence without KV, anew where it had been known."""
+        """Start with a sequence without KV, anew if it was known."""
         self.forget(sequence)
         self._apart[sequence.id] = self.drafter.new_state(1)
 
@@ -87,10 +88,13 @@ class Speculation:
             self._keep([id_ for id_ in self._together if id_ != sequence.id])
 
     def abandon(self, sequences: Rows[Sequence]) -> None:
-        """Drop the caches of the gathered sequences, whatever state a failure has left them in."""
+        """Drop all caches of the state and of these sequences after a failure, and decode these plainly."""
         self._state, self._together = None, []
         for sequence in sequences:
             self.forget(sequence)
+            sequence.is_draftable, sequence.drafts, sequence.parents = False, (), ()
+
+    # Drafts
 
     def gather(self, sequences: Rows[Sequence]) -> None:
         """Make these the sequences that draft in this call; all have KV up to their roots."""
@@ -102,7 +106,7 @@ class Speculation:
             if id_ not in self._n_drafted_at:
                 self._policy(len(texts)).begin()
                 self._n_drafted_at[id_] = 0
-            if id_ in self._together or n_tokens - self._n_drafted_at[id_] > _MOST_BEHIND:
+            if id_ in self._together or n_tokens - self._n_drafted_at[id_] > _MAX_CATCH_UP:
                 continue
             row = self._apart.pop(id_)
             if self._state is None:
@@ -116,10 +120,10 @@ class Speculation:
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
-        most = max(sequence.n_remaining for sequence in sequences) - 1  # the target adds a token
-        if shape is None or most < 1:
+        max_depth = max(sequence.n_remaining for sequence in sequences) - 1  # the target adds a token
+        if shape is None or max_depth < 1:
             return
-        shape = shape.cut(most)
+        shape = shape.cut(max_depth)
         by_id = {sequence.id: sequence for sequence in sequences}
         if self._together:
             self._draft_rows([by_id[id_] for id_ in self._together], self._state, shape)
@@ -136,41 +140,29 @@ class Speculation:
             sequence.drafts, sequence.parents = _cut(tree, row, shape, sequence.n_remaining - 1)
             self._n_drafted_at[sequence.id] = len(sequence.tokens)
 
-    def observe(self, seen: Rows[Seen]) -> None:
-        """Hand over what a call gave; the gathered sequences are all among them."""
+    def states(self, output: Output) -> Tensor:
+        """Select what the drafter sees of a call, which may have watched more layers: [n, E] or [n, K * E]."""
+        if not self.drafter.observed_layers:
+            return output.hidden
+        return torch.cat([output.layers[layer] for layer in self.drafter.observed_layers], dim=-1)
+
+    def observe(self, served: Rows[Served]) -> None:
+        """Hand over the results of a call; the gathered sequences are all among them."""
         if not self._observes:
             return
-        by_id = {one.sequence.id: one for one in seen}
+        by_id = {one.sequence.id: one for one in served}
         if self._together:
             rows = [by_id[id_] for id_ in self._together]
-            hidden = nn.utils.rnn.pad_sequence([one.hidden for one in rows], batch_first=True)
+            hidden = nn.utils.rnn.pad_sequence([self.states(one.output) for one in rows], batch_first=True)
             self.drafter.observe(self._state, hidden, [one.kept for one in rows])
         for id_, one in by_id.items():
             if id_ in self._apart:
-                self.drafter.observe(self._apart[id_], one.hidden[None], [one.kept])
+                self.drafter.observe(self._apart[id_], self.states(one.output)[None], [one.kept])
 
-    def reuse_contexts(self, sequences: Rows[Sequence], contexts: Rows[Tensor]) -> None:
-        """Hand over contexts [n, W] that were encoded for the clients of these sequences, behind ``n_context``."""
-        if not self.reuses_contexts:
-            return
-        by_id = {
-            sequence.id: (context, sequence.n_context) for sequence, context in zip(sequences, contexts, strict=True)
-        }
-        nothing = contexts[0][:0], 0
-        rows = [by_id.get(id_, nothing) for id_ in self._together]
-        if any(len(context) for context, _ in rows):
-            self._reuse(self._state, rows)
-        for id_, row in by_id.items():
-            if id_ in self._apart:
-                self._reuse(self._apart[id_], [row])
-
-    def _reuse(self, state: Any, rows: Rows[tuple[Tensor, int]]) -> None:
-        padded = nn.utils.rnn.pad_sequence([context for context, _ in rows], batch_first=True)
-        self.drafter.reuse_context(state, padded, [start for _, start in rows], [len(context) for context, _ in rows])
-
-    def judge(self, n_sequences: int, n_drafts: int, n_committed: int, round_s: float) -> None:
-        """Learn from a round of the gathered sequences: their drafts and committed tokens, and the seconds it took."""
-        self._policy(n_sequences).observe(n_drafts, n_committed / n_sequences, round_s)
+    def judge(self, rounds: Rows[Served], round_s: float) -> None:
+        """Let the policy learn from a round of the gathered sequences, which took so many seconds."""
+        n_committed = sum(len(one.commit.tokens) for one in rounds) / len(rounds)
+        self._policy(len(rounds)).observe(sum(one.n_drafts for one in rounds), n_committed, round_s)
 
     def _keep(self, ids: list[int]) -> None:
         if not ids:
@@ -186,16 +178,46 @@ class Speculation:
             self._policies[size] = FixedShape(shape) if shape else AutoPolicy(max_depth=self._proposer.max_depth)
         return self._policies[size]
 
+    # Contexts, for clients that draft with this drafter
 
-def _cut(tree: DraftTree, row: int, shape: Shape, most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cut a row's drafts: a chain to what the sequence still needs, and behind the draft at which it became unsure.
+    def encode_contexts(self, sequences: Rows[Sequence]) -> None:
+        """Encode what the target has read of these sequences; all have some."""
+        counts = [sequence.n_unencoded for sequence in sequences]
+        hidden = torch.cat([part for sequence in sequences for part in sequence.unencoded])  # [n, E]
+        spans = [(sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)]
+        positions = torch.cat([torch.arange(first, first + n, device=hidden.device) for _, first, n in spans])
+        kv = None
+        if self.drafter.context_needs_kv:
+            kv = torch.cat([sequence.kv.packed([first], n)[0] for sequence, first, n in spans])
+        contexts = self.drafter.encode_context(self._proposer.frozen, hidden, kv, positions).split(counts)
+        if self.reuses_contexts:
+            self._reuse({s.id: (context, s.n_context) for s, context in zip(sequences, contexts, strict=True)})
+        for (sequence, first, n), context in zip(spans, contexts, strict=True):
+            sequence.n_context = first + n
+            sequence.unencoded.clear()
+            sequence.encoded.append(context)
+
+    def _reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
+        """Give the drafter's own caches the contexts [n, W] of some sequences, each from a position on."""
+        nothing = next(iter(by_id.values()))[0][:0], 0
+        together = [by_id.get(id_, nothing) for id_ in self._together]
+        batches = [(self._state, together)] if any(len(context) for context, _ in together) else []
+        batches += [(self._apart[id_], [row]) for id_, row in by_id.items() if id_ in self._apart]
+        for state, rows in batches:
+            padded = nn.utils.rnn.pad_sequence([context for context, _ in rows], batch_first=True)
+            counts = [len(context) for context, _ in rows]
+            self.drafter.reuse_context(state, padded, [start for _, start in rows], counts)
+
+
+def _cut(tree: DraftTree, row: int, shape: Shape, max_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cut a row's drafts: a chain to what the sequence still needs, and after the draft at which it became unsure.
 
     Returns:
         Tokens and parents.
     """
     tokens, parents = (rows[row] for rows in tree.on_host)
     if isinstance(shape, TreeShape) and shape.is_chain:
-        length = min(len(tokens), most)
+        length = min(len(tokens), max_length)
         if shape.stop_below and tree.scores is not None:
             is_unsure = (tree.scores[row] < math.log(shape.stop_below)).tolist()
             length = min(length, 1 + is_unsure.index(True) if True in is_unsure else length)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from ...errors import ServingError
 from ..detokenizer import Detokenizer
+from ..engine.engine import Engine
 from ..engine.sequence import Commit, Request, Work
-from ..engine.thread import EngineThread
 from .stop_strings import StopStrings
 
 _HOLD_AT, _GO_ON_AT = 64, 8
@@ -33,7 +33,7 @@ class Answer:
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: Engine,
         request: Request,
         work: Work,
         stops: Sequence[str],

@@ -8,58 +8,14 @@ from typing_extensions import override
 
 from ...config import Common, Config, Count, NonNegative, Positive
 from ...pipeline.config import TemplateKwargs
+from ..engine.options import EngineOptions
 
 if TYPE_CHECKING:
-    from ..engine.admission import EngineSettings
     from .connections import ConnectionLimits
     from .grpc import DraftingSettings
     from .service import HttpLimits
 
 Port = Annotated[int, Field(ge=0, lt=1 << 16)]
-
-
-class EngineOptions(Config):
-    """Bounds of the engine."""
-
-    kv_tokens: Count = 16384
-    """Positions whose keys and values are kept, of all texts together. Texts without work lose theirs first and are
-    read again when they go on."""
-    most_sequences: Count = 32
-    """Texts that share a target call."""
-    most_waiting: Count = 256
-    """Open texts beyond those; a further one is refused as overloaded."""
-    prefill_chunk: Count = 256
-    """Tokens of prompts that a target call reads, of all texts together: more is faster, less delays others less."""
-    most_drafts: Count = 64
-    """Drafts of a client that one target call verifies."""
-    tree: str = "auto"
-    """Shape of the server's own drafts: a chain's length such as 5, 10@0.2 for one that stops where it is less likely
-    than 0.2 to be accepted, DEPTHxBREADTHxNODES, static:NODES; or auto: 10@0.2, and plain steps while drafts do not
-    pay."""
-    target_ms: NonNegative = 0.0
-    """Let each target call take at least so many milliseconds, to stand for a slower target."""
-
-    @override
-    def problems(self) -> list[str]:
-        from ...errors import DrafterError
-
-        try:
-            self.build()
-        except DrafterError as error:
-            return [str(error).rstrip(".")]
-        return []
-
-    def build(self) -> "EngineSettings":
-        """Return what the engine takes.
-
-        Raises:
-            DrafterError: ``tree`` is no shape.
-        """
-        from ...moa.decoding.tree import parse_shape
-        from ..engine.admission import EngineSettings
-
-        values = self.model_dump(exclude={"tree"})
-        return EngineSettings(**values, drafts=None if self.tree == "auto" else parse_shape(self.tree))
 
 
 class LimitOptions(Config):

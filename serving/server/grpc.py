@@ -20,8 +20,8 @@ from google.protobuf.message import DecodeError
 
 from ...errors import DrafterError, MoaDataError, NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 from ...text import first_line
+from ..engine.engine import Engine
 from ..engine.sequence import Request
-from ..engine.thread import EngineThread
 from ..protocol import moa_v1_pb2 as pb
 from .access import BearerTokens, Rate
 from .handshake import Identities, read_open
@@ -116,7 +116,7 @@ class DraftingService:
     """
 
     def __init__(
-        self, engine: EngineThread, identities: Identities, settings: DraftingSettings, tokens: BearerTokens
+        self, engine: Engine, identities: Identities, settings: DraftingSettings, tokens: BearerTokens
     ) -> None:
         self.counts = DraftingCounts()
         self._engine, self._identities, self._settings, self._tokens = engine, identities, settings, tokens
@@ -250,7 +250,7 @@ class DraftingService:
         if self._is_draining:
             self._tell_end(stream)
             return
-        request = read_open(body, self._identities, self._engine.engine.drafters)
+        request = read_open(body, self._identities, self._engine.drafters)
         known = self._sessions.get(body.session)
         if known is None or known.client.owner != stream.client.owner:
             session = self._new_session(stream.client, request)
@@ -264,11 +264,11 @@ class DraftingService:
         self, stream: _Stream, session: Session, body: pb.Open, request: Request, was_rebuilt: bool
     ) -> None:
         """Attach a session to its new stream."""
-        engine = self._engine.engine
+        engine = self._engine
         width = engine.drafters[request.drafter].context_width if request.drafter and request.wants_context else 0
         opened = pb.Opened(
             session=session.id, n_committed=len(session.tokens), context_width=width, was_rebuilt=was_rebuilt,
-            most_drafts=engine.settings.most_drafts, most_positions=engine.target.max_positions,
+            most_drafts=engine.limits.max_drafts, most_positions=engine.target.max_positions,
             identities=pb.Identities(
                 target=self._identities.target, tokenizer=self._identities.tokenizer,
                 drafter=self._identities.drafters.get(request.drafter or "", ""),
@@ -387,7 +387,7 @@ class DraftingServer:
 
 
 async def serve_grpc(
-    engine: EngineThread,
+    engine: Engine,
     identities: Identities,
     settings: DraftingSettings | None = None,
     tokens: BearerTokens | None = None,

@@ -156,7 +156,7 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "moa-data",
-        "drafters": list(service.engine.engine.drafters),
+        "drafters": list(service.engine.drafters),
     }
 
 

@@ -13,8 +13,8 @@ from starlette.requests import Request as HttpRequest
 from ...errors import Overloaded, PromptUnusable, ServingError, TemplateError
 from ...moa.decoding.sampling import SamplingConfig
 from ...moa.targets.live import Target
+from ..engine.engine import Engine
 from ..engine.sequence import Request, Work
-from ..engine.thread import EngineThread
 from .access import BearerTokens, Rate
 from .answer import Answer
 from .connections import Connection
@@ -62,7 +62,7 @@ class Service:
         is_draining: set when the server ends: new requests are refused.
     """
 
-    engine: EngineThread
+    engine: Engine
     target: Target
     model_name: str
     drafter: str | None = None
@@ -75,7 +75,7 @@ class Service:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.snapshot)
         self._rates: OrderedDict[str, Rate] = OrderedDict()
-        self._tokenizing = Tokenizing(self.target.tokenizer, self.engine.engine.most_positions)
+        self._tokenizing = Tokenizing(self.target.tokenizer, self.engine.limits.max_positions)
 
     def admit(self, request: HttpRequest) -> None:
         """Check token and rate of a request.
@@ -178,15 +178,15 @@ class Service:
             return self.drafter
         if asked.drafter == "none":
             return None
-        if asked.drafter not in self.engine.engine.drafters:
-            known = ", ".join((*self.engine.engine.drafters, "none"))
+        if asked.drafter not in self.engine.drafters:
+            known = ", ".join((*self.engine.drafters, "none"))
             message = f"there is no drafter {asked.drafter[:120]!r} here; expected one of {known}."
             raise ApiError(400, message, "drafter", "invalid_value")
         return asked.drafter
 
     def _most_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
         """The bound on new tokens: what was asked for, else what is left of the context."""
-        context = self.engine.engine.most_positions
+        context = self.engine.limits.max_positions
         if n_prompt >= context:
             message = f"the prompt has {n_prompt} tokens, at most {context - 1} fit; shorten it."
             raise ApiError(400, message, None, "context_length_exceeded")

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import Overloaded, RequestInvalid, ServingError
+from ..engine.engine import Engine
 from ..engine.sequence import Commit, Request, Work
-from ..engine.thread import EngineThread
 from ..protocol import moa_v1_pb2 as pb
 from .outbox import ContextLog, Outbox
 
@@ -92,7 +92,7 @@ class Session:
         self,
         id: str,
         client: Client,
-        engine: EngineThread,
+        engine: Engine,
         request: Request,
         loop: asyncio.AbstractEventLoop,
         on_lost: Callable[["Session"], None],
@@ -238,7 +238,7 @@ class Session:
 
     def _check_drafts(self, body: pb.Verify) -> None:
         """Refuse what :meth:`_verify` could not follow; the engine checks the rest."""
-        n_drafts, most = len(body.tokens), self._engine.engine.settings.most_drafts
+        n_drafts, most = len(body.tokens), self._engine.limits.max_drafts
         if n_drafts > most:
             raise RequestInvalid(
                 f"{n_drafts} drafts are more than the {most} that one call verifies; send them in parts."

@@ -10,9 +10,8 @@ import torch
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
-from moa_data.serving.engine.thread import EngineThread
+from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.server.run import Ended, Listening, ServerRun
 from moa_data.serving.server.service import Service
 
@@ -56,11 +55,11 @@ class LiveServer:
         self,
         target: Target,
         drafters: dict[str, Any] | None = None,
-        engine: EngineSettings | None = None,
+        engine: EngineOptions | None = None,
         listening: Listening | None = None,
         **service: Any,
     ) -> None:
-        self.engine = EngineThread(Engine(target, drafters, engine))
+        self.engine = Engine(target, drafters, engine)
         service.setdefault("drafter", next(iter(drafters or {}), None))
         self.service = Service(self.engine, target, MODEL, **service)
         self._listening = listening or Listening(port=0, grace_s=10)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
-from moa_data.moa.decoding.prompt_lookup import PromptLookupProposer
+from moa_data.moa.decoding.proposer import PromptLookupProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target

@@ -30,7 +30,7 @@ from moa_data.moa.drafters.training import LossWeights, TrainingInputs, Training
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.formats.table import LAYOUTS, write_layout
 from moa_data.moa.nn import losses, masks
-from moa_data.moa.targets.context_cache import ContextCache
+from moa_data.moa.targets.cache import ContextCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for, stored, teach
 from moa_data.tests.kit.models import SIZES, build_model, random_prompts

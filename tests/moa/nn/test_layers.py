@@ -86,7 +86,7 @@ def test_incremental_use_equals_whole_use() -> None:
     block = FrozenTarget.from_model(build_model(), 1).blocks[0]
     rotary, x = Rotary(12, {"rope_theta": 1e4}, 96), torch.randn(1, 9, 48)
     whole = block.attend_self(x, rotary(torch.arange(9)[None]), torch.ones(9, 9).tril().bool()[None])
-    buffer = KVBuffer(initial_capacity=2)
+    buffer = KVBuffer(n_slots=2)
     for position in range(9):
         rotation, row = rotary(torch.tensor([[position]])), x[:, position : position + 1]
         out = block.attend_behind(row, rotation, buffer.append, None)
@@ -95,8 +95,8 @@ def test_incremental_use_equals_whole_use() -> None:
 
 
 def test_kv_buffer_grows_and_crops() -> None:
-    buffer = KVBuffer(initial_capacity=1)
-    with pytest.raises(DrafterError, match="empty"):
+    buffer = KVBuffer(n_slots=1)
+    with pytest.raises(DrafterError, match="cache is empty"):
         buffer.view()
     first = torch.arange(6.0).view(1, 1, 3, 2)
     buffer.append(first, -first)
@@ -107,13 +107,13 @@ def test_kv_buffer_grows_and_crops() -> None:
 
 
 def test_kv_buffer_keeps_rows_of_different_lengths() -> None:
-    buffer = KVBuffer(n_rows=2, initial_capacity=1)
+    buffer = KVBuffer(n_rows=2, n_slots=1)
     first = torch.arange(6.0).view(2, 1, 3, 1)
     buffer.append(first, first, counts=[3, 1])
     keys, values = buffer.append(first + 10, -first, counts=[1, 3])
     assert keys[0, 0, :, 0].tolist()[:4] == [0, 1, 2, 10]
     assert values[1, 0, :, 0].tolist() == [3, -3, -4, -5]
-    buffer.select_rows([1])
+    buffer = buffer.take_rows([1])
     assert buffer.lengths == [4]
     assert buffer.view()[0][0, 0, :, 0].tolist() == [3, 13, 14, 15]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.moa.targets.clock import DeviceClock
+from moa_data.moa.targets.live import DeviceClock
 
 
 def test_a_second_device_is_timed_by_its_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:

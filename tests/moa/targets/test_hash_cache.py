@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from moa_data.errors import TargetError
-from moa_data.moa.targets import hash_cache
-from moa_data.moa.targets.bundle import hash_target
-from moa_data.moa.targets.hash_cache import file_sha256
+from moa_data.moa.targets import bundle
+from moa_data.moa.targets.bundle import file_sha256, hash_target
 from moa_data.moa.targets.live import load_target_model
 from moa_data.tests.kit.models import write_target
 
@@ -21,15 +20,15 @@ from moa_data.tests.kit.models import write_target
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The files that are read to be hashed, with an empty cache in which every file counts as settled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(hash_cache, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(bundle, "_SETTLED_S", -1.0)
     names: list[str] = []
 
     def counted(stream: Any, on_read: Any) -> str:
         names.append(Path(stream.name).name)
         return sha256_of(stream, on_read)
 
-    sha256_of = hash_cache._sha256_of
-    monkeypatch.setattr(hash_cache, "_sha256_of", counted)
+    sha256_of = bundle._sha256_of
+    monkeypatch.setattr(bundle, "_sha256_of", counted)
     return names
 
 
@@ -45,7 +44,7 @@ def test_a_file_is_read_once_until_it_changes(tmp_path: Path, reads: list[str]) 
 def test_a_file_that_has_just_changed_is_not_kept(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hash_cache, "_SETTLED_S", 60.0)
+    monkeypatch.setattr(bundle, "_SETTLED_S", 60.0)
     (tmp_path / "weights").write_bytes(b"a")
     assert file_sha256(tmp_path / "weights") == file_sha256(tmp_path / "weights")
     assert reads == ["weights"] * 2
@@ -55,12 +54,12 @@ def test_a_damaged_or_unwritable_cache_costs_time_alone(tmp_path: Path, reads: l
     file = tmp_path / "weights"
     file.write_bytes(b"a")
     right = file_sha256(file)
-    (kept,) = hash_cache.cache_folder().iterdir()
+    (kept,) = bundle.cache_folder().iterdir()
     for content in (b"", b"\xff" * 64, right[:63].encode()):
         kept.write_bytes(content)
         assert file_sha256(file) == right
-    shutil.rmtree(hash_cache.cache_folder())
-    hash_cache.cache_folder().write_text("a file where the folder should be")
+    shutil.rmtree(bundle.cache_folder())
+    bundle.cache_folder().write_text("a file where the folder should be")
     assert file_sha256(file) == right
     assert reads == ["weights"] * 5
 

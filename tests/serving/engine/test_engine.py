@@ -13,20 +13,19 @@ import torch
 from moa_data.errors import Overloaded, RequestInvalid, ServingError
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig
-from moa_data.moa.decoding.tree import StaticTree, TreeShape
 from moa_data.moa.targets.live import Target
-from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.kv import held_blocks
+from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.engine.sequence import Commit, Request, Work
-from moa_data.serving.engine.thread import EngineThread
-from moa_data.tests.kit.drafters import build, build_drafter, teach
+from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, teach
 from moa_data.tests.kit.models import build_model, random_prompts
 from moa_data.tests.kit.variants import QUICK_FAMILIES, quick
 
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.95, top_k=20, repetition_penalty=1.2)
 N_NEW = 12
 PROMPTS = random_prompts(8, 3, longest=40)
-CHAIN = TreeShape(4)
+N_DRAFTS = 4
 
 
 @dataclass
@@ -64,7 +63,7 @@ def taught(target: Target) -> Any:
 
 
 def engine_for(target: Target, drafters: Any = None, **settings: Any) -> Engine:
-    return Engine(target, drafters or {}, EngineSettings(**settings))
+    return Engine(target, drafters or {}, EngineOptions(**settings))
 
 
 def add(engine: Engine, tokens: Sequence[int], n_new: int = N_NEW, **request: Any) -> Reader:
@@ -89,7 +88,7 @@ def plain(target: Target, prompt: Sequence[int], n_new: int = N_NEW) -> list[int
 
 def write(target: Target, prompt: Sequence[int], drafters: Any = None, work: Work = Work.PLAIN, **request: Any) -> Any:
     """What a text becomes alone in an engine."""
-    engine = engine_for(target, drafters, drafts=CHAIN)
+    engine = engine_for(target, drafters, tree=str(N_DRAFTS))
     reader = add(engine, prompt, **request)
     engine.set_work(reader.id, work)
     run(engine)
@@ -132,7 +131,7 @@ def test_every_drafter_speculates_for_several_texts(name: str) -> None:
     target, (kind, sizes) = never_ending(), SPECULATING[name]
     drafter = build(kind, target.model, **sizes)
     drafter = teach(drafter, target, PROMPTS[:4], 40)
-    engine = engine_for(target, {"it": drafter}, drafts=CHAIN)
+    engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS))
     readers = [add(engine, prompt, 16, drafter="it") for prompt in PROMPTS[:5]]
     for index, reader in enumerate(readers):
         engine.set_work(reader.id, Work.SPECULATE)
@@ -154,7 +153,7 @@ def test_layers_of_the_target_draft_in_a_batch() -> None:
     for n_layers, family in ((1, "llama"), (2, "mistral")):
         target = never_ending(family)
         drafter = teach(build_drafter(target.model, n_layers), target, PROMPTS[:4], 40)
-        engine = engine_for(target, {"it": drafter}, drafts=TreeShape(6))
+        engine = engine_for(target, {"it": drafter}, tree="6")
         readers = [add(engine, prompt, 16, drafter="it") for prompt in PROMPTS[:4]]
         for reader in readers:
             engine.set_work(reader.id, Work.SPECULATE)
@@ -163,9 +162,9 @@ def test_layers_of_the_target_draft_in_a_batch() -> None:
         assert engine.snapshot().n_accepted > 3
 
 
-@pytest.mark.parametrize("shape", [TreeShape(3, 2, 6), StaticTree((-1, -1, 0, 0), (0, 1, 0, 1)), None], ids=str)
-def test_trees_and_auto(target: Target, taught: Any, shape: Any) -> None:
-    engine = engine_for(target, {"moa": taught}, drafts=shape)
+@pytest.mark.parametrize("shape", ["3x2x6", "static:4", "auto"])
+def test_trees_and_auto(target: Target, taught: Any, shape: str) -> None:
+    engine = engine_for(target, {"moa": taught}, tree=shape)
     readers = [add(engine, prompt, 24, drafter="moa") for prompt in PROMPTS[:3]]
     for reader in readers:
         engine.set_work(reader.id, Work.SPECULATE)
@@ -179,7 +178,7 @@ def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught
     assert alone[0] != plain(target, PROMPTS[0])
     assert alone[0] != write(target, PROMPTS[0], sampling=SAMPLED, seed=99)
     assert alone[0] == write(target, PROMPTS[0], sampling=SAMPLED, seed=0), "again"
-    engine = engine_for(target, {"moa": taught}, drafts=TreeShape(5, stop_below=0.05))
+    engine = engine_for(target, {"moa": taught}, tree="5@0.05")
     readers = [add(engine, PROMPTS[seed], sampling=SAMPLED, seed=seed, drafter="moa") for seed in seeds]
     readers.append(add(engine, PROMPTS[7], drafter="moa"))  # greedy, in the same drafts
     for reader in readers:
@@ -194,7 +193,7 @@ def test_coupled_drafts_are_accepted_more_often_than_others(target: Target, taug
     """The drafter draws with the target's noise; the same drafter with other noise agrees less."""
     sampling, accepted = SamplingConfig(temperature=1.0), {}
     for name, shift in (("coupled", 0), ("independent", 1)):
-        engine = engine_for(target, {"moa": taught}, drafts=TreeShape(3))
+        engine = engine_for(target, {"moa": taught}, tree="3")
         speculation: Any = engine._speculations["moa"]
         draft_rows = speculation._draft_rows
 
@@ -269,7 +268,7 @@ def test_work_changes_between_kinds_without_a_trace(target: Target, taught: Any)
     truths = [plain(target, prompt, 30) for prompt in PROMPTS]
     eagle = teach(build("eagle", target.model), target, PROMPTS[:4], 30)
     engine = engine_for(
-        target, {"moa": taught, "eagle": eagle}, drafts=TreeShape(3), kv_tokens=192, most_drafts=8, prefill_chunk=16,
+        target, {"moa": taught, "eagle": eagle}, tree="3", kv_tokens=192, most_drafts=8, prefill_chunk=16,
         most_sequences=3,
     )  # fmt: skip
     readers: dict[Any, tuple[int, Reader]] = {}
@@ -334,7 +333,7 @@ def test_idle_texts_give_up_their_memory_first(target: Target) -> None:
     engine.set_work(busy.id, Work.PLAIN)
     for _ in range(8):  # until it needs a third block of the four
         engine.step()
-    held = {id_: sequence.kv.n_blocks for id_, sequence in engine._sequences.items()}
+    held = {id_: held_blocks(sequence.kv) for id_, sequence in engine._sequences.items()}
     assert held[idle[0].id] == 0, "the least recently served of the idle ones"
     assert held[idle[1].id] == 1
     assert engine.snapshot().n_evicted == 1
@@ -405,7 +404,7 @@ def test_too_many_texts_are_refused(target: Target) -> None:
 
 
 def test_removal_in_the_middle(target: Target, taught: Any) -> None:
-    engine = engine_for(target, {"moa": taught}, drafts=CHAIN)
+    engine = engine_for(target, {"moa": taught}, tree=str(N_DRAFTS))
     readers = [add(engine, prompt, drafter="moa") for prompt in PROMPTS[:4]]
     for reader in readers:
         engine.set_work(reader.id, Work.SPECULATE)
@@ -501,7 +500,8 @@ def test_a_fault_in_one_text_ends_that_one_alone(target: Target, caplog: pytest.
         engine.set_work(reader.id, Work.PLAIN)
     engine.step()
     assert "the listener is gone" in str(broken.errors[0])
-    engine._sequences[readers[2].id].kv.pending = None  # type: ignore[method-assign, assignment]
+    kv = engine._sequences[readers[2].id].kv
+    kv._buffer = kv.buffer[..., :1]  # heads of another size
     run(engine)
     assert len(readers[2].errors) == 1
     for index in (0, 1, 3):
@@ -517,7 +517,7 @@ def test_a_drafter_that_fails_costs_speed_alone(
 ) -> None:
     kind = "eagle"
     drafter = teach(build(kind, target.model), target, PROMPTS[:4], 20)
-    engine = engine_for(target, {"it": drafter, "other": build_drafter(target.model)}, drafts=CHAIN)
+    engine = engine_for(target, {"it": drafter, "other": build_drafter(target.model)}, tree=str(N_DRAFTS))
     readers = [add(engine, prompt, drafter="it") for prompt in PROMPTS[:3]]
     readers.append(add(engine, PROMPTS[3], drafter="other"))
     for reader in readers:
@@ -547,7 +547,7 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
     """In order and without gaps, through chunks, drafts, eviction and rebuilding; known ones are not sent again."""
     target = never_ending()
     drafter = build(kind, target.model, **({"target_layer_inference": n_layers} if n_layers else {}))
-    engine = engine_for(target, {"it": drafter}, drafts=CHAIN, prefill_chunk=16, kv_tokens=96, most_drafts=8)
+    engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16, kv_tokens=96, most_drafts=8)
     reader = add(engine, PROMPTS[0] * 2, 20, drafter="it", wants_context=True, n_context=5)
     text = [*PROMPTS[0] * 2, *plain(target, PROMPTS[0] * 2, 20)]
     for work in (Work.SPECULATE, Work.VERIFY):
@@ -567,8 +567,8 @@ def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None
             assert commit.context_start == n_known
             n_known += len(commit.context)
             found.append(commit.context)
-    assert n_known >= len(text) - 1 - CHAIN.depth
-    frozen = engine._speculations["it"].frozen
+    assert n_known >= len(text) - 1 - N_DRAFTS
+    frozen = frozen_for(drafter, target.model)
     cache = target.new_cache()
     cache.watched_layers = drafter.observed_layers
     with torch.inference_mode():
@@ -606,7 +606,7 @@ def test_the_target_stays_usable(target: Target) -> None:
 
 
 def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any) -> None:
-    thread = EngineThread(engine_for(target, {"moa": taught}, drafts=CHAIN))
+    thread = engine_for(target, {"moa": taught}, tree=str(N_DRAFTS))
     thread.start()
     try:
         readers = []
@@ -636,10 +636,10 @@ def test_a_thread_serves_texts_of_other_threads(target: Target, taught: Any) -> 
 
 
 def test_the_thread_outlives_a_fault_of_the_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    thread = EngineThread(engine_for(target))
+    thread = engine_for(target)
     reader, limit = Reader(), time.monotonic() + 60
     with monkeypatch.context() as patch:
-        patch.setattr(thread.engine._scheduler, "schedule", lambda sequences: 1 / bool(not sequences))
+        patch.setattr(thread._scheduler, "schedule", lambda sequences: 1 / bool(not sequences))
         reader.id = thread.add(Request((5, 6), 2, 5), reader.commits.append, reader.errors.append)
         thread.start()
         thread.set_work(reader.id, Work.PLAIN)
@@ -661,7 +661,7 @@ def test_the_thread_outlives_a_fault_of_the_engine(target: Target, monkeypatch: 
 def test_half_precision() -> None:
     target = Target(build_model(num_hidden_layers=2).bfloat16())
     drafter = build_drafter(target.model).bfloat16()
-    engine = engine_for(target, {"moa": drafter}, drafts=CHAIN)
+    engine = engine_for(target, {"moa": drafter}, tree=str(N_DRAFTS))
     reader = add(engine, PROMPTS[0], drafter="moa")
     engine.set_work(reader.id, Work.SPECULATE)
     run(engine)

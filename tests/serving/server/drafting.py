@@ -9,9 +9,8 @@ from typing import Any
 import grpc
 
 from moa_data.moa.targets.live import Target
-from moa_data.serving.engine.admission import EngineSettings
 from moa_data.serving.engine.engine import Engine
-from moa_data.serving.engine.thread import EngineThread
+from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.protocol import moa_v1_pb2 as pb
 from moa_data.serving.protocol.channel import CLIENT_OPTIONS
 from moa_data.serving.server.access import BearerTokens
@@ -37,7 +36,7 @@ class Server:
         credentials: Any = None,
         **engine: Any,
     ) -> None:
-        self.engine = EngineThread(Engine(target, drafters or {}, EngineSettings(**engine)))
+        self.engine = Engine(target, drafters, EngineOptions(**engine))
         self.engine.start()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)

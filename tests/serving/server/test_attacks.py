@@ -14,7 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from moa_data.moa.targets.live import Target
-from moa_data.serving.engine.admission import EngineSettings
+from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.server import grpc as drafting_module
 from moa_data.serving.server import http as http_module
 from moa_data.serving.server.access import BearerTokens
@@ -43,7 +43,7 @@ from .drafting import Server, Talk
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "the cat sat", "temperature": 0, "max_tokens": 8}
-MANY = EngineSettings(kv_tokens=4096)
+MANY = EngineOptions(kv_tokens=4096)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ STREAM = BODY | {"stream": True, "max_tokens": 60}
 @pytest.mark.usefixtures("large_events")
 @pytest.mark.parametrize(("answer_s", "write_s"), [(0.8, 30.0), (0, 0.3)], ids=["answer", "write"])
 def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: float, write_s: float) -> None:
-    engine, limits = EngineSettings(most_sequences=1, most_waiting=1), HttpLimits(answer_s=answer_s)
+    engine, limits = EngineOptions(most_sequences=1, most_waiting=1), HttpLimits(answer_s=answer_s)
     listening = Listening(port=0, connections=ConnectionLimits(write_s=write_s))
     with LiveServer(target, engine=engine, limits=limits, listening=listening) as server, ExitStack() as held:
         for _ in range(2):
@@ -102,7 +102,7 @@ def test_readers_that_never_read_lose_their_slots(target: Target, answer_s: floa
 @pytest.mark.usefixtures("large_events")
 def test_readers_that_never_read_give_way(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moa_data.serving.server.connections._STUCK_S", 0.05)
-    engine = EngineSettings(most_sequences=1, most_waiting=1)
+    engine = EngineOptions(most_sequences=1, most_waiting=1)
     with LiveServer(target, engine=engine) as server, ExitStack() as held:
         for _ in range(2):
             held.enter_context(never_read(place(server), post(COMPLETIONS, STREAM)))
@@ -127,7 +127,7 @@ def test_connections_without_a_request_give_way(
 def test_where_all_connections_work_others_are_told(target: Target) -> None:
     limits = ConnectionLimits(most_each=2)
     with LiveServer(
-        target, engine=EngineSettings(target_ms=50), listening=Listening(port=0, connections=limits)
+        target, engine=EngineOptions(target_ms=50), listening=Listening(port=0, connections=limits)
     ) as server:
         with ExitStack() as held:
             for _ in range(2):
@@ -143,7 +143,7 @@ def test_where_all_connections_work_others_are_told(target: Target) -> None:
 
 def test_a_head_has_to_arrive_in_time(target: Target) -> None:
     listening = Listening(port=0, connections=ConnectionLimits(head_s=0.3))
-    with LiveServer(target, engine=EngineSettings(target_ms=20), listening=listening) as server, ExitStack() as held:
+    with LiveServer(target, engine=EngineOptions(target_ms=20), listening=listening) as server, ExitStack() as held:
         long = httpx.Client(timeout=30)
         with long, long.stream("POST", f"{server.address}{COMPLETIONS}", json=STREAM) as stream:
             late = [*stay_silent(place(server), 1), *stay_silent(place(server), 1, b"GET /health HTT")]

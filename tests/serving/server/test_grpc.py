@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moa_data.moa.decoding.loop import plain_generate
-from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine.sequence import Request, Work
 from moa_data.serving.protocol import moa_v1_pb2 as pb
@@ -40,9 +39,7 @@ def taught(target: Target) -> Any:
 
 @pytest.fixture(scope="module")
 def server(target: Target, taught: Any) -> Iterator[Server]:
-    with Server(
-        target, {"moa": taught, "eagle": build("eagle", target.model)}, most_drafts=16, drafts=TreeShape(4)
-    ) as server:
+    with Server(target, {"moa": taught, "eagle": build("eagle", target.model)}, most_drafts=16, tree="4") as server:
         yield server
 
 

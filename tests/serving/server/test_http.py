@@ -19,9 +19,8 @@ import pytest
 from openai import OpenAI
 
 from moa_data.errors import RequestInvalid
-from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target
-from moa_data.serving.engine.admission import EngineSettings
+from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.server.access import BearerTokens
 from moa_data.serving.server.answer import Answer
 from moa_data.serving.server.request_log import LOG, JsonLines
@@ -32,7 +31,7 @@ from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target
 from moa_data.tests.kit.tls import make_certificates
 
-ENGINE = EngineSettings(drafts=TreeShape(3))
+ENGINE = EngineOptions(tree="3")
 HELLO = [{"role": "user", "content": "Hello there"}]
 JSON = {"content-type": "application/json"}
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "temperature": 0}
@@ -332,7 +331,7 @@ def test_rates_are_bounded(target: Target) -> None:
 
 
 def test_a_full_server_says_so(target: Target) -> None:
-    settings = EngineSettings(most_sequences=1, most_waiting=1, target_ms=20)
+    settings = EngineOptions(most_sequences=1, most_waiting=1, target_ms=20)
     with LiveServer(target, engine=settings) as server, client_of(server) as client:
         first, second = (ask(client, stream=True, max_tokens=100) for _ in range(2))
         next(first), next(second)
@@ -347,7 +346,7 @@ def test_a_full_server_says_so(target: Target) -> None:
 
 
 def test_answers_that_take_too_long_end(target: Target) -> None:
-    settings = EngineSettings(target_ms=30)
+    settings = EngineOptions(target_ms=30)
     with LiveServer(target, engine=settings, limits=HttpLimits(answer_s=0.3)) as server, client_of(server) as client:
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, max_tokens=100)
@@ -369,7 +368,7 @@ def test_a_slow_body_is_given_up(target: Target) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) -> None:
-    with LiveServer(target, engine=EngineSettings(target_ms=10)) as server:
+    with LiveServer(target, engine=EngineOptions(target_ms=10)) as server:
         host, port = server.address.removeprefix("http://").split(":")
         body = json.dumps(BODY | {"max_tokens": 200, "stream": stream}).encode()
         head = head_of("/v1/chat/completions", len(body))
@@ -491,7 +490,7 @@ def test_files_that_are_no_certificates(target: Target, tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_finishes_its_answers_and_takes_no_more(target: Target) -> None:
-    with LiveServer(target, engine=EngineSettings(target_ms=10)) as server, client_of(server) as client:
+    with LiveServer(target, engine=EngineOptions(target_ms=10)) as server, client_of(server) as client:
         stream = ask(client, stream=True, max_tokens=60)
         text = next(stream).choices[0].delta.content
         with httpx.Client() as idle:  # holds a connection open
@@ -508,7 +507,7 @@ def test_a_server_that_ends_finishes_its_answers_and_takes_no_more(target: Targe
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) -> None:
     listening = Listening(port=0, grace_s=1 if how == "grace" else 60)
-    with LiveServer(target, engine=EngineSettings(target_ms=100), listening=listening) as server:
+    with LiveServer(target, engine=EngineOptions(target_ms=100), listening=listening) as server:
         with client_of(server) as client:
             stream = ask(client, stream=True, max_tokens=200)
             next(stream)

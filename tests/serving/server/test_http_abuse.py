@@ -17,9 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.targets.live import Target
-from moa_data.serving.engine.admission import EngineSettings
+from moa_data.serving.engine.options import EngineOptions
 from moa_data.serving.server.connections import ConnectionLimits
 from moa_data.serving.server.run import Listening
 from moa_data.tests.kit.attackers import connect, post
@@ -49,7 +48,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def server(target: Target) -> Iterator[LiveServer]:
-    with LiveServer(target, {"moa": build_drafter(target.model)}, EngineSettings(drafts=TreeShape(3))) as live:
+    with LiveServer(target, {"moa": build_drafter(target.model)}, EngineOptions(tree="3")) as live:
         yield live
 
 
@@ -163,7 +162,7 @@ def test_large_headers_are_refused(server: LiveServer, target: Target) -> None:
 def test_a_hundred_sessions_at_once(target: Target) -> None:
     """More than share a call, with less memory than they want; each gets the text that it gets alone."""
     asked = [(f"the cat {n} sat", 8 + n % 40) for n in range(100)]
-    settings = EngineSettings(drafts=TreeShape(3), kv_tokens=2048, most_sequences=16)
+    settings = EngineOptions(tree="3", kv_tokens=2048, most_sequences=16)
     with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server:
 
         def ask(index: int) -> str:
@@ -191,7 +190,7 @@ def test_readers_that_do_not_read_hold_their_own_texts_alone() -> None:
     target = Target(model, build_tokenizer(LLAMA3_TEMPLATE))
     target.eos_token_ids = frozenset()
     n_new = 4000
-    settings = EngineSettings(kv_tokens=32768, prefill_chunk=4096)
+    settings = EngineOptions(kv_tokens=32768, prefill_chunk=4096)
     listening = Listening(port=0, connections=ConnectionLimits(write_s=600))
     with LiveServer(target, engine=settings, listening=listening) as server, ExitStack() as held:
         readers = [held.enter_context(connect(place(server), receive_buffer=4096)) for _ in range(3)]
@@ -221,7 +220,7 @@ def test_memory_stays_flat(target: Target) -> None:
         pages = int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1])
         return pages * resource.getpagesize() / 1e6
 
-    settings = EngineSettings(drafts=TreeShape(3), kv_tokens=4096)
+    settings = EngineOptions(tree="3", kv_tokens=4096)
     with LiveServer(target, {"moa": build_drafter(target.model)}, settings) as server:
 
         def some(index: int) -> None:
