@@ -22,10 +22,9 @@ from moa_data.config import nested
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.run import evaluate
 from moa_data.evaluation.statistics import ratio_with_interval
-from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.config import ExtractConfig, RegenerateConfig
 from moa_data.pipeline.extract import extract
-from moa_data.regeneration.config import RegenerateConfig
-from moa_data.regeneration.run import regenerate
+from moa_data.pipeline.regenerate import regenerate
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.files import REPORT_FILE
@@ -43,8 +42,7 @@ def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
             model=options.model, dataset=options.train_chats, out=str(file), max_rows=options.chats,
             max_new_tokens=options.max_new_tokens, max_length=options.max_length, batch_size=options.batch_size,
             max_rejected_fraction=1, device=options.device,
-        ),
-        tell=lambda line: print(line, flush=True),
+        )
     )  # fmt: skip
     own = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     rows = Path(options.train_chats).read_text(encoding="utf-8").split("\n")

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from ..config import Common, Config, Count, Natural, Positive
 from ..errors import MoaDataError
-from ..evaluation.config import Dtype, SamplingSettings
-from ..pipeline.config import TemplateKwargs
+from ..evaluation.config import Dtype
+from ..pipeline.config import SamplingSettings, TemplateKwargs
 from .answer_view import PlainAnswer, TerminalAnswer, moves_cursor
 from .console import StageFailure, out, tell
 from .options import StageCommand, config_options

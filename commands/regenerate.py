@@ -2,8 +2,8 @@
 
 import click
 
-from ..regeneration.config import RegenerateConfig
-from .console import ProgressLine, out, tell
+from ..pipeline.config import RegenerateConfig
+from .console import ProgressLine, out
 from .options import StageCommand, config_options
 
 
@@ -17,8 +17,8 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     is kept up to its last answer; rows that give none are counted by reason. Answers are those of plain decoding,
     whatever --drafter proposes.
 
-    Run the same command again to go on after an interruption; the bytes are those of a run that was not interrupted.
-    FILE.regeneration.json beside the chats says who answered and how.
+    Answered chats are appended to FILE batch by batch; run the same command again after an interruption, and the bytes
+    are those of a run that was not interrupted. FILE.regeneration.json beside it says who answered, how, and how far.
 
     \b
     Examples:
@@ -26,17 +26,11 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
           --split train_sft --out chats.jsonl --device cuda --dtype bfloat16 --batch-size 32
       moa-data regenerate --server http://127.0.0.1:8000/v1 --dataset chats.jsonl --out answered --temperature 0.7
     """
-    from ..regeneration.run import count_work
-    from ..regeneration.run import regenerate as run_regenerate
+    from ..pipeline import regenerate as job
 
     with ProgressLine("row") as progress:
         if dry_run:
-            work = count_work(config, progress)
+            text = job.count_work(config, progress).describe(config)
         else:
-
-            def tell_between(line: str) -> None:
-                progress.close()
-                tell(line)
-
-            report = run_regenerate(config, progress, tell_between)
-    out.print(work.describe(config) if dry_run else report.describe())
+            text = job.regenerate(config, progress).describe(config)
+    out.print(text)

@@ -1,41 +1,19 @@
 """Settings of measurements: ``moa-data eval``, ``disconnect`` and ``generate``."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from typing_extensions import override
 
-from ..config import Common, Config, Count, Natural, NonNegative, Positive
-from ..pipeline.config import TemplateKwargs
+from ..config import Common, Config, Count, Natural
+from ..pipeline.config import SamplingSettings, TemplateKwargs
 
 if TYPE_CHECKING:
-    from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import Shape
 
 DRAFTING = ("chain", "tree", "auto")
 Dtype = Literal["float32", "bfloat16", "float16"]
 Method = Literal["plain", "chain", "tree", "auto", "prompt-lookup"]
-
-
-class SamplingSettings(Config):
-    """Settings of sampling."""
-
-    temperature: Common[NonNegative] = 0.0
-    """0 decodes greedily; above it tokens are sampled, and drafting keeps the target's distribution."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens up to this cumulative probability."""
-    top_k: Natural = 0
-    """Sample from this many most likely tokens; 0 for all."""
-    repetition_penalty: Positive = 1.0
-    """Divide the logits of tokens that occurred by this."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Random seed; prompt i uses seed + i."""
-
-    def build(self) -> "SamplingConfig":
-        """Return the object that decoding takes."""
-        from ..moa.decoding.sampling import SamplingConfig
-
-        return SamplingConfig(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 
 
 class DecodingConfig(Config):

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "moa.drafters": LEAVES | {"moa", "moa.files", "moa.nn", "moa.targets"},
     "moa.decoding": LEAVES | MOA,
     "moa.formats": LEAVES | MOA | {"moa.files"},
-    "pipeline": LEAVES | {"config"} | STORAGE | TARGETS | PIPELINE | {"storage.care"},
+    "pipeline": LEAVES | {"config"} | STORAGE | MOA | PIPELINE | {"storage.care", "moa.decoding", "moa.formats"},
     "pipeline.chats": LEAVES | {"pipeline", "moa.targets"},
     "pipeline.forwards": LEAVES | STORAGE | TARGETS | {"pipeline"},
     "pipeline.workers": LEAVES | STORAGE | TARGETS | {"pipeline", "pipeline.chats", "pipeline.forwards"},
@@ -55,10 +55,6 @@ ALLOWED: dict[str, set[str]] = {
     "trainer.fit": LEAVES | STORAGE | MOA | TRAINER,
     "evaluation": LEAVES | {"config"} | MOA | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats"},
     "hub": LEAVES | {"storage", "storage.disk", "storage.care"},
-    "regeneration": LEAVES
-    | {"config"}
-    | MOA
-    | {"moa.decoding", "moa.formats", "pipeline", "pipeline.chats", "storage", "storage.disk", "evaluation"},
     "serving": LEAVES,
     "serving.protocol": LEAVES | {"serving"},
     "serving.engine": LEAVES | {"config"} | MOA | {"serving", "moa.decoding"},

@@ -1,0 +1,653 @@
+"""``regenerate``: lets a target answer the questions of a chat dataset again, and writes chats that ``extract`` takes.
+
+The assistant's messages of a row are left out, and what stands between them is asked again, turn by turn, each with the
+new answers before it::
+
+    row       system  user  assistant  user  assistant        turns      [system, user]  [user]
+    answered  system  user  ANSWER     user  ANSWER
+
+Answered rows are appended to OUT and synced, a batch at a time; then OUT.regeneration.json, which says who answers what
+and how, is replaced with the counts so far. A run that is resumed cuts OUT to the bytes that this record counts and
+asks the next batch. A batch is asked again as a whole, because rounding in a batch depends on its rows. Neither file
+holds times, so that a resumed run ends in the bytes of one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2 as httpx
+import torch
+
+from .. import __version__
+from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, TemplateError
+from ..moa.decoding.loop import Generation, generate_batch
+from ..moa.decoding.proposer import DrafterProposer
+from ..moa.decoding.tree import Shape
+from ..moa.formats.checkpoint import check_drafter_matches, load_drafter
+from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
+from ..moa.targets.chat_tokens import check_template, prompt_tokens, tokenize_chat
+from ..moa.targets.live import Target
+from ..moa.targets.template import choose_template_arguments, parse_template_arguments
+from ..storage.disk.durable import disk_full_guard, write_all, write_atomic
+from ..text import Progress, counted, first_line, printable
+from .chats.columns import Columns
+from .chats.dataset import ChatSource
+from .chats.splits import RECORD_SUFFIX
+from .config import RegenerateConfig
+
+_FILE = "chats.jsonl"
+"""Name of the file in a folder."""
+_WHEN_FULL = "The answers so far are safe. Free some space and run the same command again."
+
+
+class LossReason(StrEnum):
+    """Why a chat, or the rest of one, is not answered; the values are shown to the user."""
+
+    TOOLS = "the chat has tools, and nobody could give their results"
+    NO_QUESTION = "nothing comes before the assistant's first message"
+    TOO_LONG = "the prompt leaves no room for an answer"
+    NO_END = "an answer has not ended within the tokens it may have"
+    EMPTY = "an answer is empty"
+    NO_TEXT = "an answer has bytes that are no text"
+    UNUSABLE_PROMPT = "a prompt cannot be rendered"
+    REFUSED = "the server refuses the prompt"
+    LATE = "the server took too long"
+
+
+@dataclass
+class Row:
+    """One row of the dataset: what is asked, and the answers so far.
+
+    Attributes:
+        row: its number in the dataset, from 0.
+        messages: the chat up to its last answer; none where the row is rejected.
+        n_tokens: tokens that were generated for the answers.
+        reason: why the row is rejected, or its later turns were not answered; empty where all were.
+        turns: for each answer to come, the messages before it and after the answer before.
+        system: text that the chat template has to show; else empty.
+        prompt: the messages of the turn that is being asked.
+    """
+
+    row: int
+    messages: list[Message] = field(default_factory=list)
+    n_answers: int = 0
+    n_tokens: int = 0
+    reason: str = ""
+    detail: str = ""
+    turns: list[list[Message]] = field(default_factory=list)
+    system: str = ""
+    prompt: list[Message] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, row: int, content: Any, columns: Columns) -> Row:
+        """Read the questions of a row; the last turn is asked whether the row has an answer to it or not."""
+        chosen = columns.apply(content)
+        chat = chosen if isinstance(chosen, Rejection) else parse_prompt(chosen)
+        if isinstance(chat, Rejection):
+            return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
+        if chat.tools or any(message["role"] == "tool" or "tool_calls" in message for message in chat.messages):
+            return cls(row, reason=LossReason.TOOLS.value)
+        try:
+            json.dumps(chat.messages, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return cls(row, reason=RejectReason.NO_UNICODE.value)
+        turns: list[list[Message]] = [[]]
+        for message in chat.messages:
+            if message["role"] != "assistant":
+                turns[-1].append(message)
+            elif turns[-1]:
+                turns.append([])
+            elif len(turns) == 1:
+                return cls(row, reason=LossReason.NO_QUESTION.value)
+        return cls(row, turns=[turn for turn in turns if turn], system=chat.system)
+
+    def begin_turn(self) -> bool:
+        """Set the prompt of the next turn; False where the chat has ended."""
+        if self.reason or not self.turns:
+            return False
+        self.prompt = [*self.messages, *self.turns.pop(0)]
+        return True
+
+    def take(self, text: str, n_tokens: int) -> None:
+        """Add the answer to the prompt; one without a word ends the chat before it."""
+        if not text.strip():
+            self.end(LossReason.EMPTY)
+        elif "\ufffd" in text:
+            self.end(LossReason.NO_TEXT)
+        else:
+            self.messages = [*self.prompt, {"role": "assistant", "content": text}]
+            self.n_answers += 1
+            self.n_tokens += n_tokens
+
+    def end(self, reason: str, detail: str = "") -> None:
+        """End the chat before the turn that is being asked."""
+        self.reason, self.detail = str(reason), printable(detail)
+
+
+@dataclass
+class Counts:
+    """Counts of rows.
+
+    Attributes:
+        rejected: reason -> rows that gave no chat.
+        cut: reason -> kept chats whose later turns were not answered.
+        examples: reason -> the first row that had it, with details.
+    """
+
+    n_rows: int = 0
+    n_answers: int = 0
+    n_tokens: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def n_chats(self) -> int:
+        """Rows that gave a chat."""
+        return self.n_rows - self.rejected.total()
+
+    def add(self, row: Row) -> None:
+        """Count a row."""
+        self.n_rows += 1
+        self.n_answers += row.n_answers
+        self.n_tokens += row.n_tokens
+        if row.reason:
+            (self.cut if row.messages else self.rejected)[row.reason] += 1
+            self.examples.setdefault(row.reason, f"row {row.row}" + (f": {row.detail}" if row.detail else ""))
+
+    def lines(self, counts: Counter[str], start: str = "") -> list[str]:
+        """Return one line for each reason, the most frequent first, with an example."""
+        return [f"{start}{n:,}  {reason} (first: {self.examples[reason]})" for reason, n in counts.most_common()]
+
+
+class Work(NamedTuple):
+    """What there is to do: rows that are read, chats among them that ask something, answers that they ask for."""
+
+    n_rows: int
+    n_chats: int
+    n_answers: int
+    dataset: dict[str, Any]
+    """What identifies the dataset."""
+
+    def describe(self, config: RegenerateConfig) -> str:
+        """Say in one line what will be done."""
+        drafts = f", drafts by {config.drafter}" if config.drafter else ""
+        who = f"requests at once to {config.server}" if config.server else f"chats at a time by {config.model}{drafts}"
+        return (
+            f"{counted(self.n_rows, 'row')}, {counted(self.n_chats, 'chat')} that ask for {self.n_answers:,} answers "
+            f"of at most {config.max_new_tokens:,} tokens; {config.n_together} {who}"
+        )
+
+
+def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Work:
+    """Read all rows once, to count what they ask and to identify the dataset."""
+    source, n_rows, n_chats, n_answers = _source(config), 0, 0, 0
+    total = source.count_rows()
+    for row in _rows(config, source):
+        n_rows += 1
+        n_chats += bool(row.turns)
+        n_answers += len(row.turns)
+        if progress and n_rows % 1024 == 0:
+            progress(n_rows, max(total, n_rows), "read rows")
+    if not n_chats:
+        raise DatasetError(
+            f"Dataset {source.name} has no chat that asks something among {n_rows:,} rows. Point --dataset at chats, "
+            "or name their columns with --columns."
+        )
+    dataset = source.origin() or {"sha256": source.identity()}
+    return Work(n_rows, n_chats, n_answers, {"name": source.describe()} | dataset)
+
+
+def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> Answers:
+    """Have the questions of a dataset answered; returns the file of the answers, closed.
+
+    Args:
+        progress: called with (rows, all rows, message).
+
+    Raises:
+        DatasetError: the dataset asks nothing, or more rows are rejected than allowed.
+        OutputOccupied: the output holds something else, or answers that were begun with other settings.
+        ServingError: the server is out of reach, or cannot answer chats in this way.
+    """
+    out, folder = Path(config.out).expanduser(), Path(config.dataset).expanduser()
+    out = out if out.suffix == ".jsonl" else out / _FILE
+    if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+        raise OptionInvalid(f"--out {config.out} lies in the dataset {config.dataset}, which it would change. Move it.")
+    work = count_work(config, progress)
+    answering = LocalTarget(config) if config.server is None else Server(config)
+    settings = _settings(config, work, answering.facts)
+    with Answers(out, settings, work.n_rows) as answers:
+        counts = answers.counts
+
+        def commit(rows: Sequence[Row]) -> None:
+            answers.append(rows)
+            if progress:
+                progress(counts.n_rows, work.n_rows, "regenerate")
+            _check_rejected(config, work, counts)
+
+        _check_rejected(config, work, counts)
+        answering.answer(islice(_rows(config, _source(config)), counts.n_rows, None), commit)
+    return answers
+
+
+def _source(config: RegenerateConfig) -> ChatSource:
+    asked = config.questions
+    return ChatSource(config.dataset, asked.split, asked.dataset_config, asked.dataset_revision)
+
+
+def _rows(config: RegenerateConfig, source: ChatSource) -> Iterator[Row]:
+    columns = Columns.parse(config.questions.columns)
+    for number, content in islice(source.rows(), config.questions.max_rows):
+        source.count(number)
+        yield Row.read(number, content, columns)
+
+
+def _settings(config: RegenerateConfig, work: Work, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what shapes the answers; a resumed run must have it in common with the one that began."""
+    asked = config.questions
+    settings = {
+        "dataset": work.dataset,
+        "n_rows": work.n_rows,
+        "columns": list(asked.columns),
+        "model": config.model,
+        **facts,
+        "max_new_tokens": config.max_new_tokens,
+        "max_length": asked.max_length,
+        **config.sampling.model_dump(mode="json"),
+        **({} if config.server else {"batch_size": config.n_together}),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
+
+
+def _check_rejected(config: RegenerateConfig, work: Work, counts: Counts) -> None:
+    """Stop as soon as it is certain that more rows are rejected than allowed."""
+    limit = config.questions.max_rejected_fraction
+    if counts.rejected.total() > limit * work.n_rows:
+        raise DatasetError(
+            f"{counts.rejected.total():,} of the first {counts.n_rows:,} rows ({work.n_rows:,} in all) gave no chat, "
+            f"more than --max-rejected-fraction {limit}: {'; '.join(counts.lines(counts.rejected))}. Raise that "
+            "fraction and run the same command again, which keeps the answers so far; or correct the data."
+        )
+
+
+class Answers:
+    """The file of answered chats and the record beside it; use it as a context, which locks the file.
+
+    Args:
+        path: the file; made if missing.
+        settings: what shapes the answers; a file that was begun with others is refused.
+        n_rows: rows that there are to answer.
+
+    Attributes:
+        record: the file that says who answered what and how, and how far.
+        counts: of the rows that were asked so far.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], n_rows: int) -> None:
+        self.path, self.record = path, path.with_suffix(RECORD_SUFFIX)
+        self.counts = Counts()
+        self._settings, self._n_rows, self._n_bytes = settings, n_rows, 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows were asked."""
+        return self.counts.n_rows == self._n_rows
+
+    def __enter__(self) -> Answers:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._resume()
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise OutputOccupied(f"{self.path} is being written by another process; wait for it to end.") from error
+        except BaseException:
+            os.close(self._fd)
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._fd)
+
+    def _resume(self) -> None:
+        """Take up the counts of the record, and cut off what was written after it."""
+        n_bytes = os.fstat(self._fd).st_size
+        if not self.record.exists():
+            if n_bytes:
+                raise OutputOccupied(f"{self.path} exists, and no regeneration wrote it. Choose another --out.")
+            self._save()
+            return
+        try:
+            values = json.loads(self.record.read_bytes())
+            rows, self._n_bytes = values["rows"], values["n_bytes"]
+            self.counts = Counts(**rows | {name: Counter(rows[name]) for name in ("rejected", "cut")})
+            changed = _differences(values["settings"], self._settings)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OutputOccupied(f"{self.record} is no record of a regeneration. Choose another --out.") from error
+        if changed:
+            raise OutputOccupied(f"{self.path} was begun with {changed}. Give those settings, or another --out.")
+        if n_bytes < self._n_bytes or (self.is_complete and n_bytes > self._n_bytes):
+            raise OutputOccupied(f"{self.path} was changed after it was written. Choose another --out, or delete it.")
+        os.ftruncate(self._fd, self._n_bytes)
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add a batch, and wait until it is on the disk."""
+        lines = [{"row": row.row, "messages": row.messages} for row in rows if row.messages]
+        data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+        with disk_full_guard(self.path, _WHEN_FULL):
+            write_all(self._fd, data)
+            os.fsync(self._fd)
+            self._n_bytes += len(data)
+            for row in rows:
+                self.counts.add(row)
+            self._save()
+
+    def _save(self) -> None:
+        rows = vars(self.counts)
+        record = {"moa_data": __version__, "settings": self._settings, "rows": rows, "n_bytes": self._n_bytes}
+        if self.is_complete:
+            with self.path.open("rb") as stream:
+                record["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+        write_atomic(self.record, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+
+    def describe(self, config: RegenerateConfig) -> str:
+        """Return the report as lines, the command that comes next included."""
+        counts, arguments = self.counts, self._settings["template_kwargs"]
+        command = (
+            f"moa-data extract --model {(not config.server and config.model) or 'MODEL'} --dataset {self.path} "
+            f"--max-length {config.questions.max_length}"
+            + (f" --template-kwargs '{json.dumps(arguments)}'" if arguments else "")
+            + " --out STORE"
+        )
+        lines = [
+            f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
+            f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens",
+            *counts.lines(counts.rejected, "  rejected   "),
+            *counts.lines(counts.cut, "  cut short  "),
+            f"chats        {self.path}",
+            f"record       {self.record}",
+            f"next         {command}",
+        ]
+        return "\n".join(lines)
+
+
+def _differences(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Name what differs between two settings, such as ``seed 0 (now 1)``; empty where nothing does."""
+    names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
+    return ", ".join(f"{name} {begun.get(name)} (now {now.get(name)})" for name in names)
+
+
+class LocalTarget:
+    """A target that is loaded here, with a drafter's drafts where there is one.
+
+    Attributes:
+        facts: what identifies both and how they are used, for the record.
+    """
+
+    def __init__(self, config: RegenerateConfig) -> None:
+        assert config.model is not None
+        self._config, self._sampling = config, config.sampling.build()
+        self._target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
+        self._max_tokens = min(config.questions.max_length, self._target.max_positions)
+        self._proposer: DrafterProposer | None = None
+        self._shape: Shape | None = None
+        recorded = {}
+        if config.drafter is not None:
+            drafter = load_drafter(config.drafter, self._target.model.dtype, self._target.device)
+            check_drafter_matches(drafter, self._target)
+            self._proposer, self._shape = DrafterProposer(self._target, drafter, None, self._sampling), config.shape()
+            if config.tree is None and self._proposer.max_depth is not None:
+                self._shape = self._shape.cut(self._proposer.max_depth)
+            recorded = {config.drafter: drafter.config.target}
+        check_template(self._target.tokenizer, config.model)
+        arguments = choose_template_arguments(config.template_kwargs, recorded)
+        check_template(self._target.tokenizer, config.model, arguments)
+        self.facts: dict[str, Any] = {
+            "target": dict(self._target.identity),
+            "template_kwargs": arguments,
+            "drafter": config.drafter,
+            "tree": None if self._shape is None else str(self._shape),
+            "dtype": config.dtype,
+            "device": self._target.device.type,
+        }
+
+    def answer(self, rows: Iterator[Row], commit: Callable[[Sequence[Row]], None]) -> None:
+        """Answer all turns of the rows, a batch at a time; each batch is committed."""
+        while batch := list(islice(rows, self._config.n_together)):
+            asked = batch
+            while asked := [row for row in asked if row.begin_turn()]:
+                prompts = {row.row: self._prompt(row) for row in asked}
+                ready = [row for row in asked if prompts[row.row]]
+                generations = self._generate([prompts[row.row] for row in ready], ready)
+                for row, generation in zip(ready, generations, strict=True):
+                    self._take(row, generation, len(prompts[row.row]))
+            commit([self._checked(row) for row in batch])
+
+    def _prompt(self, row: Row) -> list[int]:
+        """Return the tokens of a prompt; none where the chat ends before it."""
+        try:
+            tokens = prompt_tokens(self._target.tokenizer, row.prompt, None, row.system)
+        except TemplateError as error:
+            row.end(LossReason.UNUSABLE_PROMPT, str(error))
+            return []
+        if len(tokens) >= self._max_tokens:
+            row.end(LossReason.TOO_LONG, f"{len(tokens):,} tokens")
+            return []
+        return tokens
+
+    def _generate(self, prompts: list[list[int]], rows: Sequence[Row]) -> list[Generation]:
+        # No row needs more than the shortest prompt has room for.
+        room = self._max_tokens - min(map(len, prompts), default=0)
+        return generate_batch(
+            self._target, prompts, max_new_tokens=min(self._config.max_new_tokens, room), proposer=self._proposer,
+            tree=self._shape, sampling=self._sampling, seed=[self._config.sampling.seed + row.row for row in rows],
+        )  # fmt: skip
+
+    def _take(self, row: Row, generation: Generation, n_prompt: int) -> None:
+        tokens = generation.tokens
+        if tokens[-1] in self._target.eos_token_ids and n_prompt + len(tokens) <= self._max_tokens:
+            row.take(self._target.tokenizer.decode(tokens, skip_special_tokens=True), len(tokens))
+        else:
+            row.end(LossReason.NO_END, f"{len(tokens):,} tokens after {n_prompt:,}")
+
+    def _checked(self, row: Row) -> Row:
+        """Reject what `extract` would: a template may refuse the target's own answers, or rewrite them."""
+        if row.messages:
+            length = self._config.questions.max_length
+            found = tokenize_chat(self._target.tokenizer, row.messages, length, None, row.system)
+            if isinstance(found, Rejection):
+                return Row(row.row, reason=found.reason.value, detail=printable(found.detail))
+        return row
+
+
+_TOO_LONG = ("context_length_exceeded", "maximum context length", "shorten")
+_RETRIED = (409, 425, 429, 500, 502, 503, 504)
+_REFUSALS = (400, 413, 422)
+"""Statuses that concern one request."""
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
+_ADVICE = "Check --server, --model and OPENAI_API_KEY."
+
+
+class Server:
+    """A server that speaks OpenAI's API: many requests at once, rows committed in their order.
+
+    Attributes:
+        facts: what is recorded of it.
+    """
+
+    def __init__(self, config: RegenerateConfig) -> None:
+        assert config.server is not None
+        self._config = config
+        base = config.server.rstrip("/")
+        self._url = base if base.endswith("/v1") else f"{base}/v1"
+        key = os.environ.get("OPENAI_API_KEY")
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._arguments = parse_template_arguments(config.template_kwargs)
+        self._model = asyncio.run(self._find_model())
+        self.facts: dict[str, Any] = {"server_model": self._model, "template_kwargs": self._arguments}
+
+    def answer(self, rows: Iterable[Row], commit: Callable[[Sequence[Row]], None]) -> None:
+        """Ask all rows; each is committed as soon as those before it are there."""
+        asyncio.run(self._answer_all(rows, commit))
+
+    async def _answer_all(self, rows: Iterable[Row], commit: Callable[[Sequence[Row]], None]) -> None:
+        n_together = self._config.n_together
+        free = asyncio.Semaphore(n_together)
+        waiting: deque[asyncio.Task[Row]] = deque()
+
+        async def ask(client: httpx.AsyncClient, row: Row) -> Row:
+            async with free:
+                return await self._converse(client, row)
+
+        async def commit_finished() -> None:
+            await asyncio.wait({waiting[0]})
+            finished = []
+            while waiting and waiting[0].done():
+                finished.append(waiting[0].result())
+                waiting.popleft()
+            commit(finished)
+
+        async with self._client() as client:
+            try:
+                for row in rows:
+                    waiting.append(asyncio.create_task(ask(client, row)))
+                    # Some rows ahead of the requests, so that one long answer does not hold up those after it.
+                    while len(waiting) >= 4 * n_together:
+                        await commit_finished()
+                while waiting:
+                    await commit_finished()
+            finally:
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _client(self) -> httpx.AsyncClient:
+        n_together = self._config.n_together
+        limits = httpx.Limits(max_connections=n_together, max_keepalive_connections=n_together)
+        timeout = httpx.Timeout(30, read=self._config.serving.answer_s, pool=None)
+        return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
+
+    async def _find_model(self) -> str:
+        async with self._client() as client:
+            answer = await self._request(client, "GET", "/models")
+        if answer.status_code != 200:
+            raise ServingError(f"{self._url}/models answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
+        try:
+            names = [str(item["id"]) for item in answer.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServingError(f"{self._url}/models gives no list of models. {_ADVICE}") from error
+        wanted = self._config.model
+        if wanted in names or (wanted is None and len(names) == 1):
+            return wanted or names[0]
+        has = f"has {', '.join(names) or 'no model'}"
+        raise ServingError(f"{self._url} {has}. Name one of them by --model{f', not {wanted}' if wanted else ''}.")
+
+    async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:
+        """Ask all turns of a row."""
+        while row.begin_turn():
+            try:
+                answer = await self._request(client, "POST", "/chat/completions", self._body(row))
+            except httpx.ReadTimeout:
+                row.end(LossReason.LATE, f"more than {self._config.serving.answer_s:g} s")
+                break
+            if answer.status_code == 408:
+                row.end(LossReason.LATE, _message(answer))
+            elif answer.status_code in _REFUSALS:
+                message = _message(answer)
+                is_too_long = any(sign in message for sign in _TOO_LONG)
+                row.end(LossReason.TOO_LONG if is_too_long else LossReason.REFUSED, message)
+            elif answer.status_code != 200:
+                raise ServingError(f"{self._url} answers {answer.status_code} ({_message(answer)}). {_ADVICE}")
+            else:
+                self._take(row, answer)
+        return row
+
+    def _body(self, row: Row) -> dict[str, Any]:
+        """Return a request; settings at their defaults are left out, since not every server knows all of them."""
+        sampling = self._config.sampling
+        body = {
+            "model": self._model,
+            "messages": row.prompt,
+            "max_tokens": self._config.max_new_tokens,
+            "temperature": sampling.temperature,
+        }
+        if sampling.temperature:
+            body |= {"top_p": sampling.top_p, "seed": sampling.seed + row.row}
+        if sampling.temperature and sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if sampling.repetition_penalty != 1:
+            body["repetition_penalty"] = sampling.repetition_penalty
+        return body | ({"chat_template_kwargs": self._arguments} if self._arguments else {})
+
+    def _take(self, row: Row, answer: httpx.Response) -> None:
+        """Take the text of an answer that has ended by itself."""
+        try:
+            document = answer.json()
+            choice = document["choices"][0]
+            message, ended = choice["message"], choice["finish_reason"]
+            usage = document.get("usage") or {}
+            n_tokens, n_prompt = (int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt"))
+            text = message.get("content") or ""
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ServingError(f"{self._url} gives no chat completion ({first_line(error)}). {_ADVICE}") from error
+        if message.get("reasoning_content") or message.get("reasoning"):
+            raise ServingError(
+                f"{self._url} keeps the reasoning apart from the answer, so that the text is not all that was written. "
+                "Start it without a reasoning parser, or leave thinking out: --template-kwargs enable_thinking=false."
+            )
+        if ended == "stop" and n_prompt + n_tokens <= self._config.questions.max_length:
+            row.take(text, n_tokens)
+        elif ended == "tool_calls":
+            row.end(LossReason.TOOLS)
+        else:
+            row.end(LossReason.NO_END, f"{n_tokens:,} tokens after {n_prompt:,}, {ended}")
+
+    async def _request(
+        self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> httpx.Response:
+        """Send a request, again for `patience_s` while the server is overloaded or out of reach."""
+        wait_s, last_s = _FIRST_WAIT_S, time.monotonic() + self._config.serving.patience_s
+        while True:
+            try:
+                answer = await client.request(method, self._url + path, json=body)
+                if answer.status_code not in _RETRIED:
+                    return answer
+                problem = f"answers {answer.status_code} ({_message(answer)})"
+            except httpx.ReadTimeout:
+                raise  # it is working on the request, and would begin anew
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"cannot be reached ({first_line(error)})"
+            if time.monotonic() + wait_s > last_s:
+                raise ServingError(
+                    f"{self._url} {problem}, for {self._config.serving.patience_s:g} s. Start it, and run the same "
+                    "command again: the answers so far are kept."
+                )
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
+
+
+def _message(answer: httpx.Response) -> str:
+    """Return what a server says of an error, shortened to one line."""
+    try:
+        error = answer.json()
+        for key in ("error", "message"):
+            error = error.get(key, error) if isinstance(error, dict) else error
+        text = str(error)
+    except ValueError:
+        text = answer.text
+    return " ".join(text.split())[:200] or answer.reason_phrase

@@ -1,0 +1,540 @@
+"""A target answers chats: its own greedy words, the same bytes after any kill, a dataset that extract takes."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moa_data.errors import DatasetError, OptionInvalid, OutputOccupied, ServingError
+from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.chat import RejectReason
+from moa_data.moa.targets.chat_tokens import prompt_tokens
+from moa_data.moa.targets.live import Target
+from moa_data.pipeline.chats.columns import Columns
+from moa_data.pipeline.config import RegenerateConfig
+from moa_data.pipeline.regenerate import Answers, Counts, LossReason, Row, regenerate
+from moa_data.tests.kit.chats import chat, write_jsonl
+from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.models import build_byte_tokenizer, build_text_model
+from moa_data.tests.kit.serving import MODEL, LiveServer
+from moa_data.tests.kit.stores import read_tree
+
+MAX_POSITIONS = 160
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("letters")
+    tokenizer = build_byte_tokenizer()
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0, "initializer_range": 0.5,
+    }  # fmt: skip
+    model = build_text_model(**sizes)
+    written = tokenizer("abcdefghijklmnopqrst", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        silent = torch.ones(len(tokenizer), dtype=torch.bool)
+        silent[[*written, 2]] = False
+        model.lm_head.weight[silent] = 0
+        model.lm_head.weight[2] *= 1.6
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target(target_folder: Path) -> Target:
+    return Target.load(str(target_folder), torch.float32, "cpu")
+
+
+@pytest.fixture(scope="session")
+def drafter_folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafter")
+    save_drafter(build_drafter(target.model, std=0.1, target=target.identity), folder)
+    return folder
+
+
+@pytest.fixture
+def rows() -> list[Any]:
+    """Chats of one and two turns, and rows that cannot be answered."""
+    return [
+        *(chat(f"what is {n}?", "old", f"and {n + 1}?", "old") for n in range(4)),
+        *(chat(f"tell me of {n}") for n in range(4)),
+        {"no": "chat"},
+        chat("x" * MAX_POSITIONS, "old"),
+        chat("<eot> in the text", "old"),
+    ]
+
+
+@pytest.fixture
+def config(target_folder: Path, rows: list[Any], tmp_path: Path) -> RegenerateConfig:
+    dataset = write_jsonl(tmp_path / "questions.jsonl", rows)
+    return RegenerateConfig.of(
+        model=str(target_folder), dataset=str(dataset), out=str(tmp_path / "answered.jsonl"), max_new_tokens=36,
+        max_length=MAX_POSITIONS, batch_size=3, device="cpu", max_rejected_fraction=1,
+    )  # fmt: skip
+
+
+# Each run is killed at a later change of the disk; the next process ends what it began, in the bytes of a whole run.
+KILLS = """
+import sys
+from pathlib import Path
+import torch
+from moa_data.pipeline import regenerate as local
+from moa_data.pipeline.config import RegenerateConfig
+from moa_data.tests.kit.kills import kill_at_every_change
+
+torch.set_num_threads(1)
+folder, model, drafter, dataset, every = sys.argv[1:]
+config = RegenerateConfig.of(
+    model=model, drafter=drafter, dataset=dataset, out="-", device="cpu", batch_size=2, max_rows=5, max_new_tokens=8,
+    max_rejected_fraction=1,
+)
+target = local.Target.load(model, device="cpu")
+target.identity
+local.Target.load = lambda *args: target
+
+def answer(name):
+    local.regenerate(config.replaced(out=str(Path(folder) / f"{name}.jsonl")))
+
+def begin(n, arm):
+    answer(f"killed-{n - int(every)}" if n > 1 else "whole")
+    arm()
+    answer(f"killed-{n}")
+
+kill_at_every_change(begin, int(every))
+"""
+
+
+def read(config: RegenerateConfig) -> dict[int, list[str]]:
+    """Row -> the texts of its chat."""
+    rows = [json.loads(line) for line in Path(config.out).read_text(encoding="utf-8").splitlines()]
+    return {row["row"]: [message["content"] for message in row["messages"]] for row in rows}
+
+
+def record(config: RegenerateConfig) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(config.out).with_suffix(".regeneration.json").read_text())
+    return found
+
+
+def outputs(config: RegenerateConfig) -> list[bytes]:
+    out = Path(config.out)
+    return [out.read_bytes(), out.with_suffix(".regeneration.json").read_bytes()]
+
+
+def elsewhere(config: RegenerateConfig, name: str, **changes: Any) -> RegenerateConfig:
+    return config.replaced(out=str(Path(config.out).with_name(f"{name}.jsonl")), **changes)
+
+
+def row_of(content: Any, *columns: str) -> Row:
+    return Row.read(7, content, Columns.parse(columns))
+
+
+def user(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def test_questions_of_a_row() -> None:
+    assert row_of(chat("a", "1", "b", "2")).turns == [user("a"), user("b")]
+    assert row_of(chat("a", "1", "b")).turns == [user("a"), user("b")]
+    twice = {"messages": [*chat("a", "1")["messages"], *chat("b", "2")["messages"][1:], *user("c")]}
+    assert row_of(twice).turns == [user("a"), user("c")], "two answers in a row are one"
+    found = row_of(chat("a", "1", system="Be brief."))
+    assert found.turns == [[{"role": "system", "content": "Be brief."}, *user("a")]]
+    assert found.system == "Be brief."
+    assert row_of({"instruction": "Add.", "input": "1, 2", "output": "3"}, "alpaca").turns == [user("Add.\n\n1, 2")]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"text": "a"}, RejectReason.NO_MESSAGES),
+        ({"messages": [{"role": "assistant", "content": "1"}, *user("a")]}, LossReason.NO_QUESTION),
+        (chat("a", "1", tools=[{"name": "add"}]), LossReason.TOOLS),
+        ({"messages": [*user("a"), {"role": "tool", "content": "3"}]}, LossReason.TOOLS),
+        (chat("\ud800", "1"), RejectReason.NO_UNICODE),
+    ],
+)
+def test_rows_that_ask_nothing_have_a_reason(content: Any, reason: str) -> None:
+    found = row_of(content)
+    assert (found.row, found.turns, found.reason) == (7, [], reason)
+    assert not found.begin_turn()
+
+
+@pytest.mark.parametrize(("text", "reason"), [("B", ""), (" \n", LossReason.EMPTY), ("caf\ufffd", LossReason.NO_TEXT)])
+def test_later_turns_see_the_new_answers_and_one_that_is_none_ends_the_chat(text: str, reason: str) -> None:
+    row = row_of(chat("a", "1", "b", "2"))
+    assert row.begin_turn()
+    row.take("A", 3)
+    assert row.begin_turn()
+    assert [message["content"] for message in row.prompt] == ["a", "A", "b"]
+    row.take(text, 4)
+    assert not row.begin_turn()
+    assert row.reason == reason
+    assert [message["content"] for message in row.messages] == ["a", "A", *(["b", "B"] if not reason else [])]
+    assert (row.n_answers, row.n_tokens) == ((1, 3) if reason else (2, 7))
+
+
+def test_rows_are_counted_by_what_became_of_them() -> None:
+    counts = Counts()
+    for number, (messages, reason) in enumerate([(user("1"), ""), (user("1"), "late"), ([], "late"), ([], "late")]):
+        counts.add(Row(number, messages, len(messages), 5, reason, "60 s" if reason else ""))
+    assert (counts.n_rows, counts.n_chats, counts.n_answers, counts.n_tokens) == (4, 2, 2, 20)
+    assert counts.lines(counts.rejected) == ["2  late (first: row 1: 60 s)"]
+    assert counts.cut == {"late": 1}
+
+
+def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    with Answers(path, {"seed": 0}, 4) as answers:
+        answers.append([Row(0, user("caf\u00e9"), 1, 2), Row(1, reason="late")])
+        kept, counted = path.read_bytes(), answers.record.read_bytes()
+        answers.append([Row(2, user("b"), 1, 2)])
+    whole = path.read_bytes()
+    for n_bytes in range(len(kept), len(whole) + 1):  # the record is that of the first batch
+        path.write_bytes(whole[:n_bytes])
+        answers.record.write_bytes(counted)
+        with Answers(path, {"seed": 0}, 4) as again:
+            assert (again.counts.n_rows, again.counts.n_answers, again.is_complete) == (2, 1, False)
+        assert (path.read_bytes(), answers.record.read_bytes()) == (kept, counted)
+    with pytest.raises(OutputOccupied, match="begun with"), Answers(path, {"seed": 1}, 4):
+        pass
+    path.write_bytes(kept[:-1])
+    with pytest.raises(OutputOccupied, match="changed"), Answers(path, {"seed": 0}, 4):
+        pass
+
+
+def test_an_output_is_written_by_one_process(tmp_path: Path) -> None:
+    with Answers(tmp_path / "a.jsonl", {}, 1), pytest.raises(OutputOccupied, match="another process"):
+        Answers(tmp_path / "a.jsonl", {}, 1).__enter__()
+
+
+def plain(target: Target, *texts: str) -> str:
+    """What plain greedy decoding answers to a chat of alternating texts."""
+    prompt = prompt_tokens(target.tokenizer, chat(*texts)["messages"])
+    tokens = plain_generate(target, prompt, max_new_tokens=36).tokens
+    return str(target.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_answers_are_those_of_plain_decoding_turn_by_turn(config: RegenerateConfig, target: Target) -> None:
+    answers = regenerate(config)
+    found, counts = read(config), answers.counts
+    n_ended = 0
+    for row, texts in found.items():
+        for at in range(1, len(texts), 2):
+            assert texts[at] == plain(target, *texts[:at])
+            n_ended += 1
+        assert texts[0] == (f"what is {row}?" if row < 4 else f"tell me of {row - 4}")
+    assert (counts.n_answers, counts.n_chats, counts.n_rows) == (n_ended, len(found), 11)
+    assert n_ended >= 5, "the target ends some of its answers"
+    assert {row for row in range(11) if row not in found} >= {8, 9, 10}
+    assert counts.rejected[LossReason.TOO_LONG] == 1
+    assert counts.rejected[LossReason.UNUSABLE_PROMPT] == 1
+    assert counts.rejected.total() == 11 - len(found)
+    assert answers.describe(config).count("\n") == 3 + len(counts.rejected) + len(counts.cut)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_drafts_change_no_distribution_and_greedily_no_word(
+    config: RegenerateConfig, drafter_folder: Path, temperature: float
+) -> None:
+    drafted = elsewhere(config, "drafted", drafter=str(drafter_folder), temperature=temperature)
+    regenerate(drafted)
+    settings = record(drafted)["settings"]
+    assert settings["tree"] == ("5" if temperature else "10@0.2")
+    assert (settings["temperature"], settings["seed"], settings["batch_size"]) == (temperature, 0, 3)
+    assert set(settings["target"]) == {"weights_sha256", "config_sha256"}
+    if not temperature:
+        regenerate(config)
+        assert read(drafted) == read(config)
+    again = elsewhere(drafted, "again")
+    regenerate(again)
+    assert read(again) == read(drafted)
+    if temperature:
+        regenerate(elsewhere(drafted, "other", seed=1))
+        assert read(elsewhere(drafted, "other")) != read(drafted)
+
+
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_any_kill_ends_in_the_bytes_of_a_run_that_was_not_interrupted(
+    config: RegenerateConfig, drafter_folder: Path, tmp_path: Path, every: int
+) -> None:
+    folder = tmp_path / "kills"
+    folder.mkdir()
+    arguments = [str(folder), str(config.model), str(drafter_folder), config.dataset, str(every)]
+    done = subprocess.run([sys.executable, "-c", KILLS, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    whole = outputs(elsewhere(config.replaced(out=str(folder / "x")), "whole"))
+    killed = sorted(folder.glob("killed-*.jsonl"))
+    assert len(killed) >= 3
+    for path in killed:
+        assert outputs(config.replaced(out=str(path))) == whole, path
+
+
+def test_what_is_complete_is_not_asked_again(config: RegenerateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = regenerate(config)
+    before = outputs(config)
+    monkeypatch.setattr(Answers, "append", None)
+    second = regenerate(config)
+    assert outputs(config) == before
+    assert vars(second.counts) == vars(first.counts)
+    with Path(config.out).open("a") as stream:
+        stream.write("{}\n")
+    with pytest.raises(OutputOccupied, match="changed after it was written"):
+        regenerate(config)
+
+
+def test_foreign_files_are_left_alone(config: RegenerateConfig, tmp_path: Path) -> None:
+    Path(config.out).write_text("mine\n")
+    with pytest.raises(OutputOccupied, match="no regeneration wrote it"):
+        regenerate(config)
+    Path(config.out).with_suffix(".regeneration.json").write_text("{}")
+    with pytest.raises(OutputOccupied, match="no record of a regeneration"):
+        regenerate(config)
+    assert Path(config.out).read_text() == "mine\n"
+    with pytest.raises(OptionInvalid):
+        regenerate(config.replaced(dataset=str(tmp_path)))
+
+
+def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: RegenerateConfig) -> None:
+    with pytest.raises(DatasetError, match=r"of the first \d+ rows \(11 in all\).*first: row 0"):
+        regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=0.2))
+    assert record(config)["rows"]["n_rows"] == 3, "certain after the first batch"
+    with pytest.raises(OutputOccupied, match="max_new_tokens 1 "):
+        regenerate(config)
+    answers = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
+    assert answers.counts.n_rows == 11
+
+
+def test_a_dataset_without_questions_is_refused(config: RegenerateConfig, tmp_path: Path) -> None:
+    dataset = write_jsonl(tmp_path / "nothing.jsonl", [{"text": "a"}])
+    with pytest.raises(DatasetError, match="among 1 rows"):
+        regenerate(config.replaced(dataset=str(dataset)))
+
+
+def test_extract_takes_the_answers(config: RegenerateConfig, target_folder: Path, tmp_path: Path) -> None:
+    folder, store = tmp_path / "answered", tmp_path / "store"
+    arguments = ["regenerate", "--model", str(target_folder), "--dataset", config.dataset, "--out", str(folder)]
+    shown = ["--max-new-tokens", "36", "--device", "cpu", "--max-rejected-fraction", "1", "--max-length", "160"]
+    dry = run(*arguments, *shown, "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert "14 answers" in dry.stdout
+    assert not folder.exists()
+    done = run(*arguments, *shown)
+    assert done.exit_code == 0, done.output
+    assert "regenerate" in done.stderr
+    n_chats = len((folder / "chats.jsonl").read_text().splitlines())
+    assert f"answered     {n_chats} of 11 rows" in done.stdout
+    command = done.stdout.split("next         moa-data ")[1].split("\n")[0].replace("STORE", str(store)).split()
+    extracted = run(*command, "--device", "cpu", "--max-rejected-fraction", "0")
+    assert extracted.exit_code == 0, extracted.output
+    assert f": {n_chats} sequences" in extracted.stdout, "none rejected, and the record is no chat"
+    assert read_tree(store)
+    refused(run(*arguments, *shown[:-4]), "begun with", "max_length 160 (now 2048)")
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    common = ["regenerate", "--dataset", "d.jsonl", "--out", "o"]
+    refused(run(*common), "give --model MODEL or --server URL")
+    refused(run(*common, "--server", "http://h", "--drafter", "d"), "drafter is of a target that is loaded here")
+    refused(run(*common, "--server", "h:8000"), "expected a URL")
+    refused(run(*common, "--model", "m", "--tree", "5"), "without a drafter")
+    refused(run(*common, "--model", "m", "--drafter", "d", "--tree", "5@0.2", "--temperature", "1"), "stop by their")
+
+
+def asking(config: RegenerateConfig, server: str, **changes: Any) -> RegenerateConfig:
+    out = str(Path(config.out).with_name("served.jsonl"))
+    return config.replaced(**{"model": None, "server": server, "out": out, "patience_s": 0.5} | changes)
+
+
+@pytest.fixture(scope="module")
+def live(target: Target) -> Iterator[LiveServer]:
+    with LiveServer(target) as server:
+        yield server
+
+
+def test_our_server_gives_the_answers_of_the_target(config: RegenerateConfig, live: LiveServer) -> None:
+    local, served = regenerate(config).counts, asking(config, live.address)
+    counts = regenerate(served).counts
+    assert read(served) == read(config)
+    assert len(read(served)) > 3
+    assert counts.n_chats == local.n_chats
+    assert counts.rejected[LossReason.REFUSED] == 1, "a special token in the text"
+    assert counts.rejected[LossReason.TOO_LONG] == 1
+    settings = record(served)["settings"]
+    assert settings["server_model"] == MODEL
+    assert "batch_size" not in settings
+    with pytest.raises(ServingError, match=f"has {MODEL}. Name one of them by --model, not other"):
+        regenerate(asking(config, live.address, model="other"))
+
+
+def test_seeds_are_sent(config: RegenerateConfig, live: LiveServer) -> None:
+    first = asking(config, f"{live.address}/v1/", temperature=0.8, top_k=9)
+    regenerate(first)
+    again = first.replaced(out=first.out.replace("served", "again"), batch_size=1)
+    regenerate(again)
+    assert read(again) == read(first)
+    other = first.replaced(out=first.out.replace("served", "other"), seed=5)
+    regenerate(other)
+    assert read(other) != read(first)
+
+
+class Scripted:
+    """A server whose answers come from a function: body of the request -> (status, JSON or None to hang up)."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.script: Any = lambda body: (200, said("yes"))
+
+
+def said(text: str, finish_reason: str = "stop", **message: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": 5, "completion_tokens": 2}
+    choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish_reason}
+    return {"choices": [choice], "usage": usage}
+
+
+@pytest.fixture
+def scripted() -> Iterator[tuple[str, Scripted]]:
+    state = Scripted()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send(200, {"data": [{"id": "scripted"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            state.bodies.append(body | {"authorization": self.headers.get("authorization")})
+            status, document = state.script(body)
+            if document is not None:
+                self.send(status, document)
+
+        def send(self, status: int, document: Any) -> None:
+            content = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *args: Any) -> None:
+            """Say nothing of clients that have gone."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_what_passes_is_asked_again(
+    config: RegenerateConfig, scripted: tuple[str, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, state = scripted
+    n_asked: dict[str, int] = {}
+
+    def flaky(body: dict[str, Any]) -> tuple[int, Any]:
+        text = body["messages"][0]["content"]
+        n_asked[text] = n_asked.get(text, 0) + 1
+        first: dict[str, tuple[int, Any]] = {
+            "what is 0?": (503, {}),
+            "what is 1?": (429, {}),
+            "what is 2?": (200, None),
+        }
+        return first.get(text, (200, said("yes"))) if n_asked[text] == 1 else (200, said("yes"))
+
+    state.script = flaky
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    arguments = ("enable_thinking=false",)
+    served = asking(config, url, patience_s=20, template_kwargs=arguments, max_new_tokens=9)
+    regenerate(served)
+    assert list(read(served)) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
+    assert {body["authorization"] for body in state.bodies} == {"Bearer secret"}
+    wanted = {"max_tokens": 9, "temperature": 0, "model": "scripted"}
+    wanted |= {"chat_template_kwargs": {"enable_thinking": False}}
+    assert all(body.items() >= wanted.items() and "seed" not in body for body in state.bodies)
+    assert "secret" not in Path(served.out).with_suffix(".regeneration.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("status", "document", "reason"),
+    [
+        (400, {"error": {"message": "a bad word"}}, LossReason.REFUSED),
+        (400, {"message": "This model's maximum context length is 9"}, LossReason.TOO_LONG),
+        (408, {"error": {"message": "late"}}, LossReason.LATE),
+        (200, said("on and on", "length"), LossReason.NO_END),
+        (200, said("", "tool_calls"), LossReason.TOOLS),
+        (200, said(" "), LossReason.EMPTY),
+    ],
+)
+def test_one_answer_that_fails_rejects_its_row(
+    config: RegenerateConfig, scripted: tuple[str, Scripted], status: int, document: Any, reason: LossReason
+) -> None:
+    url, state = scripted
+    state.script = lambda body: (
+        (status, document) if body["messages"][-1]["content"] == "tell me of 1" else (200, said("yes"))
+    )
+    counts = regenerate(asking(config, url)).counts
+    assert counts.rejected[reason] == 1
+    assert counts.examples[reason].startswith("row 5")
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ((401, {"error": {"message": "no key"}}), "answers 401 (no key). Check"),
+        ((500, {"error": {"message": "down"}}), "answers 500 (down), for 0.5 s. Start it"),
+        ((200, {"hello": 1}), "gives no chat completion"),
+        ((200, said("yes", reasoning_content="hm")), "keeps the reasoning apart"),
+        ((200, None), "cannot be reached"),
+    ],
+)
+def test_a_server_that_cannot_answer_stops_the_run_in_one_line(
+    config: RegenerateConfig, scripted: tuple[str, Scripted], answer: Any, line: str
+) -> None:
+    url, state = scripted
+    state.script = lambda body: answer
+    options = ["--server", url, "--dataset", config.dataset, "--out", config.out, "--set", "serving.patience_s=0.5"]
+    refused(run("regenerate", *options), line)
+    state.script = lambda body: (200, said("yes"))
+    done = run("regenerate", *options, "--max-rejected-fraction", "1")
+    assert done.exit_code == 0, done.output
+
+
+def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: tuple[str, Scripted]) -> None:
+    url, state = scripted
+    state.script = lambda body: (
+        (404, {}) if body["messages"][0]["content"] == "tell me of 2" else (200, said(body["messages"][-1]["content"]))
+    )
+    served = asking(config, url, batch_size=1)
+    with pytest.raises(ServingError, match="answers 404"):
+        regenerate(served)
+    n_before = len(state.bodies)
+    state.script = lambda body: (200, said(body["messages"][-1]["content"]))
+    regenerate(served.replaced(batch_size=4))
+    asked = [body["messages"][0]["content"] for body in state.bodies[n_before:]]
+    assert "what is 0?" not in asked
+    whole = served.replaced(out=served.out.replace("served", "whole"))
+    regenerate(whole)
+    assert outputs(served) == outputs(whole)
+
+
+def test_nobody_listens(config: RegenerateConfig, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "one.jsonl", [chat("a")])
+    with pytest.raises(ServingError, match="cannot be reached"):
+        regenerate(asking(config, "http://127.0.0.1:9", patience_s=0.1))
