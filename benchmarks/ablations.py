@@ -29,8 +29,7 @@ from moa_data.errors import DrafterError, TrainingError
 from moa_data.evaluation.config import DisconnectConfig, EvalConfig
 from moa_data.evaluation.run import disconnect, evaluate
 from moa_data.evaluation.statistics import ratio_with_interval
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.batches.batch_reader import needed_fields

@@ -31,7 +31,7 @@ from moa_data.moa.decoding.loop import OnRound, generate_batch
 from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
 from moa_data.moa.drafters.base import Drafter
-from moa_data.moa.drafters.block_sizes import CONTEXTS
+from moa_data.moa.drafters.block import CONTEXTS
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import target_sizes

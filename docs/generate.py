@@ -12,7 +12,7 @@ from moa_data.cli import COMMANDS, main
 from moa_data.commands.options import StageCommand, default_text, help_text, type_text
 from moa_data.config import Config, Setting
 from moa_data.moa.drafters.registry import DRAFTERS, REMOTE_KINDS
-from moa_data.moa.formats.table import LAYOUTS
+from moa_data.moa.formats.checkpoint import LAYOUTS
 from moa_data.moa.targets.bundle import SUPPORTED_MODEL_TYPES
 from moa_data.pipeline.exchange.config import Format
 from moa_data.trainer.config import TrainConfig

@@ -17,8 +17,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.chat import RejectReason

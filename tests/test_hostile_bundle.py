@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from transformers import AutoConfig
 
-from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target, load_target_tokenizer

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -277,49 +276,6 @@ def test_a_gzip_bomb_is_refused(room: Path, tmp_path: Path) -> None:
     arguments = ("--format", "eagle", "--model", room / "model", "--out", tmp_path / "out")
     with bounded_memory():
         refused(run("import", folder, *arguments), "data_0.ckpt.gz", "it unpacks to more than")
-
-
-def save_zip(file: Path, record: Any, deflate: bool) -> None:
-    """What torch.save writes, with compressed records if so wanted."""
-    torch.save(record, file)
-    if deflate:
-        with zipfile.ZipFile(file) as archive:
-            contents = {info.filename: archive.read(info) for info in archive.infolist()}
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, content in contents.items():
-                archive.writestr(name, content)
-
-
-class Bomb:
-    """A pickle that asks for a terabyte when it is loaded, with names that weights_only lets pass."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (bytearray, (1 << 40,))
-
-
-@pytest.mark.parametrize(
-    ("record", "deflate", "message"),
-    [
-        ({"a": torch.zeros(1 << 20)}, True, "compressed records"),
-        ({"a": torch.zeros(1).expand(1 << 40)}, False, "a repeats its values"),
-        ({"a": Bomb()}, False, "bytearray"),
-        ({"a": torch.zeros(2).to_sparse()}, False, "sparse"),
-    ],
-)
-def test_small_files_that_ask_for_much_memory(
-    room: Path, tmp_path: Path, record: dict[str, Any], deflate: bool, message: str
-) -> None:
-    (tmp_path / "eagle").mkdir()
-    save_zip(tmp_path / "eagle" / "data_0.ckpt", record, deflate)
-    arguments = ("--format", "eagle", "--model", room / "model", "--out", tmp_path / "out")
-    refused(
-        run("import", tmp_path / "eagle", *arguments), "data_0.ckpt is damaged, or holds more than tensors", message
-    )
-    drafter = tmp_path / "drafter"
-    drafter.mkdir()
-    (drafter / "config.json").write_text("{}")
-    shutil.copy(tmp_path / "eagle" / "data_0.ckpt", drafter / "pytorch_model.bin")
-    refused(generate(room / "model", drafter), "cannot read", "pytorch_model.bin", message)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ W numbers of a context, L target layers, D packed KV width.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from ...errors import DrafterError
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
-from .rounds import Draws
 from .sizes import DrafterSizes
-from .training import LossTerms, Reads, TrainingInputs, TrainingStep
+from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 
 @dataclass
@@ -47,25 +46,6 @@ class DraftedFeatures:
     """[B, Q] bool; False is padding."""
     features: Tensor
     """[B, Q, E]."""
-
-
-class DraftState(Protocol):
-    """A drafter's caches of B rows while decoding."""
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        ...
-
-    def take_rows(self, rows: Sequence[int]) -> "DraftState":
-        """Copy these rows, in this order, to a state of their own; what was drafted for them may be forgotten."""
-        ...
-
-    def add_rows(self, other: Any) -> None:
-        """Append the rows of another state of the same drafter; what was drafted in this round may be forgotten.
-
-        The other state must not be used afterwards.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -103,6 +83,8 @@ class Drafter(nn.Module, ABC):
         """The dtype of the weights."""
         return next(self.parameters()).dtype
 
+    # Training
+
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """Draw the starting weights: N(0, std) for matrices, 0 for biases, 1 for norms."""
@@ -112,16 +94,6 @@ class Drafter(nn.Module, ABC):
             else:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    @classmethod
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        """Say what training reads besides tokens and response masks; by default the last hidden state alone.
-
-        Args:
-            n_layers: L.
-            settings: the run's settings of the drafter, or its sizes, which have the same names.
-        """
-        return Reads()
-
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Set starting weights that follow from target and data, after :meth:`initialize`; by default none.
 
@@ -129,6 +101,19 @@ class Drafter(nn.Module, ABC):
             count_tokens: counts each token of the vocabulary in the responses of the training sequences: [V] int64;
                 call it only where needed, for it reads all sequences.
         """
+
+    def check_weights(self) -> None:
+        """Refuse weights that were loaded and contradict each other; raises CheckpointError. By default none do."""
+
+    @classmethod
+    def reads(cls, n_layers: int, settings: Any) -> Reads:
+        """Return what training reads besides tokens and response masks; by default the last hidden state alone.
+
+        Args:
+            n_layers: L.
+            settings: the run's settings of the drafter, or its sizes, which have the same names.
+        """
+        return Reads()
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
@@ -148,9 +133,11 @@ class Drafter(nn.Module, ABC):
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Compute features of every position of ``masks.drafted_positions``, each as its draft round gives them.
 
-        A round starts behind a context position; the drafter sees target activations up to that one only, and the text
+        A round starts after a context position; the drafter sees target activations up to that one only, and the text
         of the batch in place of its own drafts. Gradients flow to the inputs; validation turns them off.
         """
+
+    # Decoding beside the target
 
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         """Turn features [..., E] into logits [..., V], -inf where a token cannot be drafted.
@@ -160,15 +147,15 @@ class Drafter(nn.Module, ABC):
         return frozen.logits(features)
 
     def confidence(self, features: Tensor) -> Tensor | None:
-        """Tell the probability [...] that the draft behind features [..., E] is accepted, whatever it is.
+        """Estimate the probability [...] that the draft after features [..., E] is accepted, whatever it is.
 
-        By default None: the drafter says nothing of it.
+        By default None: the drafter has no estimate.
         """
         return None
 
     @abstractmethod
     def new_state(self, n_rows: int) -> Any:
-        """Make an empty :class:`DraftState` of B rows, which the methods below get back as ``state``."""
+        """Make an empty :class:`~.caches.RowState` of B rows, which the methods below get back as ``state``."""
 
     def observe(self, state: Any, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Take the target's hidden states of tokens that were just committed; by default nothing is done with them.
@@ -197,11 +184,13 @@ class Drafter(nn.Module, ABC):
     def draft_level(self, state: Any, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         """Feed the nodes of one level; returns their features [B, b, E]."""
 
+    # Decoding on another machine than the target
+
     @property
     def context_width(self) -> int | None:
         """W, numbers of a position's context: what drafting needs of the target there, where the target is elsewhere.
 
-        0 for a drafter that needs nothing; None, the default, for one that drafts beside its target alone.
+        0 for a drafter that needs nothing; None, the default, for one that can only draft beside its target.
         """
         return None
 
@@ -225,10 +214,10 @@ class Drafter(nn.Module, ABC):
         """Make the contexts of n positions that the target has seen, of one text or several.
 
         Args:
-            frozen: target pieces, as for :meth:`draft_root`.
+            frozen: frozen target weights, as for :meth:`draft_root`.
             hidden: [n, E], the target's hidden states after its final norm, or [n, K * E] as :meth:`observe` gets them.
             kv: [n, L, D], packed KV of all layers; may be None unless :attr:`context_needs_kv`.
-            positions: [n] int64, where they stand in their texts.
+            positions: [n] int64, of the tokens in their texts.
 
         Returns:
             [n, W], in the drafter's dtype.
@@ -246,7 +235,7 @@ class Drafter(nn.Module, ABC):
         """Take the contexts of the next n positions; ends the round, so that :meth:`draft_root` comes next.
 
         State and cache then draft as beside a target that has committed these positions. Rounds begin at a token whose
-        predecessors all have contexts, at least one; known tokens behind it are fed as levels of a chain, as in
+        predecessors all have contexts, at least one; known tokens after it are fed as levels of a chain, as in
         training, until their contexts are here.
 
         Args:
@@ -270,7 +259,7 @@ class Drafter(nn.Module, ABC):
     def reuse_context(self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         """Take contexts that were made beside the target, so that drafting there need not make them again.
 
-        By default nothing is reused. What does not follow on what the state knows is made again, as without this call.
+        By default nothing is reused. What does not continue what the state knows is made again, as without this call.
 
         Args:
             contexts: [B, n, W], of the next n positions of each row.
@@ -281,7 +270,7 @@ class Drafter(nn.Module, ABC):
     def _check_context_width(self) -> int:
         if self.context_width is None:
             raise DrafterError(
-                f"a {self.kind} drafter drafts beside its target alone; `moa-data chat --help` lists the kinds that "
+                f"a {self.kind} drafter can only draft beside its target; `moa-data chat --help` lists the kinds that "
                 "can draft over a network."
             )
         return self.context_width
@@ -291,5 +280,5 @@ class Drafter(nn.Module, ABC):
         return hidden[:, :0]
 
     def _take_context(self, state: Any, cache: ContextCache, context: Tensor) -> None:
-        """Take contexts [n, W] behind ``cache.lengths``; by default they are counted."""
+        """Append contexts [n, W] to the state and the cache; by default they are counted."""
         cache.extend(len(context), None, 0)

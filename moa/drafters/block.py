@@ -1,7 +1,11 @@
-"""Block-parallel drafters: one forward drafts a whole block, whatever its length; DFlash and DSpark are such.
+"""Block-parallel drafters, DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036): one forward drafts a whole block.
+
+DSpark adds a Markov head, through which a draft follows from the one before it, and a confidence head, which says how
+likely a draft is accepted. Without them and with the loss of the text's tokens alone it is DFlash; there, as in the
+authors' own code, each slot drafts the token at its own position by default, and that of the anchor drafts none.
 
 Shapes: B rows, T tokens, N blocks of a row, G slots of a block, K drafts of a block, Q queries, P loss positions,
-E target width, m layers of the target that are read, H_kv key/value heads, d head dim, D = 2 * H_kv * d, M memory of
+E target width, m layers of the target that are read, H_kv key/value heads, d head dim, D = 2 * H_kv * d, M state of
 the Markov head and F feature width, b nodes of one level, n positions.
 
     [anchor, mask, mask, ...] -> decoder layers, whose slots see the context and each other -> norm -> hidden state
@@ -10,14 +14,14 @@ the Markov head and F feature width, b nodes of one level, n positions.
 What the layers see of verified positions is the *context*, of one of three kinds:
 
     hidden    outputs of m target layers -> fc -> norm                     as published
-    memory    KV of all target layers -> memory (:mod:`.layer_memory`) -> norm
+    memory    KV of all target layers -> encoded KV (:mod:`.kv_encoder`) -> norm
     kv        each draft layer sees keys and values of one or more of the target's layers as they are, and nothing of
               them is projected; with several, each query head of a group sees those of another one
 
 Of the first two each layer makes keys and values with its own projections, without its input norm. What a block is and
-sees stands in :mod:`.blocks`; training runs many blocks at once through :meth:`BlockDrafter.run_layers`, a round of
-decoding one. The features of a node are the hidden state of its slot and, behind it, what the Markov head remembers of
-the tokens before: they depend on the path, so that chains and trees are made of one forward alike. Layer -1 of the
+sees stands in :mod:`.training`; training runs many blocks at once through :meth:`BlockDrafter.run_layers`, a round of
+decoding one. The features of a node are the hidden state of its slot, then the Markov head's state after the tokens
+before: they depend on the path, so that chains and trees are made of one forward alike. Layer -1 of the
 target is its embedding.
 
 The reference is deepseek-ai/DeepSpec, and z-lab/dflash for drafts at their own positions; weights have its names. The
@@ -25,10 +29,10 @@ contexts memory and kv have none; that drafters gain from the target's own KV is
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,89 +44,221 @@ from ..nn import losses, masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_behind, unpack_kv
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
-from ..nn.markov import ConfidenceHead, MarkovHead
-from ..targets.bundle import FrozenTarget
+from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead, markov_head
+from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
-from . import blocks
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .block_sizes import BlockDrafterSizes, read_layers
-from .layer_memory import LayerMemory, read_kv_layers
-from .rounds import Draws, at_queries, loss_queries
-from .target_layers import write_behind
-from .training import LossTerms, Reads, TrainingInputs, TrainingStep, loss_scale
-
-KeysValues = tuple[Tensor, Tensor]
-"""Keys and values, each [B, H_kv, S, d]."""
+from .caches import KeysValues, RowState, padded, write_behind
+from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
+from .sizes import DrafterSizes, check_target_layers
+from .training import (
+    ALL_BLOCKS,
+    Draws,
+    LossTerms,
+    Reads,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+    block_mask,
+    block_position_weights,
+    draft_positions,
+    draft_weights,
+    draw_anchors,
+    loss_queries,
+)
 
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the number of a layer, and its keys and values of slots; gives those of context and slots."""
 
 
-class BlockState:
+CONTEXTS = ("hidden", "kv", "memory")
+"""What a drafter can know of verified positions."""
+N_READ_LAYERS = 5
+"""Target layers whose outputs are read by default, as in DSpark and DFlash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDrafterSizes(KVEncoderSizes):
+    """The sizes that block-parallel drafters share; those of the KV encoder are 0 without the context memory."""
+
+    module_counts: ClassVar[tuple[str, ...]] = ("block_layers",)
+    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
+
+    self_attention_kv_heads: int
+    """KV heads of each layer; with the context kv those of the target."""
+    self_attention_mlp_width: int
+    """MLP width of each layer."""
+    mask_token: int
+    """The token whose embedding stands for an unknown one."""
+    block_size: int
+    """G, slots of a block."""
+    sample_from_anchor: bool
+    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
+    context: str = "hidden"
+    """What the layers see of verified positions, see the module: hidden, kv or memory."""
+    fused_layers: tuple[int, ...] = ()
+    """Target layers that are read: those whose outputs ``fc`` takes, in this order, where -1 is the embedding; with the
+    context kv those whose keys and values the layers see, as many for each (:meth:`seen_layers`); none with the context
+    memory."""
+    block_layers: int = 5
+    """Decoder layers."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
+        self.check_kv_heads("self_attention_kv_heads")
+        self.check_at_least_one("block_layers", "block_size")
+        check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
+        if self.context == "memory" and (problems := self.encoder_problems()):
+            raise DrafterError("sizes of the KV encoder do not fit: " + "; ".join(problems) + ".")
+        if self.context == "kv":
+            self._check_seen_heads()
+        if self.n_drafts < 1:
+            raise DrafterError("a block of 1 slot drafts nothing but from its anchor; give a block_size from 2 up.")
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise DrafterError(f"mask_token must be one of the {self.vocab_size} tokens, got {self.mask_token}.")
+
+    def _check_seen_heads(self) -> None:
+        """Refuse KV heads that are not the target's, and more seen layers than a group of query heads can share."""
+        n_kv_heads = self.kv_width // (2 * self.head_dim)
+        if self.self_attention_kv_heads != n_kv_heads:
+            raise DrafterError(
+                f"with the context kv a layer has the KV heads of the target, {n_kv_heads}, got "
+                f"self_attention_kv_heads {self.self_attention_kv_heads}."
+            )
+        if self.n_heads % (self.n_seen_layers * n_kv_heads):
+            raise DrafterError(
+                f"each layer sees the keys and values of {self.n_seen_layers} layers of the target, {n_kv_heads} KV "
+                f"heads each, which {self.n_heads} query heads cannot share evenly; give other fused_layers."
+            )
+
+    @property
+    def n_seen_layers(self) -> int:
+        """Target layers whose keys and values each layer sees with the context kv."""
+        return len(self.fused_layers) // self.block_layers
+
+    def seen_layers(self, index: int) -> tuple[int, ...]:
+        """The target layers whose keys and values a layer sees with the context kv, the first layer the lowest."""
+        return self.fused_layers[index * self.n_seen_layers : (index + 1) * self.n_seen_layers]
+
+    @property
+    def n_drafts(self) -> int:
+        """K, drafts of a block."""
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that drafts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    @override
+    def max_depth(self) -> int:
+        return self.n_drafts
+
+    @classmethod
+    @override
+    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        facts, context = target_sizes(config), given.get("context", cls.context)
+        found = {
+            "self_attention_kv_heads": facts["n_kv_heads"],
+            "self_attention_mlp_width": config.intermediate_size,
+            "mask_token": facts["vocab_size"] - 1,
+        }
+        if context == "kv":
+            found["kv_width"] = 2 * facts["n_kv_heads"] * facts["head_dim"]
+        if context == "memory":
+            found |= cls.encoder_defaults(config, given)
+        elif "fused_layers" not in given:  # small targets have no default
+            n_read = given.get("block_layers", cls.block_layers) if context == "kv" else N_READ_LAYERS
+            found["fused_layers"] = default_read_layers(facts["n_layers"], n_read)
+        return found
+
+
+def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
+    """The target layers that a drafter with some settings or sizes reads, with -1 for the embedding.
+
+    Raises:
+        DrafterError: the settings name none, and the target is so small that there is no default; or others than it
+            can read.
+    """
+    if settings.fused_layers is None and settings.context != "memory":
+        return default_read_layers(n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS)
+    check_context(settings, n_layers)
+    return tuple(settings.fused_layers or ())
+
+
+def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
+    """The layers that are read by default, from 1 to L - 3, evenly spread; a single one is the middle.
+
+    Raises:
+        DrafterError: the target is so small that these are not so many layers.
+    """
+    if n_read == 1:
+        return (n_layers // 2,)
+    layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
+    if list(layers) != sorted(set(layers)):
+        count = "five" if n_read == 5 else str(n_read)
+        raise DrafterError(
+            f"the drafter reads {count} layers of the target, by default from the second to the third from the end; "
+            f"this one has {n_layers}. Choose them: --fused-layers {','.join(map(str, range(min(n_read, n_layers))))}."
+        )
+    return layers
+
+
+def check_context(settings: Any, n_layers: int) -> None:
+    """Refuse a context that there is not, and layers that do not suit it or that a target of ``n_layers`` lacks."""
+    context, layers = settings.context, tuple(settings.fused_layers or ())
+    if context not in CONTEXTS:
+        raise DrafterError(f"context is {context!r}, expected one of {', '.join(CONTEXTS)}.")
+    if context == "memory":
+        if layers:
+            raise DrafterError(
+                "the context memory encodes all layers; leave out fused_layers, or give another context."
+            )
+        return
+    check_target_layers(layers, n_layers, embedding=True)
+    if context == "kv" and (len(layers) % settings.block_layers or layers[0] == -1):
+        given = ",".join(map(str, layers))
+        raise DrafterError(
+            f"with the context kv each of the {settings.block_layers} block_layers sees the keys and values of as many "
+            f"layers of the target; give a multiple of so many fused_layers, from 0 up, got {given}."
+        )
+
+
+class BlockState(RowState):
     """What B rows know of the target while decoding, and the block of this round.
 
     Attributes:
-        slots: keys and values of the context for each layer; those of a round's block stand behind it. None with the
+        slots: keys and values of the context for each layer; those of a round's block stand after it. Empty with the
             context kv.
         lengths: context positions of each row.
         fresh: per row what :meth:`BlockDrafter.project` made of the committed positions from there on, [n, E].
-        hidden: [B, K, E] of the slots that draft; None before the first round.
+        hidden: [B, K, E] of the slots that draft; None outside a round.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        self.slots = [KVBuffer(n_rows) for _ in range(n_layers)]
+        self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
         self.lengths = [0] * n_rows
-        self.fresh: list[list[Tensor]] = [[] for _ in range(n_rows)]
+        self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
         self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
-        """Hand over what is fresh, so many positions of each row: [B, n, E], right padded.
-
-        Raises:
-            DrafterError: there are not so many.
-        """
+        """Hand over what is fresh, so many positions of each row: [B, n, E], right padded."""
         if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
-            raise DrafterError("the target's states do not reach the token to draft behind: give them before drafting.")
+            raise DrafterError("the target's states do not reach the token to draft after: give them before drafting.")
         like = next(part for parts in self.fresh for part in parts)
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
-        self.fresh = [[] for _ in rows]
+        self.fresh = [()] * len(rows)
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    def forget_block(self) -> None:
-        """Forget the keys and values of the round's block."""
+    @override
+    def forget_drafts(self) -> None:
+        self.hidden = None
         for buffer in self.slots:
             buffer.crop(self.lengths)
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        for buffer in self.slots:
-            buffer.select_rows(rows)
-        self.lengths = [self.lengths[row] for row in rows]
-        self.fresh = [self.fresh[row] for row in rows]
-        if self.hidden is not None:
-            self.hidden = self.hidden[list(rows)]
 
-    def take_rows(self, rows: Sequence[int]) -> "BlockState":
-        """Copy these rows, in this order, to a state of their own, without the block."""
-        self.forget_block()
-        taken = BlockState(0, 0)
-        taken.slots = [buffer.take_rows(rows) for buffer in self.slots]
-        taken.lengths = [self.lengths[row] for row in rows]
-        taken.fresh = [list(self.fresh[row]) for row in rows]
-        return taken
-
-    def add_rows(self, other: "BlockState") -> None:
-        """Append the rows of another state; the block is forgotten."""
-        self.forget_block()
-        other.forget_block()
-        for own, others in zip(self.slots, other.slots, strict=True):
-            own.add_rows(others)
-        self.lengths = self.lengths + other.lengths
-        self.fresh = self.fresh + other.fresh
-        self.hidden = None
-
-
-class BlockDrafter(LayerMemory, Drafter):
+class BlockDrafter(KVEncoder, Drafter):
     """The trained part: what makes the context, the decoder layers, and the heads that a drafter has."""
 
     config: BlockDrafterSizes
@@ -137,7 +273,7 @@ class BlockDrafter(LayerMemory, Drafter):
         if config.context == "hidden":
             self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.context == "memory":
-            self.build_memory()
+            self.build_encoder()
         if config.context != "kv":
             self.hidden_norm = RMSNorm(width, eps=config.norm_eps)
         sizes = config.block(config.self_attention_kv_heads, config.self_attention_mlp_width, qkv_bias=False)
@@ -170,7 +306,7 @@ class BlockDrafter(LayerMemory, Drafter):
     @classmethod
     @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        return blocks.position_weights(response_mask, draws)
+        return block_position_weights(response_mask, draws)
 
     @override
     @torch.no_grad()
@@ -185,7 +321,7 @@ class BlockDrafter(LayerMemory, Drafter):
 
         Args:
             tokens: [...] int64.
-            projected: [..., E], of :meth:`project`; or the memory.
+            projected: [..., E], of :meth:`project`; or encoded KV.
         """
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
             own = self.fc.weight[:, : self.config.hidden_size]
@@ -220,7 +356,7 @@ class BlockDrafter(LayerMemory, Drafter):
         picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[..., self.config.first_slot :, :]
         return picked
 
-    # Features: the hidden state of a slot, and the Markov head's memory
+    # Features: the hidden state of a slot, and the Markov head's state
 
     def begin_features(self, hidden: Tensor, anchors: Tensor) -> Tensor:
         """Make the features [..., F] of first slots from hidden states [..., E] and anchors [...]."""
@@ -229,28 +365,28 @@ class BlockDrafter(LayerMemory, Drafter):
         return torch.cat((hidden, self.markov_head.begin(anchors).to(hidden.dtype)), dim=-1)
 
     def split_features(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo it: hidden states [..., E] and memories [..., M]."""
+        """Undo it: hidden states [..., E] and Markov states [..., M]."""
         width = self.config.hidden_size
         return features[..., :width], features[..., width:]
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        hidden, memory = self.split_features(features)
+        hidden, markov = self.split_features(features)
         logits = frozen.logits(hidden)
         if self.markov_head is None:
             return logits
-        bias: Tensor = self.markov_head.markov_w2(self.markov_head.code(memory, hidden))
+        bias: Tensor = self.markov_head.markov_w2(self.markov_head.code(markov, hidden))
         return logits + bias
 
     def confidence_logits(self, features: Tensor) -> Tensor | None:
         """Compute the logit of each draft's acceptance, [...]; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        hidden, memory = self.split_features(features)
+        hidden, markov = self.split_features(features)
         x = hidden
         if self.reads_token_before:
             assert self.markov_head is not None
-            x = torch.cat((hidden, memory[..., : self.markov_head.rank]), dim=-1)
+            x = torch.cat((hidden, markov[..., : self.markov_head.rank]), dim=-1)
         found: Tensor = self.confidence_head(x)
         return found
 
@@ -282,31 +418,21 @@ class BlockDrafter(LayerMemory, Drafter):
             keys, values = (expand_heads(own, seen[0].shape[1]) for own in (keys, values))
             return torch.cat((seen[0].to(keys.dtype), keys), dim=2), torch.cat((seen[1].to(keys.dtype), values), dim=2)
 
-        positions = blocks.draft_positions(anchors, size).flatten(1)
-        mask = blocks.block_mask(anchors, valid, size, n_tokens)
+        positions = draft_positions(anchors, size).flatten(1)
+        mask = block_mask(anchors, valid, size, n_tokens)
         hidden = self.run_layers(x, positions, append, mask)
         return self.drafting(hidden)
 
     def _text_context(self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype) -> list[KeysValues]:
         """Make keys and values of the context for each layer, of all positions of texts: each [B, H_kv, T, d]."""
         if self.config.context == "hidden":
-            if len(inputs.layer_outputs) != len(self.observed_layers):
-                layers = ", ".join(map(str, self.observed_layers))
-                raise DrafterError(
-                    f"a {self.kind} drafter needs the outputs of the target's layers {layers}, which this batch lacks."
-                )
-            made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
-        elif inputs.kv is None:
-            raise DrafterError(
-                f"a {self.kind} drafter with the context {self.config.context} needs the target's keys and values, "
-                "which this batch lacks."
-            )
+            made = self.project(inputs.joined_outputs(self.observed_layers).to(dtype))
         elif self.config.context == "kv":
             n_heads = self.config.self_attention_kv_heads
-            packed = inputs.kv.to(dtype).tensor_split(len(self.layers), dim=2)
+            packed = inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2)
             return [_side_by_side([unpack_kv(layer, n_heads) for layer in seen.unbind(2)]) for seen in packed]
         else:
-            made = self.encode_memory(inputs.kv)
+            made = self.encode_kv(inputs.required_kv())
         context = self.context(frozen, inputs.tokens, made)
         rotation = self.rotary(torch.arange(inputs.tokens.shape[1], device=context.device)[None])
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
@@ -327,7 +453,7 @@ class BlockDrafter(LayerMemory, Drafter):
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
         """Pick the token before each draft of blocks [B, N] from texts [B, T], past their ends the last: [B, N, K]."""
-        before = blocks.draft_positions(anchors, self.config.n_drafts).clamp(max=tokens.shape[1] - 1)
+        before = draft_positions(anchors, self.config.n_drafts).clamp(max=tokens.shape[1] - 1)
         return tokens.gather(1, before.flatten(1)).view_as(before)
 
     @override
@@ -338,23 +464,23 @@ class BlockDrafter(LayerMemory, Drafter):
         the binary cross-entropy of the confidence head to the share of its drafts that sampling would accept.
         """
         inputs, weights = step.inputs, step.weights
-        chosen = replace(step.draws.blocks or blocks.ALL_BLOCKS, n_drafts=self.config.n_drafts)
+        chosen = replace(step.draws.blocks or ALL_BLOCKS, n_drafts=self.config.n_drafts)
         draws = replace(step.draws, blocks=chosen)
-        anchors, valid = blocks.draw_anchors(inputs.response_mask, draws)
-        shares = blocks.draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
+        anchors, valid = draw_anchors(inputs.response_mask, draws)
+        shares = draft_weights(inputs.response_mask, anchors, valid, chosen)  # [B, N, K]
         at = shares > 0
-        places = blocks.draft_positions(anchors, self.config.n_drafts)
+        places = draft_positions(anchors, self.config.n_drafts)
         hidden = self.text_hidden(frozen, inputs, anchors, valid)
         features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[at]  # [P, F]
         rows = torch.arange(len(at), device=at.device)[:, None, None].expand_as(at)[at]
         positions, share = places[at], shares[at]
-        own_hidden, memory = self.split_features(features)
+        own_hidden, markov = self.split_features(features)
         head = self.markov_head
-        code = None if head is None else head.code(memory, own_hidden)
+        code = None if head is None else head.code(markov, own_hidden)
         matrix = None if head is None else head.markov_w2.weight
         labels = inputs.tokens[rows, positions + 1]
         n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
-        scale = loss_scale(float(share.sum()), step.denominator)
+        scale = step.scale(float(share.sum()))
         if chosen.d_pace is not None:
             wrong = torch.zeros_like(shares)
             wrong[at] = losses.chunked_cross_entropy(own_hidden, labels, frozen.lm_head_weight, code, matrix)
@@ -409,7 +535,7 @@ class BlockDrafter(LayerMemory, Drafter):
             return
         for row, indices in enumerate(kept):
             seen = hidden[row, torch.tensor(list(indices), device=hidden.device)]
-            state.fresh[row].append(self.project(seen.to(self.dtype)))
+            state.fresh[row] = (*state.fresh[row], self.project(seen.to(self.dtype)))
 
     @override
     def draft_root(
@@ -417,10 +543,10 @@ class BlockDrafter(LayerMemory, Drafter):
     ) -> Tensor:
         device, size = frozen.lm_head_weight.device, self.config.block_size
         before = [len(tokens) - 1 for tokens in committed]
-        state.forget_block()
+        state.forget_drafts()
         append: Append
         if self.config.context == "kv":
-            check_has_kv(cache, before)
+            _check_has_kv(cache, before)
             append = partial(self._behind_target, cache, before)
         else:
             self._extend_context(state, frozen, committed, cache)
@@ -453,11 +579,11 @@ class BlockDrafter(LayerMemory, Drafter):
         positions = positions_behind(starts, max(counts), device)
         if self.config.context == "memory":
             first_layer = 0 if self.config.layer_attention else self.config.n_layers - 1
-            made = self.encode_memory(cache.packed(starts, max(counts), first_layer).to(self.dtype), positions)
+            made = self.encode_kv(cache.packed(starts, max(counts), first_layer).to(self.dtype), positions)
         else:
             made = state.take_fresh(counts)
-        texts = [torch.tensor(row[start:-1]) for row, start in zip(committed, starts, strict=True)]
-        tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)  # [B, n]
+        texts = [row[start:-1] for row, start in zip(committed, starts, strict=True)]
+        tokens = padded(texts, device)  # [B, n]
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
@@ -491,32 +617,32 @@ class BlockDrafter(LayerMemory, Drafter):
             return self.project(hidden.to(self.dtype))
         assert kv is not None
         if self.config.context == "memory":
-            return self.sent_memory(kv, positions)
+            return self.encode_to_send(kv, positions)
         return kv[:, list(self.config.fused_layers)].flatten(1)
 
     @override
     def _take_context(self, state: BlockState, cache: ContextCache, context: Tensor) -> None:
-        state.forget_block()
+        state.forget_drafts()
         layers, n_heads = None, self.config.self_attention_kv_heads
         if self.config.context == "kv":
             layers = context.unflatten(1, (len(self.config.fused_layers), self.config.kv_width))
         elif self.config.context == "memory":
-            self._extend_by_memory(state, context[None], [len(context)])
+            self._append_sent(state, context[None], [len(context)])
         else:
-            state.fresh[0].append(context)
+            state.fresh[0] = (*state.fresh[0], context)
         cache.extend(len(context), layers, n_heads)
 
     @override
     def reuse_context(self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
-        state.forget_block()
+        state.forget_drafts()
         rows = zip(state.lengths, starts, counts, strict=True)
         fitting = [count if length == start else 0 for length, start, count in rows]
         if self.config.context == "memory" and any(fitting):
-            self._extend_by_memory(state, contexts, fitting)
+            self._append_sent(state, contexts, fitting)
 
-    def _extend_by_memory(self, state: BlockState, sent: Tensor, counts: Sequence[int]) -> None:
-        """Add the next n positions of each row to the context, from their memories [B, n, W] as they are sent."""
-        context: Tensor = self.hidden_norm(self.received_memory(sent))
+    def _append_sent(self, state: BlockState, sent: Tensor, counts: Sequence[int]) -> None:
+        """Add the next n positions of each row to the context, from their encoded KV [B, n, W] as it is sent."""
+        context: Tensor = self.hidden_norm(self.encoded_of(sent))
         self._append_context(state, context, counts)
 
     @override
@@ -525,9 +651,9 @@ class BlockDrafter(LayerMemory, Drafter):
         hidden = state.hidden[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
         if self.markov_head is None:
             return hidden
-        before, memory = self.split_features(level.parent_features)
-        memory = self.markov_head.follow(memory, before, level.tokens)
-        return torch.cat((hidden, memory.to(hidden.dtype)), dim=-1)
+        before, markov = self.split_features(level.parent_features)
+        markov = self.markov_head.follow(markov, before, level.tokens)
+        return torch.cat((hidden, markov.to(hidden.dtype)), dim=-1)
 
 
 def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
@@ -543,11 +669,85 @@ def _behind_context(state: BlockState, layer: int, keys: Tensor, values: Tensor)
     return state.slots[layer].append(keys, values)
 
 
-def check_has_kv(cache: KVSource, before: Sequence[int]) -> None:
-    """Refuse to draft behind so many positions of each row where the target's KV of some has not arrived."""
+def _check_has_kv(cache: KVSource, before: Sequence[int]) -> None:
+    """Refuse to draft after so many positions of each row where the target's KV of some has not arrived."""
     for have, n_positions in zip(cache.lengths, before, strict=True):
         if have < n_positions:
             raise DrafterError(
                 f"the contexts of positions {have} to {n_positions - 1} have not arrived; begin the round at token "
                 f"{have}, and feed the known tokens behind it as levels."
             )
+
+
+# The kinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashSizes(BlockDrafterSizes):
+    """Everything needed to rebuild a DFlash drafter and to know which target it belongs to."""
+
+    kind: ClassVar[str] = "dflash"
+
+    block_size: int = 16
+    """G, slots of a block."""
+    sample_from_anchor: bool = False
+    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
+
+
+class DFlashDrafter(BlockDrafter):
+    """The backbone alone."""
+
+    kind: ClassVar[str] = DFlashSizes.kind
+    config_class: ClassVar[type[DrafterSizes]] = DFlashSizes
+    config: DFlashSizes
+
+    @property
+    @override
+    def reads_token_before(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSizes(BlockDrafterSizes):
+    """Everything needed to rebuild a DSpark drafter and to know which target it belongs to."""
+
+    kind: ClassVar[str] = "dspark"
+
+    block_size: int = 7
+    """G, slots of a block."""
+    sample_from_anchor: bool = True
+    """The slot of the anchor drafts the token behind it; without, each further slot drafts its own token."""
+    markov_head: str = "vanilla"
+    """How a draft follows from the one before it, see :mod:`..nn.markov`."""
+    markov_rank: int = 256
+    """r, rank of the Markov head."""
+    confidence_head: bool = True
+    """Whether there is a confidence head."""
+    confidence_with_markov: bool = True
+    """Whether it reads the Markov head's embedding of the token before too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_head not in MARKOV_HEADS:
+            raise DrafterError(f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}.")
+        self.check_at_least_one("markov_rank")
+
+
+class DSparkDrafter(BlockDrafter):
+    """The backbone, a Markov head and a confidence head."""
+
+    kind: ClassVar[str] = DSparkSizes.kind
+    config_class: ClassVar[type[DrafterSizes]] = DSparkSizes
+    config: DSparkSizes
+
+    def __init__(self, config: DSparkSizes) -> None:
+        super().__init__(config)
+        self.markov_head = markov_head(config.markov_head, config.vocab_size, config.markov_rank, config.hidden_size)
+        if config.confidence_head:
+            own = config.markov_rank if self.reads_token_before else 0
+            self.confidence_head = ConfidenceHead(config.hidden_size + own)
+
+    @property
+    @override
+    def reads_token_before(self) -> bool:
+        return self.config.confidence_with_markov and self.config.markov_head != "none"

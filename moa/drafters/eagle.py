@@ -1,6 +1,7 @@
 """EAGLE drafter (Li et al., ICML 2024, arXiv 2401.15077; trees of EAGLE-2, arXiv 2406.16858): one decoder layer.
 
-Shapes: B batch, T tokens, Q queries, P loss positions, E target width, S slots.
+Shapes: B batch, T tokens, Q queries, P loss positions, E target width, S slots (T - 1), K fused layers, b nodes of one
+level.
 
     [embedding of token t+1 ; hidden state of token t] -> linear 2E -> E -> decoder layer(s) -> feature of token t+1
 
@@ -9,11 +10,12 @@ Hidden states are the target's AFTER its final norm, what transformers gives as 
 official code has the same convention (``train/eagle.py``).
 
 Slot t of the drafter's cache is made from the hidden state of position t and the token at t+1, and its RoPE position is
-t. In slots before the root's the hidden states are the target's own; behind it they are the drafter's, and each round
+t. In slots before the root's the hidden states are the target's own; after it they are the drafter's, and each round
 makes those of accepted tokens anew.
 """
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -21,14 +23,133 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ...errors import DrafterError
+from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget, target_sizes
-from ..targets.cache import ContextCache
-from .causal_layers import causal_features
-from .feature import FeatureDrafter, FeatureState
-from .rounds import Draws, at_queries, loss_queries
+from ..targets.cache import ContextCache, KVSource
+from .base import DraftedFeatures, Drafter, DraftLevel
+from .caches import LayerState, causal_features, padded
 from .sizes import DrafterSizes
-from .training import LossTerms, TrainingStep, distillation, loss_scale
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, distillation, loss_queries
+
+
+class FeatureState(LayerState):
+    """Caches whose committed slots are made from the target's own hidden states.
+
+    Attributes:
+        fresh: per row the target's states [n, E or K * E] of the committed positions from ``n_true`` on.
+        last: per row the newest of those that were fed, [1, E or K * E]; None before the first.
+    """
+
+    def __init__(self, n_rows: int, n_layers: int) -> None:
+        super().__init__(n_rows, n_layers)
+        self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
+        self.last: list[Tensor | None] = [None] * n_rows
+
+    def take_fresh(self) -> list[Tensor]:
+        """Hand over the states of the slots to feed; where there is none, those of the root's slot once more."""
+        found = []
+        for row, parts in enumerate(self.fresh):
+            last = self.last[row]
+            if not parts and last is None:
+                raise DrafterError("nothing of the target has been observed: give its states before drafting.")
+            if not parts and last is not None:
+                self.n_true[row] -= 1
+                parts = (last,)
+            found.append(torch.cat(parts))
+        self.fresh, self.last = [()] * len(found), [states[-1:] for states in found]
+        return found
+
+
+class FeatureDrafter(Drafter):
+    """What EAGLE and EAGLE-3 share: layers fed with the token at t+1 and the feature of t, then with their outputs."""
+
+    rotary: Rotary
+
+    @property
+    @abstractmethod
+    def blocks(self) -> list[DecoderBlock]:
+        """The decoder layers in order; the first one takes what :meth:`join` gives."""
+
+    @abstractmethod
+    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Make the layers' input from embeddings of tokens t+1 and features of tokens t, each [..., E]."""
+
+    def target_states(self, inputs: TrainingInputs) -> Tensor:
+        """Pick what the drafter sees of the target, as :meth:`observe` gets it: here the last hidden state."""
+        return inputs.hidden
+
+    def true_features(self, states: Tensor) -> Tensor:
+        """Turn :meth:`target_states` into features [..., E] in place of the drafter's own; here they are the same."""
+        return states
+
+    def fed_back(self, outputs: Tensor) -> Tensor:
+        """Turn outputs of the layers [..., E] into the features that are fed back; here they are the same."""
+        return outputs
+
+    @override
+    def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
+        # All rounds at once, step by step: each step is fed with the features of the one before.
+        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
+        drafted[:, 0] = False
+        context = masks.last_context(drafted)[:, 1:]  # [B, S]: the last slot of the target's that a query sees
+        slots = torch.arange(context.shape[1], device=context.device)
+        step = torch.where(drafted[:, 1:], slots - context, -1)  # 0 for the root's slot, -1 for none
+        embeddings = frozen.embed(inputs.tokens[:, 1:])
+        joined = self.join(embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype)))
+        true_keys_values, features = [], joined
+        rotation, causal = self.rotary(slots[None, :]), (slots[None, :] <= slots[:, None])[None]
+        for block in self.blocks:
+            true_keys_values.append(block.keys_values(features, rotation))
+            features = block(features, rotation, *true_keys_values[-1], causal)
+        features = self.fed_back(features)
+        own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
+        rows = torch.arange(len(step), device=step.device)[:, None]
+        for index in range(1, int(step.max()) + 1):
+            queries, valid = loss_queries(step == index)
+            limit = context.gather(1, queries)[..., None]
+            seen = torch.cat((slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1)  # [B, Q, 2S]
+            x = self.join(at_queries(embeddings, queries), at_queries(features, (queries - 1).clamp(min=0)))
+            at = rows.expand_as(queries)[valid], queries[valid]
+            rotation = self.rotary(queries)
+            for block, true, own in zip(self.blocks, true_keys_values, own_keys_values, strict=True):
+                for buffer, new in zip(own, block.keys_values(x, rotation), strict=True):
+                    buffer[at[0], :, at[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(true, own, strict=True))
+                x = block(x, rotation, keys, values, seen)
+            features[at] = self.fed_back(x)[valid].to(features.dtype)
+        queries, valid = loss_queries(drafted)
+        return DraftedFeatures(queries, valid, at_queries(features, (queries - 1).clamp(min=0)))
+
+    @override
+    def new_state(self, n_rows: int) -> FeatureState:
+        return FeatureState(n_rows, len(self.blocks))
+
+    @override
+    def observe(self, state: FeatureState, hidden: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        for row, indices in enumerate(kept):
+            new = hidden[row, torch.tensor(list(indices), device=hidden.device)]
+            state.fresh[row] = (*state.fresh[row], new)
+
+    @override
+    def draft_root(
+        self, state: FeatureState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+    ) -> Tensor:
+        # Slots up to the root's are made from the target's own states, also those of accepted drafts, made anew.
+        fresh = state.take_fresh()
+        counts = [len(hidden) for hidden in fresh]
+        texts = zip(committed, state.n_true, counts, strict=True)
+        tokens = [row[start + 1 : start + 1 + count] for row, start, count in texts]
+        embeddings = frozen.embed(padded(tokens, frozen.lm_head_weight.device))
+        hidden = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.dtype)  # [B, n, E or K * E]
+        x = self.join(embeddings, self.true_features(hidden))
+        return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts))
+
+    @override
+    def draft_level(self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+        x = self.join(frozen.embed(level.tokens), level.parent_features)
+        return self.fed_back(state.feed_level(self.blocks, self.rotary, x, level.seen, level.depth))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +220,7 @@ class EagleDrafter(FeatureDrafter):
 
     @override
     def _take_context(self, state: FeatureState, cache: ContextCache, context: Tensor) -> None:
-        state.fresh[0].append(context)
+        state.fresh[0] = (*state.fresh[0], context)
         cache.extend(len(context), None, 0)
 
     def forward(self, joined: Tensor, queries: Tensor | None = None) -> Tensor:
@@ -126,8 +247,7 @@ class EagleDrafter(FeatureDrafter):
         features = self(self.join(embeddings, seen[:, :-1]), queries)[valid]  # [P, E]
         goal = at_queries(hidden[:, 1:], queries)[valid]
         n_positions = int(valid.sum())
-        scale = loss_scale(n_positions, step.denominator)
-        kl, feature = distillation(frozen, features, goal, scale, step.weights.divergence)
+        kl, feature = distillation(frozen, features, goal, step.scale(n_positions), weights.divergence)
         return LossTerms(weights.forward_kl * kl + weights.feature * feature, kl, feature, n_positions)
 
 
@@ -137,7 +257,7 @@ def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
         return None
     rows = []
     for seed in draws.seeds:
-        # What a token gets does not depend on the padding behind it, for the tokens come first.
+        # What a token gets does not depend on the padding after it, for the tokens come first.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))
     return (torch.stack(rows) - 0.5) * draws.noise_width

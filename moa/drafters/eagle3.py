@@ -34,15 +34,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from ...errors import DrafterError
+from ...errors import CheckpointError, DrafterError
 from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..nn.limits import LIMITS
 from ..targets.bundle import FrozenTarget, target_sizes
-from .feature import FeatureDrafter
-from .rounds import at_queries, loss_queries
-from .sizes import DrafterSizes
-from .training import LossTerms, Reads, TrainingInputs, TrainingStep, loss_scale
+from .eagle import FeatureDrafter
+from .sizes import DrafterSizes, check_target_layers
+from .training import LossTerms, Reads, TrainingInputs, TrainingStep, at_queries, loss_queries
 
 STEP_DECAY = 0.8
 """Weight of a step's loss relative to the step before (official ``traineagle3/main.py``)."""
@@ -76,7 +75,7 @@ class Eagle3Sizes(DrafterSizes):
         object.__setattr__(self, "fused_layers", tuple(self.fused_layers))  # JSON knows lists alone
         self.check_kv_heads("self_attention_kv_heads")
         # A foreign checkpoint does not say how many layers its target has.
-        check_fused_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
+        check_target_layers(self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0))
         if not 1 <= self.draft_vocabulary <= self.vocab_size:
             raise DrafterError(
                 f"draft_vocabulary must be between 1 and the target's {self.vocab_size} tokens, got "
@@ -111,15 +110,6 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
             f"Choose them: --fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
         )
     return layers
-
-
-def check_fused_layers(layers: Sequence[int], n_layers: int) -> None:
-    """Refuse layers that a target of ``n_layers`` does not have, or that are not in ascending order."""
-    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= n_layers:
-        given = ",".join(map(str, layers))
-        raise DrafterError(
-            f"fused_layers must be ascending decoder layers between 0 and {n_layers - 1}, got {given or 'none'}."
-        )
 
 
 class Eagle3Block(DecoderBlock):
@@ -189,7 +179,7 @@ class Eagle3Drafter(FeatureDrafter):
     @override
     def reads(cls, n_layers: int, settings: Any) -> Reads:
         layers = default_fused_layers(n_layers) if settings.fused_layers is None else settings.fused_layers
-        check_fused_layers(layers, n_layers)
+        check_target_layers(layers, n_layers)
         return Reads(outputs=layers)
 
     @override
@@ -206,16 +196,26 @@ class Eagle3Drafter(FeatureDrafter):
         self.norm.weight.copy_(frozen.norm.weight)
 
     @override
+    def check_weights(self) -> None:
+        ids, marked = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device), self.t2d
+        if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
+            raise CheckpointError(
+                f"d2t names the tokens {int(ids.min())} to {int(ids.max())}, expected ids from 0 to {len(marked) - 1}; "
+                "it holds offsets (target id - draft id), not target ids."
+            )
+        if len(ids.unique()) < len(ids) or int(marked.sum()) != len(ids) or not bool(marked[ids].all()):
+            raise CheckpointError(
+                f"d2t names {len(ids.unique())} different tokens of {len(ids)}, and t2d marks {int(marked.sum())} "
+                "tokens; expected the same ones in both."
+            )
+
+    @override
     def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat((embeddings, hidden.to(embeddings.dtype)), dim=-1)
 
     @override
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """Concatenate the outputs of the fused layers: [B, T, K * E]."""
-        if len(inputs.layer_outputs) != len(self.config.fused_layers):
-            layers = ", ".join(map(str, self.config.fused_layers))
-            raise DrafterError(f"EAGLE-3 needs the outputs of the target's layers {layers}, which this batch lacks.")
-        return torch.cat(inputs.layer_outputs, dim=-1)
+        return inputs.joined_outputs(self.config.fused_layers)  # [B, T, K * E]
 
     @override
     def true_features(self, states: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class Eagle3Drafter(FeatureDrafter):
             self.draft_tokens,
             divergence=step.weights.divergence,
         )
-        scale = loss_scale(n_positions, step.denominator)
+        scale = step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * scale * total, scale * by_step[0], None, n_positions)
 
     def test_time_features(
@@ -310,8 +310,8 @@ def attend_with_own_steps(
 
     Args:
         q: [B, H, Q, d], a query of each round.
-        keys: [B, H_kv, S, d], shared.
-        values: [B, H_kv, S, d], shared.
+        keys: [B, H_kv, S, d], shared, as ``values``.
+        values: [B, H_kv, S, d].
         seen: [B, Q, S] bool, which shared slots each round sees.
         own: per earlier step keys and values [B, H_kv, Q, d], one of each round.
 

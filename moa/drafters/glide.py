@@ -17,7 +17,7 @@ blocks of 3 and offset 1::
     last target KV it sees     . 0 0 0 3 3 3 6 6
 
 The released code has offset 0, rotates the target's keys a second time and lets a first block, which has nothing
-before it, attend to all keys alike; here it is a round behind position 0, and position 0 itself carries no loss.
+before it, attend to all keys alike; here it is a round after position 0, and position 0 itself carries no loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,22 +25,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-from ...errors import DrafterError
 from ..nn import masks
-from ..nn.kv import KVBuffer, positions_behind, unpack_kv
+from ..nn.kv import unpack_kv
 from ..nn.layers import Attention, BlockSizes, DecoderBlock, Rotary, Rotation
 from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .rounds import Draws, at_queries, loss_queries
+from .caches import Fed, KeysValues, TokenState, lengths_mask
 from .sizes import DrafterSizes
-from .training import LossTerms, Reads, TrainingInputs, TrainingStep, distillation, loss_scale
-
-KeysValues = tuple[Tensor, Tensor]
-"""Keys and values, each [B, heads, S, d]."""
+from .training import (
+    Draws,
+    LossTerms,
+    Reads,
+    TrainingInputs,
+    TrainingStep,
+    at_queries,
+    distillation,
+    loss_queries,
+    round_queries,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,42 +92,6 @@ class TargetAttention(Attention):
         del self.k_proj, self.v_proj
 
 
-class GlideState:
-    """The drafter's cache of B rows while decoding; cross-attention reads the target's.
-
-    Attributes:
-        self_attention: keys and values of the verified tokens, then of this round's drafts in the order of feeding.
-        n_fed: tokens of this round's tree that were fed, the root included.
-    """
-
-    def __init__(self, n_rows: int) -> None:
-        self.self_attention = KVBuffer(n_rows)
-        self.n_fed = 0
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        self.self_attention.select_rows(rows)
-
-    def forget_drafts(self) -> None:
-        """End the round: of its nodes only the root is known to be committed."""
-        if self.n_fed:
-            self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
-            self.n_fed = 0
-
-    def take_rows(self, rows: Sequence[int]) -> "GlideState":
-        """Copy these rows, in this order, to a state of their own."""
-        self.forget_drafts()
-        taken = GlideState(0)
-        taken.self_attention = self.self_attention.take_rows(rows)
-        return taken
-
-    def add_rows(self, other: "GlideState") -> None:
-        """Append the rows of another state."""
-        for state in (self, other):  # their rounds may be of different lengths
-            state.forget_drafts()
-        self.self_attention.add_rows(other.self_attention)
-
-
 class GlideDrafter(Drafter):
     """The trained part: a decoder layer, and queries and output projection of its cross-attention."""
 
@@ -154,25 +124,19 @@ class GlideDrafter(Drafter):
         features = self._features(frozen, inputs, last_seen, queries)[valid]  # [P, E]
         goal = at_queries(inputs.hidden, queries)[valid]
         n_positions = int(valid.sum())
-        scale = loss_scale(n_positions, step.denominator)
-        kl, feature = distillation(frozen, features, goal, scale, step.weights.divergence)
+        kl, feature = distillation(frozen, features, goal, step.scale(n_positions), step.weights.divergence)
         return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), n_positions)
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         # Only tokens are fed back, so the training forward will do, with the rounds of the draws in place of blocks.
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        drafted[:, :1] = False
-        queries, valid = loss_queries(drafted)
-        context = masks.last_context(drafted).gather(1, queries)
+        queries, valid, context = round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
     def _features(self, frozen: FrozenTarget, inputs: TrainingInputs, last_seen: Tensor, queries: Tensor) -> Tensor:
         """Compute features [B, Q, E] of queries that see target KV up to ``last_seen``, both [B, Q] int64."""
-        if inputs.kv is None:
-            raise DrafterError("GLIDE needs the target's keys and values of the last layer, which this batch lacks.")
         seen = masks.cross_attention_mask(last_seen, inputs.tokens.shape[1])
-        features: Tensor = self(frozen, inputs.tokens, inputs.kv, seen, queries)
+        features: Tensor = self(frozen, inputs.tokens, inputs.required_kv(), seen, queries)
         return features
 
     def forward(
@@ -216,51 +180,28 @@ class GlideDrafter(Drafter):
         return block.finish(x, self.cross_attention(q, *target, target_mask))
 
     @override
-    def new_state(self, n_rows: int) -> GlideState:
-        return GlideState(n_rows)
+    def new_state(self, n_rows: int) -> TokenState:
+        return TokenState(n_rows)
 
     @override
     def draft_root(
-        self, state: GlideState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self, state: TokenState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        device, slots = frozen.lm_head_weight.device, state.self_attention
         state.forget_drafts()
-        slots.crop([len(tokens) - 1 for tokens in committed])
-        fresh = [torch.tensor(tokens[n:]) for tokens, n in zip(committed, slots.lengths, strict=True)]
-        counts = [len(tokens) for tokens in fresh]
-        embeddings = frozen.embed(nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(device))
-        positions = positions_behind(slots.lengths, max(counts), device)
-        slots.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)), counts)
-        state.n_fed = 1
-        last = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
-        at = positions.expand(len(counts), -1).gather(1, last)
-        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
-        return self._draft(state, at_queries(embeddings, last), at, seen, cache, is_chain=True)
+        return self._draft(state, state.feed_committed(self.self_attention, self.rotary, frozen, committed), cache)
 
     @override
-    def draft_level(self, state: GlideState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        n_nodes, device = level.tokens.shape[1], level.tokens.device
-        roots = [length - state.n_fed for length in state.self_attention.lengths]
-        first = torch.tensor(roots, device=device)[:, None] + level.depth
-        positions = first.expand(-1, n_nodes)  # [B, b]: a level stands at one position
-        embeddings = frozen.embed(level.tokens)
-        state.self_attention.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)))
-        state.n_fed += n_nodes
-        return self._draft(state, embeddings, positions, level.seen, cache, is_chain=state.n_fed == level.depth + 1)
+    def draft_level(self, state: TokenState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+        fed = state.feed_level(self.rotary, frozen, level)
+        state.self_attention.append(*self.self_attention.keys_values(fed.embeddings, fed.rotation))
+        return self._draft(state, fed, cache)
 
-    def _draft(
-        self, state: GlideState, x: Tensor, positions: Tensor, seen: Tensor, cache: KVSource, is_chain: bool
-    ) -> Tensor:
-        """Compute features of fed tokens x [B, b, E] at positions [B, b]; a chain of one row needs no masks."""
-        n_verified = [length - state.n_fed for length in state.self_attention.lengths]
-        n_slots = max(n_verified)
-        own_mask = None if is_chain and len(n_verified) == 1 else masks.tree_mask(n_verified, seen)
-        target_mask = None
-        if len(set(n_verified)) > 1:
-            slots = torch.arange(n_slots, device=x.device)[None, :]
-            target_mask = (slots < torch.tensor(n_verified, device=x.device)[:, None])[:, None, :]  # [B, 1, S]
-        target = cache.layer_view(self.config.n_layers - 1, n_slots)
-        return self._layer(x, self.rotary(positions), state.self_attention.view(), own_mask, target, target_mask)
+    def _draft(self, state: TokenState, fed: Fed, cache: KVSource) -> Tensor:
+        """Compute features of fed tokens: [B, b, E]."""
+        target = cache.layer_view(self.config.n_layers - 1, max(fed.before))
+        own = state.self_attention.view()
+        target_mask = lengths_mask(fed.before, fed.embeddings.device)
+        return self._layer(fed.embeddings, fed.rotation, own, fed.mask, target, target_mask)
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:

@@ -13,21 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from ...errors import DrafterError
-from ..nn import losses, masks
+from ..nn import losses
 from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .causal_layers import LayerCaches, causal_features
-from .rounds import Draws, at_queries, loss_queries
+from .caches import LayerState, causal_features, padded
 from .sizes import DrafterSizes, multiple_of_32
-from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, loss_queries, round_queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +120,13 @@ class IndependentDrafter(Drafter):
             features[:, None], goal, self.embed_tokens.weight, frozen.lm_head_weight, weight,
             divergence=step.weights.divergence,
         )  # fmt: skip
-        mean = total * loss_scale(n_positions, step.denominator)
+        mean = total * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         # Where rounds begin makes no difference to a model that reads tokens alone.
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        queries, valid = loss_queries(drafted)
+        queries, valid, _ = round_queries(inputs.response_mask, draws, first=0)
         return DraftedFeatures(queries, valid, self(inputs.tokens, queries))
 
     @override
@@ -142,23 +139,23 @@ class IndependentDrafter(Drafter):
         return 0
 
     @override
-    def new_state(self, n_rows: int) -> LayerCaches:
-        return LayerCaches(n_rows, self.config.independent_layers)
+    def new_state(self, n_rows: int) -> LayerState:
+        return LayerState(n_rows, self.config.independent_layers)
 
     @override
     def draft_root(
-        self, state: LayerCaches, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self, state: LayerState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         # The root of the round before is fed anew where nothing was committed since.
         state.n_true = [min(n, len(tokens) - 1) for tokens, n in zip(committed, state.n_true, strict=True)]
-        fresh = [torch.tensor(tokens[n:]) for tokens, n in zip(committed, state.n_true, strict=True)]
-        tokens = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(self.embed_tokens.weight.device)  # [B, n]
+        fresh = [tokens[n:] for tokens, n in zip(committed, state.n_true, strict=True)]
+        embeddings = self.embed_tokens(padded(fresh, self.embed_tokens.weight.device))  # [B, n, W]
         counts = [len(row) for row in fresh]
-        features: Tensor = self.norm(state.feed_committed(self.blocks, self.rotary, self.embed_tokens(tokens), counts))
+        features: Tensor = self.norm(state.feed_committed(self.blocks, self.rotary, embeddings, counts))
         return features
 
     @override
-    def draft_level(self, state: LayerCaches, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
+    def draft_level(self, state: LayerState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
         x = state.feed_level(self.blocks, self.rotary, self.embed_tokens(level.tokens), level.seen, level.depth)
         features: Tensor = self.norm(x)
         return features

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..nn import losses, masks
+from ..nn import losses
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .rounds import Draws, at_queries, loss_queries
+from .caches import RowState
 from .sizes import DrafterSizes
-from .training import LossTerms, TrainingInputs, TrainingStep, loss_scale
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep, at_queries, round_queries
 
 HEAD_DECAY = 0.8
 """The loss of head k weighs this to the power of k (section 2.2.1): far tokens are uncertain, and their loss large."""
@@ -58,29 +58,10 @@ class MedusaSizes(DrafterSizes):
         return self.medusa_heads
 
 
-class MedusaState:
-    """The target's hidden state of the last verified position of each row, [B, E]; None before the first."""
+class MedusaState(RowState):
+    """The target's hidden state of the last verified position of each row, [B, E]."""
 
-    def __init__(self) -> None:
-        self.hidden: Tensor | None = None
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        if self.hidden is not None:
-            self.hidden = self.hidden[list(rows)]
-
-    def take_rows(self, rows: Sequence[int]) -> "MedusaState":
-        """Copy these rows, in this order, to a state of their own."""
-        taken = MedusaState()
-        if self.hidden is not None:
-            taken.hidden = self.hidden[list(rows)]
-        return taken
-
-    def add_rows(self, other: "MedusaState") -> None:
-        """Append the rows of another state."""
-        assert self.hidden is not None, "a target call comes before rows are joined"
-        assert other.hidden is not None
-        self.hidden = torch.cat((self.hidden, other.hidden))
+    hidden: Tensor
 
 
 class ResidualLayer(nn.Module):
@@ -155,16 +136,13 @@ class MedusaDrafter(Drafter):
         kl = losses.chunked_forward_kl(
             torch.cat(features), torch.cat(goals), frozen.lm_head_weight, divergence=step.weights.divergence
         )
-        mean = (kl * torch.cat(shares)).sum() * loss_scale(n_positions, step.denominator)
+        mean = (kl * torch.cat(shares)).sum() * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
     @override
     def drafted_features(self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws) -> DraftedFeatures:
         """Ask the heads at the context position of each round."""
-        drafted = masks.drafted_positions(inputs.response_mask, draws.step_bound, draws.offset)
-        drafted[:, :1] = False
-        queries, valid = loss_queries(drafted)
-        context = masks.last_context(drafted).gather(1, queries)
+        queries, valid, context = round_queries(inputs.response_mask, draws)
         step = torch.where(valid, queries - context, 0)  # k of the head that drafts there
         self.config.check_depth(int(step.max()))
         hidden = at_queries(inputs.hidden, context).to(self.dtype)
@@ -192,12 +170,10 @@ class MedusaDrafter(Drafter):
     def draft_root(
         self, state: MedusaState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
-        assert state.hidden is not None, "a target call comes before the first round"
         features: Tensor = self.heads[0](state.hidden)[:, None]
         return features
 
     @override
     def draft_level(self, state: MedusaState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        assert state.hidden is not None
         features: Tensor = self.heads[level.depth](state.hidden)[:, None]
         return features.expand(-1, level.tokens.shape[1], -1)

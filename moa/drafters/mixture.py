@@ -4,32 +4,32 @@ Shapes: B batch, T tokens, Q drafted positions (queries), L target layers, H_kv 
 D = 2 * H_kv * d, E target width, V vocabulary, N target layers used for inference, b nodes of one level, n tokens of
 one call.
 
-    KV of all layers [B, T, L, D] -> layer self-attention -> mean over layers -> linear -> memory [B, T, E]
-    tokens -> embeddings -> causal self-attention -> cross-attention to the memory
+    KV of all layers [B, T, L, D] -> layer self-attention -> mean over layers -> linear -> encoded KV [B, T, E]
+    tokens -> embeddings -> causal self-attention -> cross-attention to encoded KV
            -> (last N target layers, final norm) -> LM head
 
-Training runs many draft rounds at once: position i sees the memory up to its last context position s(i), exactly what a
+Training runs many draft rounds at once: position i sees encoded KV up to its last context position s(i), exactly what a
 draft step sees after the verification that ended at s(i). Both paths call the same blocks. In a text of nine tokens
 whose response begins at 3, with a step bound of 4, tokens 5, 6, 7 are one round: 0 to 4 are verified, 5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2
     self-attention: embeddings of        0..3   0..5   0..6   0..7      in a staircase row 3, 5, 5..6, 5..7
-    cross-attention: memory of           0..2   0..4   0..4   0..4
+    cross-attention: encoded KV of       0..2   0..4   0..4   0..4
       and, where it sees drafts, of         3      5   5..6   5..7      what self-attention made of them
     target layers: the target's KV of    0..2   0..4   0..4   0..4
       and the drafter's own KV of           3      5   5..6   5..7
     predicts token                          4      6      7      8
 
-With ``cross_attention_drafts``, which is not the paper's, the cross-attention sees the drafts of the round behind the
-memory; in the paper a draft knows those before it only as embeddings, and the further from the last verified position,
-the less it agrees with the target. What the memory is made of stands in :mod:`.layer_memory`.
+With ``cross_attention_drafts``, which is not the paper's, the cross-attention also sees the drafts of the round; in the
+paper a draft knows those before it only as embeddings, and the further from the last verified position, the less it
+agrees with the target. How KV is encoded stands in :mod:`.kv_encoder`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,80 +37,95 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import losses, masks
-from ..nn.kv import KVBuffer, positions_behind
-from ..nn.layers import DecoderBlock, Rotary, Rotation
-from ..targets.bundle import FrozenTarget
+from ..nn.kv import KVBuffer, positions_behind, unpack_kv
+from ..nn.layers import BlockSizes, DecoderBlock, Rotary
+from ..targets.bundle import FrozenTarget, target_sizes
 from ..targets.cache import ContextCache, KVSource
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .layer_memory import LayerMemory, read_kv_layers
-from .mixture_sizes import MoASizes
-from .rounds import Draws, Rounds, at_queries
-from .sizes import DrafterSizes
-from .target_layers import drafted_target_layers, mixed_target_layers
-from .training import LossTerms, Reads, TrainingInputs, TrainingStep, distillation, loss_scale
+from .caches import Fed, KeysValues, TokenState, lengths_mask, write_behind
+from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
+from .sizes import DrafterSizes, multiple_of_32
+from .training import Draws, LossTerms, Reads, Rounds, TrainingInputs, TrainingStep, at_queries, distillation
 
 
-class MoADraftState:
+@dataclass(frozen=True, kw_only=True)
+class MoASizes(KVEncoderSizes):
+    """Everything needed to rebuild a Mixture of Attentions and to know which target it belongs to."""
+
+    kind: ClassVar[str] = "moa"
+
+    self_attention_kv_heads: int
+    """KV heads of the causal self-attention."""
+    self_attention_mlp_width: int
+    """MLP width of the causal self-attention."""
+    cross_attention_kv_heads: int
+    """KV heads of the cross-attention."""
+    cross_attention_mlp_width: int
+    """MLP width of the cross-attention."""
+    target_layer_inference: int = 0
+    """N, how many of the target's last layers the drafted features pass through."""
+    cross_attention_drafts: bool = True
+    """Whether cross-attention sees the drafts of its round too; in the paper it sees encoded KV alone."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("self_attention", "cross_attention"):
+            kv_heads = getattr(self, f"{name}_kv_heads")
+            if kv_heads < 1 or self.n_heads % kv_heads:
+                problems.append(f"{name}_kv_heads ({kv_heads}) must divide the {self.n_heads} query heads")
+        problems += self.encoder_problems()
+        if not 0 <= self.target_layer_inference <= self.n_layers:
+            problems.append(
+                f"target_layer_inference ({self.target_layer_inference}) must be between 0 and the target's "
+                f"{self.n_layers} layers"
+            )
+        if problems:
+            raise DrafterError("drafter sizes do not fit: " + "; ".join(problems) + ".")
+
+    @classmethod
+    @override
+    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose sizes in the proportions of the official Llama-3-8B drafter."""
+        facts = target_sizes(config)
+        half_kv_heads = next(h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0)
+        mlp_width = multiple_of_32(config.intermediate_size * 3 / 7)
+        return {
+            "self_attention_kv_heads": half_kv_heads,
+            "self_attention_mlp_width": mlp_width,
+            "cross_attention_kv_heads": half_kv_heads,
+            "cross_attention_mlp_width": mlp_width,
+        } | cls.encoder_defaults(config, given)
+
+    @property
+    def self_attention(self) -> BlockSizes:
+        """Sizes of the causal self-attention block."""
+        return self.block(self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias)
+
+    @property
+    def cross_attention(self) -> BlockSizes:
+        """Sizes of the cross-attention block, which never has biases."""
+        return self.block(self.cross_attention_kv_heads, self.cross_attention_mlp_width, False)
+
+
+class MoADraftState(TokenState):
     """The drafter's caches of B rows while decoding.
 
     Attributes:
-        self_attention: keys and values of the verified tokens, then of this round's drafts in the order of feeding.
-        memory: cross-attention keys and values of the positions that have target KV; behind them, where the drafter
+        encoded: cross-attention keys and values of the positions that have target KV; after them, where the drafter
             looks at them, of this round's drafts.
-        drafts_in_memory: whether the memory gets the drafts too.
-        n_fed: tokens of this round's tree that were fed, the root included.
+        has_drafts: whether the drafts are appended to it.
     """
 
-    def __init__(self, n_rows: int = 1, drafts_in_memory: bool = False) -> None:
-        self.self_attention = KVBuffer(n_rows)
-        self.memory = KVBuffer(n_rows)
-        self.drafts_in_memory = drafts_in_memory
-        self.n_fed = 0
+    def __init__(self, n_rows: int = 1, has_drafts: bool = False) -> None:
+        super().__init__(n_rows)
+        self.encoded = KVBuffer(n_rows)
+        self.has_drafts = has_drafts
 
+    @override
     def forget_drafts(self) -> None:
-        """End the round: keep the verified positions and, in self-attention, the root, which has been verified."""
-        if not self.n_fed:
-            return
-        # Behind the last root lie nodes in the order of feeding, accepted ones among others. Encoding the accepted
-        # ones again is two projections of a few tokens, cheaper than finding out which are in place already.
-        self.self_attention.crop([length - self.n_fed + 1 for length in self.self_attention.lengths])
-        if self.drafts_in_memory:
-            self.memory.crop([length - self.n_fed for length in self.memory.lengths])
-        self.n_fed = 0
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        self.self_attention.select_rows(rows)
-        self.memory.select_rows(rows)
-
-    def take_rows(self, rows: Sequence[int]) -> "MoADraftState":
-        """Copy these rows, in this order, to a state of their own."""
-        self.forget_drafts()
-        taken = MoADraftState(0, self.drafts_in_memory)
-        taken.self_attention = self.self_attention.take_rows(rows)
-        taken.memory = self.memory.take_rows(rows)
-        return taken
-
-    def add_rows(self, other: "MoADraftState") -> None:
-        """Append the rows of another state."""
-        for state in (self, other):  # their rounds may be of different lengths
-            state.forget_drafts()
-        self.self_attention.add_rows(other.self_attention)
-        self.memory.add_rows(other.memory)
-
-
-class _Fed(NamedTuple):
-    """Tokens that a draft step feeds, and what they see."""
-
-    positions: Tensor
-    """[B, b] int64."""
-    rotation: Rotation
-    before: list[int]
-    """Verified tokens of each row."""
-    seen: Tensor
-    """[B, b, n] bool, which of the tokens fed in this round each of them sees."""
-    mask: Tensor | None
-    """[B, b, S] bool, ``seen`` behind the verified tokens; None where there is nothing to mask."""
+        if self.n_fed and self.has_drafts:
+            self.encoded.crop([length - self.n_fed for length in self.encoded.lengths])
+        super().forget_drafts()
 
 
 @dataclass
@@ -129,7 +144,7 @@ class DrafterOutputs:
     """[B, Q, E], what the LM head sees."""
 
 
-class MoADrafter(LayerMemory, Drafter):
+class MoADrafter(KVEncoder, Drafter):
     """The trained part: layer self-attention, projection, self-attention, cross-attention."""
 
     kind: ClassVar[str] = MoASizes.kind
@@ -142,7 +157,7 @@ class MoADrafter(LayerMemory, Drafter):
         self.self_attention = DecoderBlock(config.self_attention)
         self.cross_attention = DecoderBlock(config.cross_attention)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_position_embeddings)
-        self.build_memory()
+        self.build_encoder()
 
     @classmethod
     @override
@@ -177,7 +192,7 @@ class MoADrafter(LayerMemory, Drafter):
         queries, context = rounds.queries, rounds.context
 
         # Layer self-attention
-        memory = self.encode_memory(kv, positions)  # [B, T, E]
+        encoded = self.encode_kv(kv, positions)  # [B, T, E]
 
         # Self-attention
         rotation = self.rotary(positions)
@@ -188,7 +203,7 @@ class MoADrafter(LayerMemory, Drafter):
         x1 = self.self_attention(at_queries(embeddings, queries), query_rotation, keys, values, self_mask)  # [B, Q, E]
 
         # Cross-attention
-        verified = self.cross_attention.keys_values(memory, rotation)
+        verified = self.cross_attention.keys_values(encoded, rotation)
         if self.config.cross_attention_drafts:
             behind = partial(_concatenated, verified)
             mask = masks.round_mask(queries, context, rounds.pass_index, n_tokens)
@@ -200,7 +215,7 @@ class MoADrafter(LayerMemory, Drafter):
         # Target layers
         if not self.config.target_layer_inference:
             return DrafterOutputs(x1, x2, x2, x2, x2)
-        leaving = mixed_target_layers(frozen, x2, kv, rounds)
+        leaving = run_target_layers(frozen, x2, kv, rounds)
         return DrafterOutputs(x1, x2, x2, leaving, frozen.norm(leaving))
 
     def losses(self, frozen: FrozenTarget, step: TrainingStep, rounds: Rounds, outputs: DrafterOutputs) -> LossTerms:
@@ -215,7 +230,7 @@ class MoADrafter(LayerMemory, Drafter):
             raise DrafterError(f"target layer inference needs the hidden state after layer {layer}.")
         valid = rounds.weights > 0
         weights_of = rounds.weights[valid]  # [P]
-        scale = weights_of * loss_scale(float(weights_of.sum()), step.denominator)
+        scale = weights_of * step.scale(float(weights_of.sum()))
         features = outputs.features[valid]  # [P, E]
         hidden = at_queries(inputs.hidden, rounds.queries)[valid]  # [P, E]
         kl, feature = distillation(frozen, features, hidden, scale, step.weights.divergence)
@@ -233,9 +248,7 @@ class MoADrafter(LayerMemory, Drafter):
         return DraftedFeatures(rounds.queries, rounds.drafted, self._forward(frozen, inputs, rounds).features)
 
     def _forward(self, frozen: FrozenTarget, inputs: TrainingInputs, rounds: Rounds) -> "DrafterOutputs":
-        if inputs.kv is None:
-            raise DrafterError("Mixture of Attentions needs the target's keys and values; read them with the batch.")
-        outputs: DrafterOutputs = self(frozen, inputs.tokens, inputs.kv, rounds)
+        outputs: DrafterOutputs = self(frozen, inputs.tokens, inputs.required_kv(), rounds)
         return outputs
 
     @override
@@ -247,58 +260,36 @@ class MoADrafter(LayerMemory, Drafter):
         self, state: MoADraftState, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
     ) -> Tensor:
         state.forget_drafts()
-        n_verified = [len(tokens) - 1 for tokens in committed]
-        self._remember(state, n_verified, cache)
-        # The root is fed anew in each round: where it stands, the cache may hold a draft that was rejected there.
-        own = state.self_attention
-        own.crop(n_verified)
-        fresh = [tokens[n:] for tokens, n in zip(committed, own.lengths, strict=True)]
-        counts = [len(tokens) for tokens in fresh]
-        device = frozen.lm_head_weight.device
-        tokens = torch.tensor([row + [0] * (max(counts) - len(row)) for row in fresh], device=device)  # [B, n]
-        positions = positions_behind(own.lengths, max(counts), device)
-        embeddings = frozen.embed(tokens)
-        own.append(*self.self_attention.keys_values(embeddings, self.rotary(positions)), counts)
-        state.n_fed = 1
-        if len(set(counts)) == 1:
-            root, at = embeddings[:, -1:], positions[:, -1:]
-        else:
-            last = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
-            root, at = at_queries(embeddings, last), positions.expand(len(counts), -1).gather(1, last)
-        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
-        mask = None if len(counts) == 1 else masks.tree_mask(n_verified, seen)
-        fed = _Fed(at, self.rotary(at), n_verified, seen, mask)
-        x = self.self_attention(root, fed.rotation, *own.view(), mask)
+        lengths = state.encoded.lengths
+        counts = [len(tokens) - 1 - length for tokens, length in zip(committed, lengths, strict=True)]
+        if max(counts):
+            first_layer = 0 if self.config.layer_attention else self.config.n_layers - 1
+            self.extend_encoded(state, cache.packed(lengths, max(counts), first_layer).to(self.dtype), counts)
+        fed = state.feed_committed(self.self_attention, self.rotary, frozen, committed)
+        x = self.self_attention(fed.embeddings, fed.rotation, *state.self_attention.view(), fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
     @override
     def draft_level(self, state: MoADraftState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource) -> Tensor:
-        before = [length - state.n_fed for length in state.self_attention.lengths]
-        first = torch.tensor(before, device=level.tokens.device)[:, None] + level.depth
-        positions = first.expand(-1, level.tokens.shape[1])  # [B, b]: a level stands at one position
-        state.n_fed += level.tokens.shape[1]
-        is_chain_alone = len(before) == 1 and state.n_fed == level.depth + 1
-        mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
-        fed = _Fed(positions, self.rotary(positions), before, level.seen, mask)
-        embeddings = frozen.embed(level.tokens)
-        x = self.self_attention.attend_behind(embeddings, fed.rotation, state.self_attention.append, mask)
+        fed = state.feed_level(self.rotary, frozen, level)
+        x = self.self_attention.attend_behind(fed.embeddings, fed.rotation, state.self_attention.append, fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
-    def extend_memory(self, state: MoADraftState, kv: Tensor, counts: Sequence[int] | None = None) -> None:
+    def extend_encoded(self, state: MoADraftState, kv: Tensor, counts: Sequence[int] | None = None) -> None:
         """Encode newly verified positions and append them to the cross-attention cache.
 
         Args:
             kv: [B, n, L, D], packed target KV of the next n positions of each row.
             counts: how many of the n positions of each row are real; None for all.
         """
-        positions = positions_behind(state.memory.lengths, kv.shape[1], kv.device)
-        self._append_memory(state, self.encode_memory(kv, positions), positions, counts)
+        positions = positions_behind(state.encoded.lengths, kv.shape[1], kv.device)
+        self._append_encoded(state, self.encode_kv(kv, positions), positions, counts)
 
-    def _append_memory(
-        self, state: MoADraftState, memory: Tensor, positions: Tensor, counts: Sequence[int] | None = None
+    def _append_encoded(
+        self, state: MoADraftState, encoded: Tensor, positions: Tensor, counts: Sequence[int] | None = None
     ) -> None:
-        """Put memory [B, n, E] of some positions behind the cross-attention cache."""
-        state.memory.append(*self.cross_attention.keys_values(memory, self.rotary(positions)), counts)
+        """Append encoded KV [B, n, E] to the cross-attention cache."""
+        state.encoded.append(*self.cross_attention.keys_values(encoded, self.rotary(positions)), counts)
 
     @property
     @override
@@ -313,7 +304,7 @@ class MoADrafter(LayerMemory, Drafter):
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         assert kv is not None
-        own = self.sent_memory(kv, positions)
+        own = self.encode_to_send(kv, positions)
         n_layers = self.config.target_layer_inference
         layers = kv[:, kv.shape[1] - n_layers :].flatten(1)  # [n, N * D]
         return torch.cat((own, layers.to(own.dtype)), dim=1)
@@ -323,7 +314,7 @@ class MoADrafter(LayerMemory, Drafter):
         state.forget_drafts()
         kv_width, n_layers = self.config.kv_width, self.config.target_layer_inference
         layers = context[:, context.shape[1] - n_layers * kv_width :]
-        self._extend_memory_by(state, context[None])
+        self._append_sent(state, context[None])
         n_kv_heads = kv_width // (2 * self.config.head_dim)
         cache.extend(len(context), layers.unflatten(1, (n_layers, kv_width)) if n_layers else None, n_kv_heads)
 
@@ -332,37 +323,26 @@ class MoADrafter(LayerMemory, Drafter):
         self, state: MoADraftState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
     ) -> None:
         state.forget_drafts()
-        rows = zip(state.memory.lengths, starts, counts, strict=True)
+        rows = zip(state.encoded.lengths, starts, counts, strict=True)
         fitting = [count if length == start else 0 for length, start, count in rows]
         if any(fitting):
-            self._extend_memory_by(state, contexts, fitting)
+            self._append_sent(state, contexts, fitting)
 
-    def _extend_memory_by(self, state: MoADraftState, contexts: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Append the memory of the next n positions of each row, from their contexts [B, n, W]."""
-        memory = self.received_memory(contexts[..., : self.sent_width])
-        positions = positions_behind(state.memory.lengths, contexts.shape[1], contexts.device)
-        self._append_memory(state, memory, positions, counts)
-
-    def _remember(self, state: MoADraftState, n_verified: Sequence[int], cache: KVSource) -> None:
-        """Bring the memory up to the verified positions of each row."""
-        counts = [n - length for n, length in zip(n_verified, state.memory.lengths, strict=True)]
-        if max(counts):
-            first_layer = 0 if self.config.layer_attention else self.config.n_layers - 1
-            kv = cache.packed(state.memory.lengths, max(counts), first_layer)
-            self.extend_memory(state, kv.to(self.dtype), counts)
+    def _append_sent(self, state: MoADraftState, contexts: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Append the encoded KV of the next n positions of each row, from their contexts [B, n, W]."""
+        encoded = self.encoded_of(contexts[..., : self.sent_width])
+        positions = positions_behind(state.encoded.lengths, contexts.shape[1], contexts.device)
+        self._append_encoded(state, encoded, positions, counts)
 
     def _attend_to_target(
-        self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: _Fed, cache: KVSource
+        self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource
     ) -> Tensor:
         """Turn what self-attention gave for fed tokens, x [B, b, E], into their features [B, b, E]."""
         if self.config.cross_attention_drafts:
-            x = self.cross_attention.attend_behind(x, fed.rotation, state.memory.append, fed.mask)
+            x = self.cross_attention.attend_behind(x, fed.rotation, state.encoded.append, fed.mask)
         else:
-            memory_mask = None
-            if len(set(state.memory.lengths)) > 1:
-                slots = torch.arange(max(state.memory.lengths), device=x.device)
-                memory_mask = (slots < torch.tensor(state.memory.lengths, device=x.device)[:, None])[:, None, :]
-            x = self.cross_attention(x, fed.rotation, *state.memory.view(), mask=memory_mask)
+            mask = lengths_mask(state.encoded.lengths, x.device)
+            x = self.cross_attention(x, fed.rotation, *state.encoded.view(), mask=mask)
         n_layers = self.config.target_layer_inference
         if not n_layers:
             return x
@@ -370,13 +350,42 @@ class MoADrafter(LayerMemory, Drafter):
             window: fed.mask if window is None else masks.tree_mask(fed.before, fed.seen, window)
             for window in set(frozen.windows)
         }
-        n_slots = max(fed.before) + state.n_fed
-        views = [cache.layer_view(layer, n_slots) for layer in range(self.config.n_layers)[-n_layers:]]
-        x = drafted_target_layers(frozen, x, fed.positions, views, fed.before, state.n_fed, by_window)
+        n_slots, rotation = max(fed.before) + state.n_fed, frozen.rotary(fed.positions)
+        layers = range(self.config.n_layers)[-n_layers:]
+        for layer, block, window in zip(layers, frozen.blocks, frozen.windows, strict=True):
+            append = partial(write_behind, cache.layer_view(layer, n_slots), fed.before, state.n_fed)
+            x = block.attend_behind(x, rotation, append, by_window[window])
         features: Tensor = frozen.norm(x)
         return features
 
 
-def _concatenated(first: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Put keys and values [B, H_kv, S, d] behind the first ones."""
+def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
+    """Run drafted features of many rounds through the target's last N decoder layers, as in decoding.
+
+    Query i sees the target's own KV up to s(i), and after it keys and values of the drafted features of its round.
+
+    Args:
+        x: [B, Q, E], drafted features.
+        kv: [B, T, >= N, D], packed target KV, the last N layers last.
+
+    Returns:
+        [B, Q, E], before the final norm.
+    """
+    queries, context = rounds.queries, rounds.context
+    by_window = {
+        window: masks.round_mask(queries, context, rounds.pass_index, kv.shape[1], window)
+        for window in set(frozen.windows)
+    }
+    rotation = frozen.rotary(queries)
+    first = kv.shape[2] - frozen.n_layers
+    for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):
+        target_keys, target_values = unpack_kv(kv[:, :, first + offset].to(x.dtype), layer.self_attn.n_kv_heads)
+        keys, values = layer.keys_values(x, rotation)
+        keys = torch.cat((target_keys.to(keys.dtype), keys), dim=2)
+        values = torch.cat((target_values.to(values.dtype), values), dim=2)
+        x = layer(x, rotation, keys, values, by_window[window])
+    return x
+
+
+def _concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
     return torch.cat((first[0], keys), dim=2), torch.cat((first[1], values), dim=2)

@@ -2,7 +2,7 @@
 
 from ...errors import DrafterError
 from .base import Drafter
-from .dspark import DFlashDrafter, DSparkDrafter
+from .block import DFlashDrafter, DSparkDrafter
 from .eagle import EagleDrafter
 from .eagle3 import Eagle3Drafter
 from .glide import GlideDrafter

@@ -1,13 +1,16 @@
 """Sizes of drafters: the fields that all have, their defaults for a target, and their JSON."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from ...errors import DrafterError, TargetError
 from ..nn.layers import BlockSizes
 from ..targets.bundle import rope_parameters, target_sizes
+
+_MAX_MODULES = 128
+_MAX_SIZE = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class DrafterSizes:
 
     @property
     def max_depth(self) -> int | None:
-        """Most levels of drafts that the drafter can make; None for any number."""
+        """The most levels of drafts that the drafter can make; None for any number."""
         return None
 
     def check_depth(self, depth: int) -> None:
@@ -78,13 +81,23 @@ class DrafterSizes:
         """Make the sizes of a drafter for a target.
 
         Args:
+            config: the target's transformers config.
+            target: identity of the target.
             **sizes: any drafter size by field name; None means the default.
 
         Raises:
             DrafterError: the sizes do not fit together or the target.
         """
+        known = target_sizes(config)
+        names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
+        facts = {name: known[name] for name in names} | {
+            "norm_eps": config.rms_norm_eps,
+            "rope_parameters": rope_parameters(config),
+            "qkv_bias": config.model_type == "qwen2",
+            "target": dict(target or {}),
+        }
         given = {name: value for name, value in sizes.items() if value is not None}
-        return cls(**target_facts(config, target), **(cls.defaults(config, given) | given))
+        return cls(**facts, **(cls.defaults(config, given) | given))
 
     @classmethod
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,8 +115,7 @@ class DrafterSizes:
         if kind != cls.kind:
             raise DrafterError(f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}.")
         known = {item.name for item in fields(cls)}
-        unknown = sorted(set(values) - known - {"kind"})
-        if unknown:
+        if unknown := sorted(set(values) - known - {"kind"}):
             raise DrafterError(
                 f"drafter.json has unknown keys {', '.join(unknown)}; was it written by a newer release?"
             )
@@ -120,9 +132,9 @@ class DrafterSizes:
 
     @classmethod
     def _is_valid(cls, value: Any, item: Field[Any]) -> bool:
-        """Whether a value of drafter.json is of its field's type and plausible."""
+        """Return whether a value of drafter.json is of its field's type and plausible."""
         if item.type is int:
-            largest = _MOST_MODULES if item.name in cls.module_counts else _LARGEST_SIZE
+            largest = _MAX_MODULES if item.name in cls.module_counts else _MAX_SIZE
             smallest = 0 if item.default == 0 or item.name in cls.may_be_zero else 1
             return type(value) is int and smallest <= value <= largest
         if item.type is float:
@@ -131,7 +143,7 @@ class DrafterSizes:
             return type(value) is bool
         if item.type == tuple[int, ...]:
             layers = value if isinstance(value, list | tuple) else [None]
-            return all(type(one) is int and -1 <= one <= _LARGEST_SIZE for one in layers)
+            return all(type(one) is int and -1 <= one <= _MAX_SIZE for one in layers)
         return isinstance(value, str if item.type is str else dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,25 +157,25 @@ class DrafterSizes:
         )
 
 
-_MOST_MODULES = 128
-_LARGEST_SIZE = 1 << 26
-
-
-def target_facts(config: Any, target: dict[str, str] | None) -> dict[str, Any]:
-    """The fields of :class:`DrafterSizes`, from the target's transformers config and identity."""
-    facts = target_sizes(config)
-    names = ("hidden_size", "n_heads", "head_dim", "n_layers", "vocab_size", "max_position_embeddings")
-    return {name: facts[name] for name in names} | {
-        "norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope_parameters(config),
-        "qkv_bias": config.model_type == "qwen2",
-        "target": dict(target or {}),
-    }
-
-
 def multiple_of_32(width: float) -> int:
     """The multiple of 32 that is nearest to a width, at least 32."""
     return max(32, round(width / 32) * 32)
+
+
+def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool = False) -> None:
+    """Refuse ``fused_layers`` that a target of ``n_layers`` does not have or that do not ascend.
+
+    Args:
+        embedding: whether -1, the target's embedding, may come first.
+    """
+    first = -1 if embedding else 0
+    is_ascending = bool(layers) and list(layers) == sorted(set(layers))
+    if not is_ascending or layers[0] < first or layers[-1] >= n_layers or tuple(layers) == (-1,):
+        given = ",".join(map(str, layers))
+        also = ", where -1, the embedding, may come first" if embedding else ""
+        raise DrafterError(
+            f"fused_layers must be ascending decoder layers between 0 and {n_layers - 1}{also}, got {given or 'none'}."
+        )
 
 
 def check_sizes_fit(config: DrafterSizes, sizes: Mapping[str, Any]) -> None:

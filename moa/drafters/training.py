@@ -1,17 +1,50 @@
-"""Inputs and outputs of training objectives, and the loss terms that drafters share.
+"""What a training step consists of: a mini-batch, its random draws, the draft rounds or blocks, and the loss terms.
 
-Shapes: B batch, T tokens, P loss positions, L target layers, D packed KV width, E target width.
+Shapes: B batch, T tokens, Q queries, N blocks of a row, G slots of a block, K drafts of a block, S context positions,
+P loss positions, L target layers, D packed KV width, E target width.
+
+**Rounds.** One forward trains many rounds. The positions that are drafted for become *queries*, packed to the left;
+those of a second pass over the batch come after those of the first. A row of nine tokens with a response from position
+3 on, a step bound of 4 (of offset 0, see ``masks``) and a second, teacher-forced pass of half the weight::
+
+    pass_index    0  0  0  0    1    1    1    1    1    1
+    queries       3  5  6  7    3    4    5    6    7    8      positions that are drafted for
+    context       2  4  4  4    2    3    4    5    6    7      last position whose target activations each one sees
+    weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      in the loss
+
+Queries 5, 6, 7 of the first pass are one round: 6 sees target activations up to 4, and what was drafted at 5 and 6. In
+the second pass each query is a round of its own. A row with fewer queries than its neighbours is filled up with
+position 0, ``drafted`` false and weight 0.
+
+**Blocks** of a block-parallel drafter (:mod:`.block`). A block begins at an *anchor* a, a token whose predecessors are
+verified, as the root of a draft round is. Its slots are the anchor and G - 1 masked tokens, at positions a to
+a + G - 1; they see the target up to a - 1 and each other, in both directions. Draft k, from 0, stands at position a + k
+in the count of this package: it predicts the token at a + k + 1 and its teacher is the target's hidden state of a + k.
+For G = 4 and a = 5 (``+`` is seen)::
+
+    position          0 1 2 3 4 5 6 7 8 9
+    context           + + + + + . .             never the anchor's own: decoding does not know it
+    slots                       a m m m
+    drafts                      0 1 2 3         of the tokens at 6, 7, 8, 9
+    with the first slot left out
+    drafts                        0 1 2         of 6, 7, 8: in the original DFlash a slot predicts its own position
+
+An anchor is drawn among the positions whose token and whose next token are of the response. The drafts of a block carry
+loss as far as the response continues, so that no block reaches into another answer.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..nn import losses
+from ...errors import DrafterError
+from ..nn import losses, masks
 from ..targets.bundle import FrozenTarget
-from .rounds import Draws
 
 
 @dataclass(frozen=True)
@@ -58,6 +91,245 @@ class TrainingInputs:
     layer_outputs: tuple[Tensor, ...] = ()
     """[B, T, E] each, outputs of the decoder layers that the drafter reads (:class:`Reads`), before any norm."""
 
+    def required_kv(self) -> Tensor:
+        """Return the KV, which a drafter cannot do without."""
+        if self.kv is None:
+            raise DrafterError("this drafter needs the target's keys and values, which the batch lacks.")
+        return self.kv
+
+    def joined_outputs(self, layers: Sequence[int]) -> Tensor:
+        """Concatenate the outputs of the layers that the drafter reads: [B, T, K * E]."""
+        if len(self.layer_outputs) != len(layers):
+            names = ", ".join(map(str, layers))
+            raise DrafterError(f"this drafter needs the outputs of the target's layers {names}, which the batch lacks.")
+        return torch.cat(self.layer_outputs, dim=-1)
+
+
+# What a step draws
+
+
+@dataclass(frozen=True)
+class BlockDraws:
+    """Which blocks of a response are trained, and what their positions weigh."""
+
+    n_drafts: int
+    """K, drafts of a block."""
+    max_anchors: int | None = None
+    """Blocks of a sequence at most, drawn at random; None for all."""
+    position_decay: float = 0.0
+    """Draft k, from 0, weighs exp(-k / this) in the loss; 0 for 1 each."""
+    anchors: Tensor | None = None
+    """[B, N] int64, given anchors in place of drawn ones; -1 for none."""
+    d_pace: float | None = None
+    """Smoothing of D-PACE, by which drafts weigh what they add to the expected acceptance length (:mod:`..nn.losses`);
+    None for none."""
+
+
+ALL_BLOCKS = BlockDraws(n_drafts=1)
+
+
+@dataclass
+class Draws:
+    """The random draws of one step, per row."""
+
+    step_bound: Tensor | None
+    """[B] int64, see :func:`masks.drafted_positions`; None for no bound."""
+    staircase_rows: Tensor
+    """[B] bool, see :func:`masks.self_attention_mask`."""
+    offset: Tensor | None = None
+    """[B] int64, phase of the step bound; None for 0."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of what a row draws for itself, one per row: noise on the target's hidden states, anchors of blocks."""
+    noise_width: float = 0.0
+    """The noise is uniform in plus or minus half of this."""
+    on_policy_weight: float = 1.0
+    """Loss weight of a position in the on-policy pass, which trains what draft rounds see; 0 leaves the pass out."""
+    teacher_forced_weight: float = 0.0
+    """Loss weight of a position in the teacher-forced pass, in which each one is the first draft of its own round and
+    sees the target's activations up to its predecessor, whatever the step bound: what the paper calls standard
+    training. 0 leaves the pass out."""
+    blocks: BlockDraws | None = None
+    """What blocks a block-parallel drafter is trained on; None for all, each position of a block weighing 1."""
+
+    def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
+        """List the passes over response masks [B, T] whose weight is above 0, on-policy before teacher-forced.
+
+        Returns:
+            Weight, drafted positions [B, T] bool, last context position of each [B, T] int64.
+        """
+        found = []
+        if self.on_policy_weight:
+            drafted = masks.drafted_positions(response_mask, self.step_bound, self.offset)
+            found.append((self.on_policy_weight, drafted, masks.last_context(drafted)))
+        if self.teacher_forced_weight:
+            found.append((self.teacher_forced_weight, *masks.teacher_forced_positions(response_mask)))
+        return found
+
+    def position_weights(self, response_mask: Tensor) -> Tensor:
+        """The weight of each position in the loss over all passes, from response masks [B, T]: [B, T] float32."""
+        return torch.stack([weight * drafted for weight, drafted, _ in self.passes(response_mask)]).sum(dim=0)
+
+
+# Rounds
+
+
+@dataclass
+class Rounds:
+    """The draft rounds that a step trains: positions to draft for, and what each of them sees."""
+
+    queries: Tensor
+    """[B, Q] int64, positions."""
+    context: Tensor
+    """[B, Q] int64, last position whose target activations the query sees."""
+    drafted: Tensor
+    """[B, Q] bool; False is padding."""
+    weights: Tensor
+    """[B, Q] float32, weight in the loss."""
+    staircase: Tensor
+    """[B, Q] bool, see :func:`masks.self_attention_mask`."""
+    pass_index: Tensor
+    """[Q] int64; queries of different passes do not see each other."""
+
+    @classmethod
+    def packed(cls, draws: Draws, response_mask: Tensor) -> Rounds:
+        """Pack the drafted positions of each pass over response masks [B, T] to the left."""
+        parts: list[dict[str, Tensor]] = []
+        for index, (weight, drafted, context) in enumerate(draws.passes(response_mask)):
+            queries, valid = loss_queries(drafted)
+            # With one token to a round the drafted block would be the token itself.
+            own_block = draws.staircase_rows[:, None] & (index == 0 and draws.on_policy_weight > 0)
+            parts.append(
+                {
+                    "queries": queries,
+                    "context": context.gather(1, queries),
+                    "drafted": valid,
+                    "weights": weight * valid,
+                    "staircase": own_block.expand_as(valid),
+                    "pass_index": torch.full_like(queries[0], index),
+                }
+            )
+        return cls(**{name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]})
+
+
+def loss_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack the positions where a mask [B, T] is set to the left.
+
+    Returns:
+        queries [B, Q] int64 (position 0 where a row has fewer than Q) and valid [B, Q] bool; Q >= 1.
+    """
+    n_queries = max(1, int(mask.sum(dim=1).max()))
+    order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)[:, :n_queries]
+    valid = mask.gather(1, order)
+    return torch.where(valid, order, 0), valid
+
+
+def at_queries(x: Tensor, queries: Tensor) -> Tensor:
+    """Gather x [B, T, E] at queries [B, Q]: [B, Q, E]."""
+    return x.gather(1, queries[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def round_queries(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack the positions that draft rounds draft for, from position ``first`` on.
+
+    Returns:
+        queries and valid as of :func:`loss_queries`, and the last context position of each query [B, Q] int64.
+    """
+    drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
+    drafted[:, :first] = False
+    queries, valid = loss_queries(drafted)
+    return queries, valid, masks.last_context(drafted).gather(1, queries)
+
+
+# Blocks
+
+
+def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Choose the anchors of each row of response masks [B, T], ascending.
+
+    Without more candidates than the draws allow all are taken; else as many at random, by the row's own seed alone.
+
+    Returns:
+        Anchors [B, N] int64, 0 where a row has fewer, and which are real, [B, N] bool; N >= 1.
+    """
+    blocks = draws.blocks or ALL_BLOCKS
+    if blocks.anchors is not None:
+        valid = blocks.anchors >= 0
+        return torch.where(valid, blocks.anchors, 0), valid
+    response = response_mask.bool()
+    candidates = response[:, :-1] & response[:, 1:]
+    rows = []
+    for row, places in enumerate(candidates.cpu().unbind()):
+        found = places.nonzero()[:, 0]
+        if blocks.max_anchors is not None and len(found) > blocks.max_anchors:
+            generator = torch.Generator().manual_seed(draws.seeds[row] if draws.seeds else row)
+            found = found[torch.randperm(len(found), generator=generator)[: blocks.max_anchors]].sort().values
+        rows.append(found)
+    anchors = torch.nn.utils.rnn.pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, -1)[:-1]
+    anchors = anchors.to(response.device)
+    return anchors.clamp(min=0), anchors >= 0
+
+
+def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
+    """List the positions of the drafts of blocks [B, N]: [B, N, K]."""
+    return anchors[..., None] + torch.arange(n_drafts, device=anchors.device)
+
+
+def draft_weights(response_mask: Tensor, anchors: Tensor, valid: Tensor, blocks: BlockDraws) -> Tensor:
+    """Weigh each draft of blocks in the loss, 0 from the first one on whose token is not of the response.
+
+    Args:
+        response_mask: [B, T].
+        anchors: [B, N].
+        valid: [B, N] bool.
+
+    Returns:
+        [B, N, K] float32.
+    """
+    n_tokens = response_mask.shape[1]
+    labels = draft_positions(anchors, blocks.n_drafts) + 1
+    rows = torch.arange(len(labels), device=labels.device)[:, None, None]
+    supervised = response_mask.bool()[rows, labels.clamp(max=n_tokens - 1)] & (labels < n_tokens) & valid[..., None]
+    weights = supervised.float().cumprod(dim=-1)
+    if blocks.position_decay:
+        weights = weights * torch.exp(-torch.arange(blocks.n_drafts, device=weights.device) / blocks.position_decay)
+    return weights
+
+
+def block_position_weights(response_mask: Tensor, draws: Draws) -> Tensor:
+    """Add up the weights of all drafts at each position of response masks [B, T]: [B, T] float32."""
+    anchors, valid = draw_anchors(response_mask, draws)
+    blocks = draws.blocks or ALL_BLOCKS
+    weights = draft_weights(response_mask, anchors, valid, blocks)
+    places = draft_positions(anchors, blocks.n_drafts).clamp(max=response_mask.shape[1] - 1)
+    found = torch.zeros(response_mask.shape, device=weights.device)
+    return found.scatter_add_(1, places.flatten(1), weights.flatten(1))
+
+
+def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> masks.Mask:
+    """Let the slots of each block see the context before its anchor and, after the context, their own block.
+
+    Args:
+        anchors: [B, N].
+        valid: [B, N] bool.
+        n_slots: G.
+        n_context: S.
+    """
+    # Blocks that are padding see themselves alone, so that no row of the mask is empty.
+    first = torch.where(valid, anchors, 0)
+
+    def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key < first[row, query // n_slots]
+
+    def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query // n_slots == key // n_slots) | (row < 0)  # of the shape of all three
+
+    n_rows, n_blocks = anchors.shape
+    n_queries = n_blocks * n_slots
+    return masks.Mask(n_rows, n_queries, ((n_context, context), (n_queries, own_block)), anchors.device)
+
+
+# Losses
+
 
 @dataclass(frozen=True)
 class LossWeights:
@@ -75,7 +347,7 @@ class LossWeights:
     """What takes the place of the forward KL in its term."""
 
     @classmethod
-    def of(cls, settings: Any) -> "LossWeights":
+    def of(cls, settings: Any) -> LossWeights:
         """Make the weights that the settings of a drafter in training call for."""
         divergence = losses.Divergence(settings.divergence, settings.lk_decay)
         return cls(**settings.loss_weights(), divergence=divergence)
@@ -89,7 +361,11 @@ class TrainingStep:
     draws: Draws
     weights: LossWeights = LossWeights()
     denominator: float | None = None
-    """Divisor of sums over loss positions; None for their number (or weight) + 1e-5."""
+    """Divisor of sums over loss positions; None for their number (or weight) + 1e-5, as in the released code."""
+
+    def scale(self, n_positions: float) -> float:
+        """The factor of sums over loss positions."""
+        return 1.0 / (self.denominator if self.denominator is not None else n_positions + 1e-5)
 
 
 @dataclass
@@ -108,11 +384,6 @@ class LossTerms:
     """The feature loss before the target's last layers; None without target layer inference."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """Further terms by name, for logs."""
-
-
-def loss_scale(n_positions: float, denominator: float | None) -> float:
-    """The factor of sums over loss positions; without a denominator 1 / (positions + 1e-5), as in the released code."""
-    return 1.0 / (denominator if denominator is not None else n_positions + 1e-5)
 
 
 def distillation(

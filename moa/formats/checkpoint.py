@@ -1,4 +1,4 @@
-"""Reads and writes drafter checkpoints: our own layout, and those of other programs (``table.py``).
+"""Reads and writes drafter checkpoints: our own layout, and those of other programs, which :data:`LAYOUTS` lists.
 
 Own: ``drafter.json`` (:class:`DrafterSizes`, with kind and target identity; without a kind it is a Mixture of
 Attentions) and ``drafter.safetensors``.
@@ -7,27 +7,50 @@ Attentions) and ``drafter.safetensors``.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, DrafterError
 from ..drafters.base import Drafter
 from ..drafters.mixture import MoADrafter
 from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_identity_fits, check_sizes_fit
-from ..files.foreign import read_json
-from ..files.tensor_file import write_tensors
-from ..files.tensor_list import FLOATS, TensorSpec, check_tensors
+from ..files import (
+    FLOATS,
+    TensorSpec,
+    check_tensors,
+    load_pickled_tensors,
+    parsing,
+    read_header,
+    read_json,
+    write_tensors,
+)
 from ..targets.live import Target
-from .table import CONFIG_NAME, LAYOUTS, read_layout, read_safetensors
+from .block import DFLASH, DSPARK, VLLM_DSPARK
+from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
+from .layout import Layout, Weights
+from .moa import MOA, MOA_VLLM
 
 CONFIG_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
+_LAYOUT_CONFIG = "config.json"
+_LAYOUT_WEIGHTS = "model.safetensors"
+_LAYOUT_PICKLE = "pytorch_model.bin"
+_OWN_KEY = "moa_data"
+"""Key of config.json with what a layout has no place for; other programs do not look at it."""
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (MOA, MOA_VLLM, DFLASH, DSPARK, VLLM_DSPARK, EAGLE, VLLM_EAGLE, SGLANG_EAGLE, MOA_EAGLE, EAGLE3)
+}
+"""The layouts by name; a folder that this package did not write belongs to the first one that recognises it."""
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the own layout; each file replaces its predecessor in one step, ``drafter.json`` last.
+    """Write our own layout; each file replaces its predecessor in one step, ``drafter.json`` last.
 
     Args:
         weights: the drafter's, where they are elsewhere; None for its own.
@@ -43,7 +66,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, weights: Mapping[str, Ten
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Drafter:
-    """Load a drafter: a training run that contains ``drafter/``, its own layout, or one of :data:`.table.LAYOUTS`.
+    """Load a drafter: a training run that contains ``drafter/``, our own layout, or one of :data:`LAYOUTS`.
 
     Args:
         folder: folder of the drafter or the run; ``~`` is the home folder.
@@ -58,9 +81,9 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     if (folder / CONFIG_FILE).is_file():
         values = read_json(folder / CONFIG_FILE, CheckpointError)
         config = drafter_class(str(values.get("kind", MoADrafter.kind))).config_class.from_dict(values)
-        weights = read_safetensors(folder / WEIGHTS_FILE)
-    elif (folder / CONFIG_NAME).is_file():
-        config, weights = read_layout(folder)
+        weights = _read_safetensors(folder / WEIGHTS_FILE)
+    elif (folder / _LAYOUT_CONFIG).is_file():
+        config, weights = _read_layout(folder)
     else:
         raise CheckpointError(_why_no_drafter(folder))
     return build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
@@ -79,12 +102,12 @@ def _why_no_drafter(folder: Path) -> str:
     if (folder / "plan.parquet").is_file():
         return f"{folder} is a store of activations, which holds no drafter; `moa-data train {folder}` trains one."
     return (
-        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {CONFIG_NAME} of one of the formats "
+        f"{folder} holds no drafter: expected a run, {CONFIG_FILE}, or {_LAYOUT_CONFIG} of one of the formats "
         f"{', '.join(LAYOUTS)}."
     )
 
 
-def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str | Path = "weights") -> Drafter:
+def build_drafter(config: DrafterSizes, weights: Weights, source: str | Path = "weights") -> Drafter:
     """Build a drafter with the given weights; every key and shape must match."""
     build = drafter_class(config.kind)
     with torch.device("meta"):
@@ -96,6 +119,7 @@ def build_drafter(config: DrafterSizes, weights: dict[str, Tensor], source: str 
     check_tensors(weights, expected, source)
     drafter = build(config)
     drafter.load_state_dict(weights, strict=True)
+    drafter.check_weights()
     return drafter
 
 
@@ -103,3 +127,121 @@ def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that was trained for another target."""
     check_sizes_fit(drafter.config, target.sizes)
     check_identity_fits(drafter.config, target.identity)
+
+
+def write_layout(
+    drafter: Drafter,
+    layout: Layout,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    target_config: Any = None,
+    embeddings: Tensor | None = None,
+    lm_head: Tensor | None = None,
+) -> int:
+    """Write a drafter into an empty folder in the layout of another program; returns the number of tensors.
+
+    Args:
+        target_config: the target's transformers config, for layouts that hold it.
+        embeddings: [V, E] of the target, for layouts that hold them.
+        lm_head: [V, E] of the target, likewise.
+
+    Raises:
+        CheckpointError: the drafter is of another kind, or its sizes have no place in the layout.
+    """
+    sizes = drafter.config
+    if drafter.kind != layout.kind:
+        fitting = ", ".join(name for name, other in LAYOUTS.items() if other.kind == drafter.kind) or "none"
+        raise CheckpointError(
+            f"the format {layout.name} holds drafters of kind {layout.kind}, this one is of kind {drafter.kind}; "
+            f"formats for it: {fitting}."
+        )
+    if refusals := layout.refusals(sizes):
+        raise CheckpointError(f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}.")
+    own = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
+    weights = {layout.file_name(name): value for name, value in layout.pack(own, sizes).items()}
+    for is_needed, given, what in (
+        (layout.needs_embeddings, embeddings, "embeddings"),
+        (layout.needs_head, lm_head, "LM head"),
+        (layout.needs_target_config, target_config, "config.json"),
+    ):
+        if is_needed and given is None:
+            raise CheckpointError(f"the format {layout.name} holds the target's {what}; give the target.")
+    if layout.needs_embeddings and embeddings is not None:
+        weights["embed_tokens.weight"] = embeddings.clone()  # tied weights are one tensor, which a file holds once
+    if layout.needs_head and lm_head is not None:
+        weights["lm_head.weight"] = lm_head
+    weights = {
+        name: (value.to(dtype) if value.is_floating_point() else value).contiguous() for name, value in weights.items()
+    }
+    config = layout.config(sizes, target_config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config.pop("dtype", None)
+    config[_OWN_KEY] = {"format": layout.name, "drafter": sizes.to_dict()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / _LAYOUT_WEIGHTS, metadata={"format": "pt"})
+    (folder / _LAYOUT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return len(weights)
+
+
+def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
+    """Read sizes and state dict of a drafter in any of the layouts."""
+    config = read_json(folder / _LAYOUT_CONFIG, CheckpointError)
+    found = {name.removeprefix("model."): value for name, value in _read_weight_file(folder).items()}
+    entry = config.get(_OWN_KEY)
+    layout = _recognise(folder, set(found), config) if entry is None else _own_layout(folder, entry)
+    weights = {
+        layout.own_name(name): value
+        for name, value in found.items()
+        if name not in layout.ignored and not name.endswith("rotary_emb.inv_freq")
+    }
+    try:
+        if entry is None:
+            sizes = layout.read_sizes(weights, config)
+        else:
+            sizes = drafter_class(layout.kind).config_class.from_dict(entry["drafter"])
+        return sizes, layout.unpack(weights, sizes)
+    except DrafterError as error:
+        raise CheckpointError(f"{folder} holds no usable {layout.kind} drafter of {layout.reader}: {error}") from error
+
+
+def _recognise(folder: Path, names: set[str], config: Mapping[str, Any]) -> Layout:
+    for layout in LAYOUTS.values():
+        if layout.recognises(names, config):
+            return layout
+    some = ", ".join(sorted(names)[:3])
+    raise CheckpointError(
+        f"{folder} holds no drafter: its tensors ({some}, ...) are none of the layouts {', '.join(LAYOUTS)}."
+    )
+
+
+def _own_layout(folder: Path, entry: Any) -> Layout:
+    """Return the layout that :func:`write_layout` left in config.json."""
+    where = f"{folder / _LAYOUT_CONFIG}, key {_OWN_KEY!r}"
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("drafter"), dict):
+        raise CheckpointError(f"{where} is not what this program writes; export the drafter again.")
+    name = str(entry.get("format"))
+    if name not in LAYOUTS:
+        raise CheckpointError(f"{where}: the format {name[:60]!r} is unknown; was it written by a newer release?")
+    return LAYOUTS[name]
+
+
+def _read_weight_file(folder: Path) -> Weights:
+    """Read all tensors of ``model.safetensors``, or else of ``pytorch_model.bin``."""
+    if (folder / _LAYOUT_WEIGHTS).is_file():
+        return _read_safetensors(folder / _LAYOUT_WEIGHTS)
+    file = folder / _LAYOUT_PICKLE
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has a {_LAYOUT_CONFIG} but neither {_LAYOUT_WEIGHTS} nor {_LAYOUT_PICKLE}.")
+    with parsing(f"cannot read {file}", CheckpointError):
+        weights = load_pickled_tensors(file)
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()):
+        raise CheckpointError(f"{file} holds something else than named tensors; expected a state dict.")
+    return weights
+
+
+def _read_safetensors(file: Path) -> Weights:
+    """Read all tensors of a safetensors file; a missing or damaged one is refused."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing.")
+    read_header(file, CheckpointError)
+    with parsing(f"cannot read {file}", CheckpointError):
+        return load_file(file)

@@ -24,8 +24,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ...errors import DrafterError, TargetError
 from ...text import Progress
-from ..files.foreign import check_model_folder, parsing, read_header, read_json
-from ..files.tensor_list import FLOATS, TensorList, TensorSpec, find_problems
+from ..files import FLOATS, TensorList, TensorSpec, check_model_folder, find_problems, parsing, read_header, read_json
 from ..nn.layers import ROPE_TYPES, BlockSizes, DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import logits_of
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ...errors import TargetError
 from ...machine import free_memory
 from ...text import first_line, format_bytes
-from ..files.foreign import check_model_folder, parsing, read_header, read_json
+from ..files import check_model_folder, parsing, read_header, read_json
 from ..nn import masks
 from .bundle import (
     find_eos_token_ids,

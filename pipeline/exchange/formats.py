@@ -32,7 +32,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...errors import InteropError
-from ...moa.files.foreign import check_regular, load_pickled_tensors, parsing
+from ...moa.files import check_regular, load_pickled_tensors, parsing
 from .conventions import LAST, layer_field
 
 _MAX_OVERHEAD_BYTES = 64 << 20

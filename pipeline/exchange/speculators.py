@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...errors import InteropError
-from ...moa.files.foreign import MAX_CONFIG_BYTES, check_regular, parsing, read_header
+from ...moa.files import MAX_CONFIG_BYTES, check_regular, parsing, read_header
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory
 from .conventions import layer_field, vllm_layer_id
 from .formats import FileFormat, sort_by_number

@@ -19,7 +19,7 @@ from moa_data.evaluation.scorer import load_scorer
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import DRAFTERS
-from moa_data.moa.drafters.rounds import Draws, Rounds
+from moa_data.moa.drafters.training import Draws, Rounds
 from moa_data.moa.nn.kv import cache_kv, new_cache
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target

@@ -12,8 +12,7 @@ from moa_data.errors import DrafterError, OptionInvalid, TargetError
 from moa_data.evaluation.config import EvalConfig
 from moa_data.evaluation.report import KIND, check_output
 from moa_data.evaluation.run import evaluate
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
 from moa_data.moa.targets.live import Target
 

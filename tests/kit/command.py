@@ -9,8 +9,7 @@ from click.testing import CliRunner
 from moa_data.cli import main
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import build_target, train_tokenizer
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
+from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
 

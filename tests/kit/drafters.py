@@ -12,8 +12,7 @@ from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import drafter_class
-from moa_data.moa.drafters.rounds import Draws
-from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
+from moa_data.moa.drafters.training import Draws, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import cache_kv, cache_layers
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target, layer_outputs

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from moa_data.moa.drafters.block import BlockDrafter
-from moa_data.moa.drafters.dspark import DFlashDrafter, DFlashSizes, DSparkDrafter, DSparkSizes
+from moa_data.moa.drafters.block import BlockDrafter, DFlashDrafter, DFlashSizes, DSparkDrafter, DSparkSizes
 from moa_data.moa.targets.bundle import FrozenTarget
 
 COMMITTED = Path(__file__).parent / "data_block"

@@ -15,8 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moa_data.moa.drafters.eagle import EagleDrafter
 from moa_data.moa.drafters.glide import GlideDrafter, block_context
 from moa_data.moa.drafters.mixture import DrafterOutputs, MoADrafter
-from moa_data.moa.drafters.rounds import Draws, Rounds
-from moa_data.moa.drafters.training import LossTerms, TrainingInputs, TrainingStep, distillation, loss_scale
+from moa_data.moa.drafters.training import (
+    Draws,
+    LossTerms,
+    Rounds,
+    TrainingInputs,
+    TrainingStep,
+    distillation,
+)
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import rotate_packed_keys
 from moa_data.moa.targets.bundle import FrozenTarget
@@ -106,5 +112,5 @@ def glide_objective(frozen: FrozenTarget, inputs: TrainingInputs, features: Tens
     """Forward KL on the whole response, position 0 included."""
     response = inputs.response_mask.bool()
     n_positions = int(response.sum())
-    kl, feature = distillation(frozen, features[response], inputs.hidden[response], loss_scale(n_positions, None))
+    kl, feature = distillation(frozen, features[response], inputs.hidden[response], 1 / (n_positions + 1e-5))
     return LossTerms(0.1 * kl, kl, feature.detach(), n_positions)

@@ -10,10 +10,9 @@ from torch import Tensor
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
-from moa_data.moa.drafters import blocks
+from moa_data.moa.drafters import training as blocks
 from moa_data.moa.drafters.block import BlockDrafter
-from moa_data.moa.drafters.rounds import BlockDraws, Draws
-from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
+from moa_data.moa.drafters.training import BlockDraws, Draws, LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 
@@ -121,7 +120,7 @@ def check_losses(
     vectors.equal("eval_mask", shares > 0)
     vectors.close("loss_weights", shares)
     own = Draws(None, draws.staircase_rows, blocks=chosen)
-    torch.testing.assert_close(blocks.position_weights(inputs.response_mask, own).sum(), shares.sum())
+    torch.testing.assert_close(blocks.block_position_weights(inputs.response_mask, own).sum(), shares.sum())
     weights = LossWeights(
         forward_kl=0.0,
         cross_entropy=flags["ce_loss_alpha"],
@@ -149,7 +148,9 @@ def test_training(name: str) -> None:
     check_losses(vectors, drafter, frozen, inputs, draws, flags).backward()
     vectors.gradients(drafter)
     vectors.all_read()
-    length = blocks.expected_lengths(accepted, vectors["eval_mask"]).mean().item()
+    supervised = vectors["eval_mask"].bool()
+    reached = (accepted.clamp(0, 1) * supervised).cumprod(dim=-1)
+    length = (1 + reached.sum(dim=-1)[supervised.any(dim=-1)]).mean().item()
     assert length == pytest.approx(meta(name)["metrics"]["train/tau_probabilistic"], rel=1e-5)
     _, is_candidate = blocks.draw_anchors(inputs.response_mask, Draws(None, draws.staircase_rows))
     assert is_candidate.sum().item() / len(is_candidate) == meta(name)["metrics"]["train/valid_anchors_abs"]

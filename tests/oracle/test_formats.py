@@ -11,8 +11,7 @@ from transformers import PretrainedConfig
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.eagle import EagleDrafter
 from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 
 from .vectors import Vectors, drafter_weights, frozen_target, inputs_of, meta, names, set_of, target_config
 
@@ -33,7 +32,7 @@ def test_moa_checkpoint(tmp_path: Path, name: str) -> None:
         real, inputs = inputs_of(name)
         assert inputs.kv is not None
         with torch.no_grad():
-            Vectors(batch, real).close("ekv2e_out", drafter.encode_memory(inputs.kv))
+            Vectors(batch, real).close("ekv2e_out", drafter.encode_kv(inputs.kv))
     assert not (refused := LAYOUTS["moa"].refusals(drafter.config)), refused
     write_layout(drafter, LAYOUTS["moa"], tmp_path / "again", target_config=config)
     again = load_file(tmp_path / "again" / "model.safetensors")

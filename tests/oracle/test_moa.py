@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moa_data.moa.drafters.mixture import MoADrafter
-from moa_data.moa.drafters.mixture_sizes import MoASizes
-from moa_data.moa.drafters.rounds import Draws
-from moa_data.moa.drafters.training import TrainingStep
+from moa_data.moa.drafters.mixture import MoADrafter, MoASizes
+from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.formats.checkpoint import build_drafter
 from moa_data.moa.formats.moa import from_official_keys, sizes_from_official
 from moa_data.moa.nn import losses, masks
@@ -46,7 +44,7 @@ def test_memory(name: str) -> None:
     layers = drafter.encode_layers(expected["kv_stack"])
     expected.close("lsa_out", layers)
     expected.close("lsa_mean", layers.mean(dim=2))
-    for memory in (drafter.kv_to_hidden(layers.mean(dim=2)), drafter.encode_memory(expected["kv_stack"])):
+    for memory in (drafter.kv_to_hidden(layers.mean(dim=2)), drafter.encode_kv(expected["kv_stack"])):
         expected.close("ekv2e_out", memory)
     expected.all_read()
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moa.drafters.rounds import Draws
-from ...moa.drafters.training import TrainingInputs
+from ...moa.drafters.training import Draws, TrainingInputs
 from ...storage.chunks.field import TOKENS, FieldCodec
 from ...storage.read.selection import token_shape
 

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ...errors import RunWarning, TrainingError
 from ...moa.drafters.registry import drafter_class
-from ...moa.drafters.rounds import BlockDraws, Draws
-from ...moa.drafters.training import TrainingInputs
+from ...moa.drafters.training import BlockDraws, Draws, TrainingInputs
 from ...moa.nn import masks
 from ...storage.read.store import ActivationStore
 from ..config import AnyDrafter, BlockSettings, RoundSettings, TrainConfig

@@ -17,9 +17,8 @@ from torch import Tensor
 from ...errors import CheckpointError, OutputOccupied, TargetError
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
-from ...moa.files.foreign import read_header
-from ...moa.formats.checkpoint import load_drafter
-from ...moa.formats.table import LAYOUTS, write_layout
+from ...moa.files import read_header
+from ...moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from ...moa.targets.bundle import FROZEN_FILE, hash_target, load_target_config, target_sizes, weight_files
 from ...moa.targets.live import resolve_model_folder
 from ...storage.disk.checking import exists
@@ -100,7 +99,7 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with disk_full_guard(folder):
-            write_layout(
+            n_tensors = write_layout(
                 drafter, layout, partial, dtype,
                 target_config=pieces.config if pieces else None, embeddings=pieces.embeddings if pieces else None,
                 lm_head=pieces.lm_head if pieces else None,
@@ -112,7 +111,6 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     file = folder / "model.safetensors"
-    n_tensors = len(layout.tensors(drafter.config))
     notes = tuple(layout.notes(drafter.config))
     return DrafterExportReport(folder, layout.name, layout.reader, drafter.kind, n_tensors, file.stat().st_size, notes)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...moa.drafters.base import Drafter
-from ...moa.files.tensor_file import write_tensors
+from ...moa.files import write_tensors
 from ...moa.formats.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from ...storage.disk.durable import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
 from ..files import CHECKPOINTS

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ...errors import SelectionInvalid, TrainingError
 from ...moa.drafters.base import Drafter
-from ...moa.drafters.rounds import Draws
 from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
-from ...moa.drafters.training import Reads, TrainingInputs
+from ...moa.drafters.training import Draws, Reads, TrainingInputs
 from ...moa.targets.bundle import FrozenTarget
 from ...storage.chunks.field import TOKENS
 from ...storage.codecs.transform.codec import TransformCodec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...moa.drafters.base import Drafter
-from ...moa.drafters.rounds import at_queries
+from ...moa.drafters.training import at_queries
 from ...moa.nn import masks
 from ...moa.targets.bundle import FrozenTarget
 from ..batches.batch import Batch

@@ -67,7 +67,7 @@ def test_sizes() -> None:
     assert (sizes.own_block.n_heads, sizes.own_block.head_dim) == (4, 48)
     narrow = IndependentSizes.from_target(config, independent_width=6)
     assert (narrow.own_block.n_heads, narrow.own_block.head_dim) == (3, 2)
-    with pytest.raises(DrafterError, match="independent_width must be an even number from 2 up, got 33"):
+    with pytest.raises(DrafterError, match="independent_width"):
         IndependentSizes.from_target(config, independent_width=33)
-    with pytest.raises(DrafterError, match="independent_layers must be at least 1, got 0"):
+    with pytest.raises(DrafterError, match="independent_layers"):
         IndependentSizes.from_target(config, independent_layers=0)

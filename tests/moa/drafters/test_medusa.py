@@ -88,5 +88,5 @@ def test_one_distribution_serves_a_level() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(DrafterError, match="medusa_heads must be at least 1, got 0"):
+    with pytest.raises(DrafterError, match="medusa_heads"):
         MedusaSizes.from_target(build_model().config, medusa_heads=0)

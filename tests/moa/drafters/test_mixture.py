@@ -1,19 +1,16 @@
 """Mixture of Attentions keeps the contract in all its forms; passes, memory and losses are as defined."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moa_data.errors import CheckpointError, DrafterError
-from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState
-from moa_data.moa.drafters.mixture_sizes import MoASizes
-from moa_data.moa.drafters.rounds import Draws, Rounds, loss_queries
-from moa_data.moa.drafters.training import TrainingInputs, TrainingStep
-from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.errors import DrafterError
+from moa_data.moa.drafters.caches import write_behind
+from moa_data.moa.drafters.mixture import MoADrafter, MoADraftState, MoASizes
+from moa_data.moa.drafters.training import Draws, Rounds, TrainingInputs, TrainingStep, loss_queries
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv
 from moa_data.moa.nn.layers import rotate
@@ -182,7 +179,7 @@ def test_memory_in_one_go_equals_the_means_over_layers(n_groups: int) -> None:
     kv = torch.randn(2, 5, 4, 48, dtype=torch.float64)
     groups = drafter.encode_layers(kv).split({1: 4, 2: 2, 3: [2, 1, 1]}[n_groups], dim=2)
     plain = drafter.kv_to_hidden(torch.cat([group.mean(dim=2) for group in groups], dim=-1))
-    fast = drafter.encode_memory(kv)
+    fast = drafter.encode_kv(kv)
     torch.testing.assert_close(fast, plain)
     used = [*drafter.layer_self_attention.parameters(), *drafter.kv_to_hidden.parameters()]
     expected = torch.autograd.grad(plain.square().sum(), used)
@@ -194,23 +191,23 @@ def test_memory_in_one_go_equals_the_means_over_layers(n_groups: int) -> None:
 def test_memory_of_some_layers(stride: int, layers: list[int]) -> None:
     """It depends on these layers alone, so that they are enough, and is of the last one whatever the stride."""
     drafter = build_drafter(build_model(), layer_stride=stride, layer_groups=1 if stride == 4 else 2)
-    assert drafter.config.memory_layers == tuple(layers)
+    assert drafter.config.encoded_layers == tuple(layers)
     kv = torch.randn(2, 5, 4, 48)
     others = [layer for layer in range(4) if layer not in layers]
     changed = kv.clone()
     changed[:, :, others] = torch.nan
-    memory = drafter.encode_memory(kv)
-    assert torch.equal(drafter.encode_memory(changed), memory)
-    assert torch.equal(drafter.encode_memory(kv[:, :, layers]), memory)
+    memory = drafter.encode_kv(kv)
+    assert torch.equal(drafter.encode_kv(changed), memory)
+    assert torch.equal(drafter.encode_kv(kv[:, :, layers]), memory)
     changed[:, :, layers[0]] += 1
-    assert not torch.equal(drafter.encode_memory(changed), memory)
+    assert not torch.equal(drafter.encode_kv(changed), memory)
 
 
 @pytest.mark.parametrize("most", [1, 4, 10])
 def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     drafter = build_drafter(build_model()).double()
     kv, used = torch.randn(2, 5, 4, 48, dtype=torch.float64), list(drafter.layer_self_attention.parameters())
-    whole = drafter.encode_memory(kv)
+    whole = drafter.encode_kv(kv)
     expected = torch.autograd.grad(whole.square().sum(), used)
     sizes: list[int] = []
     attend = drafter.layer_self_attention.attend_self_means
@@ -219,9 +216,9 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatc
         sizes.append(len(x))
         return attend(x, *args)
 
-    monkeypatch.setattr("moa_data.moa.drafters.layer_memory._MOST_POSITIONS", most)
+    monkeypatch.setattr("moa_data.moa.drafters.kv_encoder._MAX_POSITIONS", most)
     monkeypatch.setattr(drafter.layer_self_attention, "attend_self_means", attend_to_few)
-    pieces = drafter.encode_memory(kv)
+    pieces = drafter.encode_kv(kv)
     assert sum(sizes) == 10
     assert max(sizes) == most
     torch.testing.assert_close(pieces, whole)
@@ -229,10 +226,10 @@ def test_memory_in_pieces_equals_memory_in_one_go(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(got, goal)
     states = [MoADraftState(2), MoADraftState(2)]
     with torch.inference_mode():
-        drafter.extend_memory(states[0], kv)
+        drafter.extend_encoded(states[0], kv)
         monkeypatch.undo()
-        drafter.extend_memory(states[1], kv)
-    for got, goal in zip(states[0].memory.view(), states[1].memory.view(), strict=True):
+        drafter.extend_encoded(states[1], kv)
+    for got, goal in zip(states[0].encoded.view(), states[1].encoded.view(), strict=True):
         torch.testing.assert_close(got, goal)
 
 
@@ -247,60 +244,51 @@ def test_equal_content_makes_equal_memory_wherever_it_stands(layer_attention: bo
         for first in (0, 40):
             at = torch.arange(first, first + 5)[None]
             rotated = [rotate(layer, drafter.rotary(at)) for layer in keys]
-            memories.append(drafter.encode_memory(pack_kv(rotated, list(values)), at))
+            memories.append(drafter.encode_kv(pack_kv(rotated, list(values)), at))
         difference = (memories[0] - memories[1]).abs().max()
         assert (difference < 1e-5) == unrotated, difference
 
 
-def test_what_a_batch_lacks_is_named() -> None:
+def test_a_batch_that_lacks_something_is_refused() -> None:
     model = build_model()
     drafter = build_drafter(model, 1)
     inputs, frozen = inputs_for(drafter, model), frozen_for(drafter, model)
-    for name, message in (("entering_hidden", "hidden state after layer 2"), ("kv", "the target's keys and values")):
+    for name in ("entering_hidden", "kv"):
         absent: dict[str, Any] = {name: None}
         step = TrainingStep(dataclasses.replace(inputs, **absent), DRAWS["bounded"])
-        with pytest.raises(DrafterError, match=message):
+        with pytest.raises(DrafterError):
             drafter.objective(frozen, step)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"layer_attention": False}, "no layer self-attention"),
-        ({"cross_attention_drafts": True}, "train with --set drafter.cross_attention_drafts=false"),
-        ({"layer_stride": 2}, "of 2 of the target's layers.*train with --set drafter.layer_stride=1"),
-        (
-            {"unrotated_keys": True, "layer_groups": 2},
-            r"drafter.layer_groups=1.*train with --set drafter.unrotated_keys=false",
-        ),
-    ],
-)
-def test_layouts_of_the_authors_hold_the_papers_form_alone(tmp_path: Path, sizes: dict[str, Any], message: str) -> None:
-    model = build_model()
-    for name in ("moa", "moa-vllm"):
-        with pytest.raises(CheckpointError, match=message):
-            write_layout(build_drafter(model, **sizes), LAYOUTS[name], tmp_path / name, target_config=model.config)
-
-
 def test_sizes_are_checked_together() -> None:
-    for stride, message in (
-        (5, "layer_stride .5. must be between 1 and the 4"),
-        (3, "layer_groups .3. .* the 2 layers"),
-    ):
-        with pytest.raises(DrafterError, match=message):
-            build_drafter(build_model(), layer_stride=stride, layer_groups=3)
     config = build_model().config
-    with pytest.raises(DrafterError, match=r"must divide the 4 query heads.*layer_attention_heads"):
-        MoASizes.from_target(config, self_attention_kv_heads=3, layer_attention_kv_heads=7)
-    with pytest.raises(DrafterError, match=r"layer_attention_heads \(5\) must divide the KV width 48; try 4"):
-        MoASizes.from_target(config, layer_attention_heads=5)
-    with pytest.raises(DrafterError, match="between 0 and the target's 4 layers"):
-        MoASizes.from_target(config, target_layer_inference=5)
-    for n_groups in (0, 5):
-        with pytest.raises(DrafterError, match=rf"layer_groups \({n_groups}\) must be between 1 and the 4 layers"):
-            MoASizes.from_target(config, layer_groups=n_groups)
+    unfit: tuple[dict[str, Any], ...] = (
+        {"layer_stride": 5},
+        {"layer_stride": 3, "layer_groups": 3},
+        {"self_attention_kv_heads": 3, "layer_attention_kv_heads": 7},
+        {"layer_attention_heads": 5},
+        {"target_layer_inference": 5},
+        {"layer_groups": 0},
+        {"layer_groups": 5},
+        {"layer_attention_mlp_width": 0},
+    )
+    for sizes in unfit:
+        with pytest.raises(DrafterError, match=list(sizes)[-1]):
+            MoASizes.from_target(config, **sizes)
     wide = MoASizes.from_target(build_model(num_attention_heads=6, head_dim=64).config)
     assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), "256 / 6 is no head dim"
+
+
+@pytest.mark.parametrize("before", [[6], [6, 3]])
+def test_keys_and_values_that_are_no_numbers_do_not_stay_in_the_targets_cache(before: list[int]) -> None:
+    view = torch.ones(len(before), 2, 7, 4), torch.ones(len(before), 2, 7, 4)
+    nothing = torch.full((len(before), 2, 1, 4), torch.nan)
+    write_behind(view, before, 1, nothing, nothing)
+    for written in view:
+        assert written.isfinite().all()
+        for row, length in enumerate(before):
+            assert not written[row, :, length].any()
+            assert written[row, :, :length].all()
 
 
 def test_loss_queries_packs_left() -> None:

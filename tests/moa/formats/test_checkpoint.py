@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moa_data.errors import CheckpointError, DrafterError, TargetError
-from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
-from moa_data.moa.formats.table import LAYOUTS, write_layout
+from moa_data.moa.formats.checkpoint import LAYOUTS, check_drafter_matches, load_drafter, save_drafter, write_layout
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.models import build_model
@@ -51,14 +49,14 @@ def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("moa_data")
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
-    with pytest.raises(CheckpointError, match="is not the target's config"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         load_drafter(tmp_path)
-    for content in ([torch.zeros(1)], {"a": 1}):
+    for content in ([torch.zeros(1)], {"a": 1}, {"a": Path("code")}):
         torch.save(content, tmp_path / "pytorch_model.bin")
-        with pytest.raises(CheckpointError, match="expected a state dict"):
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
             load_drafter(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         load_drafter(tmp_path)
 
 
@@ -69,19 +67,10 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert same_weights(load_drafter("~/run"), drafter)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"kind": []}', "there is no drafter"),
-        (b"[]", r"drafter\.json holds a list, expected names and values"),
-        (b"null", "holds a NoneType"),
-        (b"{", r"cannot read .*drafter\.json"),
-        (b"\xff", r"cannot read .*drafter\.json"),
-    ],
-)
-def test_a_description_that_is_none_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+@pytest.mark.parametrize("content", [b'{"kind": []}', b'{"hidden": 1}', b"[]", b"null", b"{", b"\xff"])
+def test_a_description_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "drafter.json").write_bytes(content)
-    with pytest.raises(DrafterError, match=message):
+    with pytest.raises(DrafterError):
         load_drafter(tmp_path)
 
 
@@ -89,22 +78,13 @@ def test_strict_keys_and_shapes(tmp_path: Path) -> None:
     drafter = build_drafter(build_model())
     save_drafter(drafter, tmp_path)
     weights = load_file(tmp_path / "drafter.safetensors")
-    changes: tuple[tuple[Callable[[dict[str, Any]], object], str], ...] = (
-        (lambda w: w.pop("kv_to_hidden.bias"), "missing key kv_to_hidden.bias"),
-        (lambda w: w.update(extra=torch.zeros(1)), "unexpected key extra"),
-        (lambda w: w.update({"kv_to_hidden.bias": torch.zeros(2)}), r"has shape \(2,\), expected \(48,\)"),
-    )
-    for change, message in changes:
-        changed = dict(weights)
-        change(changed)
+    for change in ({"kv_to_hidden.bias": None}, {"extra": torch.zeros(1)}, {"kv_to_hidden.bias": torch.zeros(2)}):
+        changed = {name: value for name, value in (weights | change).items() if value is not None}
         save_file(changed, tmp_path / "drafter.safetensors")
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=next(iter(change))):
             load_drafter(tmp_path)
     (tmp_path / "drafter.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="damaged or cut short"):
-        load_drafter(tmp_path)
-    (tmp_path / "drafter.json").write_text(json.dumps({"hidden": 1}))
-    with pytest.raises(Exception, match="unknown keys hidden"):
+    with pytest.raises(CheckpointError):
         load_drafter(tmp_path)
 
 
@@ -113,9 +93,9 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     target = Target(model)
     target._identity = {"weights_sha256": "cd" * 32}
     check_drafter_matches(build_drafter(model, target={"weights_sha256": "cd" * 32}), target)
-    with pytest.raises(TargetError, match="weights efefefefefef, this one has cdcdcdcdcdcd"):
+    with pytest.raises(TargetError, match="efefefefefef"):
         check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)
-    with pytest.raises(TargetError, match="kv_width 48, this target has 96"):
+    with pytest.raises(TargetError, match="kv_width"):
         check_drafter_matches(build_drafter(model), Target(build_model(num_key_value_heads=4)))
 
 

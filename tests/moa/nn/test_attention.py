@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from moa_data.moa.drafters.rounds import Draws, Rounds
+from moa_data.moa.drafters.training import Draws, Rounds
 from moa_data.moa.nn import attention, masks
 from moa_data.moa.nn.attention import attend, attend_blocks, attend_many_short, expand_heads, needs_equal_heads
 from moa_data.tests.kit.memory import LiveBytes

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.moa.drafters.rounds import Draws
-from moa_data.moa.drafters.training import TrainingInputs
+from moa_data.moa.drafters.training import Draws, TrainingInputs
 from moa_data.trainer.batches.batch import Batch
 from moa_data.trainer.batches.buffers import BufferPool
 from moa_data.trainer.batches.copies import SideCopies, await_copy

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moa_data.errors import TrainingError
-from moa_data.moa.drafters.rounds import Draws
+from moa_data.moa.drafters.training import Draws
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer.batches import datamodule as data_module

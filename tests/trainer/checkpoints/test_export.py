@@ -15,8 +15,7 @@ from moa_data.cli import main
 from moa_data.errors import CheckpointError, OptionInvalid, OutputOccupied, TargetError
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.registry import drafter_class
-from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
-from moa_data.moa.formats.table import LAYOUTS
+from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter
 from moa_data.moa.targets.bundle import FrozenTarget, hash_target
 from moa_data.tests.kit.drafters import PAPER
 from moa_data.trainer.checkpoints import export as drafter_export

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moa_data.errors import CheckpointError, StorageUnavailable
-from moa_data.moa.files import tensor_file
+from moa_data.moa import files as tensor_file
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.trainer.checkpoints import saving as checkpoints
 from moa_data.trainer.checkpoints.saving import CheckpointFiles, read_checkpoint, remove_leftovers

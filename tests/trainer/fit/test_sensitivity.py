@@ -10,7 +10,7 @@ import torch
 from torch.autograd.functional import jacobian
 
 from moa_data.errors import DrafterError, Interrupted, OptionInvalid, SelectionInvalid, StoreMismatch, TrainingError
-from moa_data.moa.drafters.rounds import Draws
+from moa_data.moa.drafters.training import Draws
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.pipeline.recode import recode

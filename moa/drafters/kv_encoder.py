@@ -1,16 +1,16 @@
-"""The memory of Mixture of Attentions: what the target knows of a position, from its keys and values of all layers.
+"""The KV encoder of Mixture of Attentions: one vector a position, made from the target's KV of all layers.
 
 Shapes: B batch, T tokens, n positions, L target layers, H_kv target KV heads, d target head dim, D = 2 * H_kv * d,
 E target width, G groups of layers.
 
-    KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear -> memory [B, T, E]
+    KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear -> encoded KV [B, T, E]
 
 Layer self-attention looks at one position at a time. With several ``layer_groups`` the mean of each goes into the
 linear layer on its own: one mean has D numbers for all that L layers know, fewer than E in targets with few KV heads.
-With ``unrotated_keys`` the memory is made from the target's keys as they were before RoPE: layer self-attention isn't
-told the position, so that after RoPE the same content looks different everywhere. With a ``layer_stride`` the memory is
-made of every so many layers, counted from the last: less is read, and layer self-attention, at the widths of an 8B
-target most of a training step, has fewer rows. None of the three is the paper's.
+With ``unrotated_keys`` the target's keys are encoded as they were before RoPE: layer self-attention is not told the
+position, so that after RoPE the same content looks different everywhere. With a ``layer_stride`` every so many layers
+are encoded, counted from the last: less is read, and layer self-attention, at the widths of an 8B target most of a
+training step, has fewer rows. None of the three is the paper's.
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ from ..nn.layers import BlockSizes, DecoderBlock, Rotary, Rotation
 from ..targets.bundle import target_sizes
 from .sizes import DrafterSizes, multiple_of_32
 
-_MOST_POSITIONS = 1 << 13
-"""Most positions in one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and
-a long prompt would need L times its length in rows of the MLP's width."""
+# In one call of layer self-attention. CUDA kernels of attention take no more than 65,535 sequences, and a long prompt
+# would need L times its length in rows of the MLP's width.
+_MAX_POSITIONS = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorySizes(DrafterSizes):
-    """The sizes of a memory; 0 in a drafter without one."""
+class KVEncoderSizes(DrafterSizes):
+    """The sizes of a KV encoder; 0 in a drafter without one."""
 
     kv_width: int = 0
     """D = 2 * target KV heads * target head dim; width of layer self-attention, which runs over all L layers."""
@@ -48,22 +48,21 @@ class MemorySizes(DrafterSizes):
     layer_attention: bool = True
     """Whether there is layer self-attention; without it only the KV of the target's last layer is encoded."""
     layer_groups: int = 2
-    """Groups of consecutive layers; the memory is made from the mean of layer self-attention over each group,
-    concatenated. The paper has one group. Not used without layer self-attention."""
+    """Groups of consecutive layers, whose means of layer self-attention are concatenated. The paper has one group. Not
+    used without layer self-attention."""
     unrotated_keys: bool = True
-    """Whether the memory is made from the target's keys before RoPE; in the paper it is made from those after it."""
-
+    """Whether the target's keys are encoded as before RoPE; in the paper as after it."""
     layer_stride: int = 1
-    """The memory is made of the last layer and of every so many below it; 1 is all, as in the paper. Not used without
-    layer self-attention."""
+    """The last layer and every so many below it are encoded; 1 is all, as in the paper. Not used without layer
+    self-attention."""
 
     @property
-    def memory_layers(self) -> tuple[int, ...]:
-        """The target layers that the memory is made of, ascending."""
+    def encoded_layers(self) -> tuple[int, ...]:
+        """The target layers whose KV is encoded, ascending."""
         return strided_layers(self.n_layers, self.layer_stride) if self.layer_attention else (self.n_layers - 1,)
 
-    def memory_problems(self) -> list[str]:
-        """List what does not fit of a drafter with a memory; empty if all does."""
+    def encoder_problems(self) -> list[str]:
+        """List what does not fit of a drafter with a KV encoder; empty if all does."""
         names = ("kv_width", *(f"layer_attention_{name}" for name in ("heads", "head_dim", "kv_heads", "mlp_width")))
         if missing := [name for name in names if getattr(self, name) < 1]:
             return [f"{' and '.join(missing)} must be at least 1"]
@@ -83,8 +82,8 @@ class MemorySizes(DrafterSizes):
         return problems
 
     @staticmethod
-    def memory_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the sizes of a memory in the proportions of the official Llama-3-8B drafter."""
+    def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose sizes in the proportions of the official Llama-3-8B drafter."""
         facts = target_sizes(config)
         kv_width = 2 * facts["n_kv_heads"] * facts["head_dim"]
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, facts["n_heads"])
@@ -124,7 +123,7 @@ def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
 
 
 def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
-    """The layers whose keys and values training with some settings of a memory reads; None for all."""
+    """The layers whose KV training with some settings of an encoder reads; None for all."""
     if not settings.layer_attention:
         return (-1,)
     return None if settings.layer_stride == 1 else strided_layers(n_layers, settings.layer_stride)
@@ -135,13 +134,13 @@ def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
     return next(h for h in range(min(n_heads, kv_width), 0, -1) if kv_width % h == 0 and (kv_width // h) % 2 == 0)
 
 
-class LayerMemory(nn.Module):
-    """The part of a drafter that makes the memory; a drafter inherits it, so that weights have the published names."""
+class KVEncoder(nn.Module):
+    """The part of a drafter that encodes KV; a drafter inherits it, so that weights have the published names."""
 
-    config: MemorySizes
+    config: KVEncoderSizes
     rotary: Rotary
 
-    def build_memory(self) -> None:
+    def build_encoder(self) -> None:
         """Make the weights."""
         config = self.config
         if config.layer_attention:
@@ -157,40 +156,33 @@ class LayerMemory(nn.Module):
         encoded: Tensor = out.unflatten(0, kv.shape[:2])
         return encoded
 
-    def encode_memory(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Make the memory: kv_to_hidden of the mean of :meth:`encode_layers`.
-
-        With several ``layer_groups`` the means of all groups are concatenated; without layer self-attention the last
-        layer takes the place of the mean. With ``unrotated_keys`` the keys are those before RoPE.
-
-        Args:
-            kv: [B, T, L, D]; those layers that the memory is made of are enough.
-            positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
-
-        Returns:
-            Memory [B, T, E].
-        """
+    def encode_kv(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Encode KV: project what :meth:`encode_means` gives to [B, T, E]."""
         hidden: Tensor = self.kv_to_hidden(self.encode_means(kv, positions))
         return hidden
 
     def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Make what :meth:`encode_memory` projects: the means of G groups of layers, or the last layer (G = 1).
+        """Compute the means of :meth:`encode_layers` over G groups of layers, concatenated.
 
-        Args and raised errors are those of :meth:`encode_memory`.
+        Without layer self-attention the last layer takes their place (G = 1).
+
+        Args:
+            kv: [B, T, L, D]; those layers that are encoded are enough.
+            positions: [B or 1, T] int64 that the keys of ``kv`` were rotated by; None for 0 to T - 1.
 
         Returns:
             [B, T, G * D].
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_layers:
-            kv = kv[:, :, list(self.config.memory_layers)]
+            kv = kv[:, :, list(self.config.encoded_layers)]
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:
             positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
         rotation = self._layer_rotation(kv)
         summaries = []  # [n, G * D] each
-        at = positions.expand(len(kv), -1).flatten().split(_MOST_POSITIONS)
-        for part, where in zip(kv.flatten(0, 1).split(_MOST_POSITIONS), at, strict=True):
+        at = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
+        for part, where in zip(kv.flatten(0, 1).split(_MAX_POSITIONS), at, strict=True):
             part = part.to(self.kv_to_hidden.weight.dtype)
             if self.config.unrotated_keys:
                 part = rotate_packed_keys(part, self.rotary.inverse(where))
@@ -211,19 +203,19 @@ class LayerMemory(nn.Module):
 
     @property
     def sent_width(self) -> int:
-        """Numbers of a position's memory that are sent: the means where they are narrower than what is made of them."""
+        """Numbers that are sent of a position: the means where they are narrower than what is made of them."""
         return min(self.kv_to_hidden.in_features, self.kv_to_hidden.out_features)
 
     @property
     def _sends_means(self) -> bool:
         return self.kv_to_hidden.in_features < self.kv_to_hidden.out_features
 
-    def sent_memory(self, kv: Tensor, positions: Tensor) -> Tensor:
+    def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
         """Make what is sent of n positions, from their KV [n, L, D]: [n, ``sent_width``]."""
-        encode = self.encode_means if self._sends_means else self.encode_memory
+        encode = self.encode_means if self._sends_means else self.encode_kv
         return encode(kv[None], positions[None])[0]
 
-    def received_memory(self, sent: Tensor) -> Tensor:
-        """Turn what was sent, [n, ``sent_width``], into the memory [n, E]."""
-        memory: Tensor = self.kv_to_hidden(sent) if self._sends_means else sent
-        return memory
+    def encoded_of(self, sent: Tensor) -> Tensor:
+        """Turn what was sent, [..., ``sent_width``], into encoded KV [..., E]."""
+        encoded: Tensor = self.kv_to_hidden(sent) if self._sends_means else sent
+        return encoded

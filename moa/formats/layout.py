@@ -1,0 +1,188 @@
+"""A layout of another program's drafter folders as an entry of a table, and what the tables share.
+
+A layout is a folder with ``config.json`` and ``model.safetensors``. The tables (:mod:`.moa`, :mod:`.eagle`,
+:mod:`.block`) say how names of tensors, sizes and config.json follow from a drafter and the other way;
+:mod:`.checkpoint` reads and writes folders by them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import LlamaConfig
+
+from ...errors import CheckpointError
+from ..drafters.sizes import DrafterSizes
+from ..files import parsing
+from ..targets.bundle import rope_parameters
+
+Weights = dict[str, Tensor]
+"""Tensors by name, of a file or of a drafter's state dict."""
+ForeignConfig = Mapping[str, Any]
+"""The content of a config.json that somebody else wrote."""
+
+
+def _unchanged(given: Any, sizes: Any = None) -> Any:
+    return given
+
+
+def _nothing(sizes: Any) -> list[str]:
+    return []
+
+
+def _never(names: set[str], config: ForeignConfig) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One layout of one kind of drafter. Its functions take the drafter's sizes; names are those of tensors."""
+
+    name: str
+    """The name of the layout on the command line."""
+    kind: str
+    """The kind of drafter that it holds, see ``registry.DRAFTERS``."""
+    reader: str
+    """The program that loads it, for messages."""
+    needs_target_config: bool = False
+    """Whether its config.json is the target's."""
+    needs_embeddings: bool = False
+    """Whether it holds a copy of the target's embeddings."""
+    needs_head: bool = False
+    """Whether it holds a copy of the target's LM head."""
+    ignored: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")
+    """Tensors that are not read: copies of the target's, whose own are used here."""
+
+    refusals: Callable[[Any], list[str]] = _nothing
+    """Lists why the reading program would run a drafter differently; empty if it would not."""
+    notes: Callable[[Any], list[str]] = _nothing
+    """Lists what to know before using the folder."""
+    config: Callable[[Any, Any], dict[str, Any]]
+    """(sizes, the target's transformers config or None) -> the content of config.json."""
+    file_name: Callable[[str], str] = _unchanged
+    """A name in the drafter's state dict -> in the file."""
+    own_name: Callable[[str], str] = _unchanged
+    """A name in a file, which may be of any version of the program -> in the drafter's state dict."""
+    pack: Callable[[Weights, Any], Weights] = _unchanged
+    """Adapts tensors, before they are renamed, to be written."""
+    unpack: Callable[[Weights, Any], Weights] = _unchanged
+    """Undoes it, after they are renamed."""
+    recognises: Callable[[set[str], ForeignConfig], bool] = _never
+    """Whether a folder that this package did not write has the layout, by the file's names without ``model.``."""
+    read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
+    """Reads the sizes of a drafter that this package did not write, from its renamed tensors and config.json."""
+
+
+def those(*problems: tuple[bool, str]) -> list[str]:
+    """List the texts of the problems that there are."""
+    return [text for is_there, text in problems if is_there]
+
+
+def llama_config(sizes: Any) -> dict[str, Any]:
+    """Return the keys of config.json that decoder layers of a drafter have in all engines."""
+    return {
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.self_attention_mlp_width,
+        "num_attention_heads": sizes.n_heads,
+        "num_key_value_heads": sizes.self_attention_kv_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": sizes.max_position_embeddings,
+        "rms_norm_eps": sizes.norm_eps,
+        "vocab_size": sizes.vocab_size,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    } | rope_keys(sizes)
+
+
+def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
+    """Return the rotation as transformers 4 and 5 write it; engines read one or the other."""
+    parameters = dict(sizes.rope_parameters)
+    keys: dict[str, Any] = {"rope_theta": parameters.get("rope_theta", 10_000.0), "rope_parameters": parameters}
+    if is_rope_scaled(sizes):
+        keys["rope_scaling"] = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    return keys
+
+
+def is_rope_scaled(sizes: DrafterSizes) -> bool:
+    """Return whether the target's RoPE is scaled."""
+    return bool(sizes.rope_parameters.get("rope_type", "default") != "default")
+
+
+def unfilled_width(sizes: DrafterSizes) -> tuple[bool, str]:
+    """Return the refusal of programs whose head dim is width / heads."""
+    return (
+        sizes.n_heads * sizes.head_dim != sizes.hidden_size,
+        f"the head dim is {sizes.head_dim}, and theirs width / heads, {sizes.hidden_size} / {sizes.n_heads}",
+    )
+
+
+def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
+    """Return fields of :class:`DrafterSizes` from a drafter's own config.json; the target's layers are unknown (0)."""
+    needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+    if missing := [name for name in needed if not config.get(name)]:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}; restore the checkpoint's own.")
+    names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
+    with parsing("config.json cannot be used", CheckpointError, "Restore the checkpoint's own."):
+        known = LlamaConfig(**{name: config[name] for name in names if config.get(name) is not None})
+        facts: dict[str, Any] = {
+            "hidden_size": known.hidden_size,
+            "n_heads": known.num_attention_heads,
+            "head_dim": config.get("head_dim") or known.hidden_size // known.num_attention_heads,
+            "n_layers": 0,
+            "vocab_size": known.vocab_size,
+            "max_position_embeddings": known.max_position_embeddings,
+            "norm_eps": known.rms_norm_eps,
+            "rope_parameters": rope_parameters(known),
+        }
+    for name in ("hidden_size", "n_heads", "head_dim"):  # the others are looked at when the sizes are made
+        if type(facts[name]) is not int or facts[name] < 1:
+            raise CheckpointError(f"config.json gives {name} {str(facts[name])[:60]!r}; restore the checkpoint's own.")
+    return facts
+
+
+def layer_facts(weights: Weights, head_dim: int, layer: str) -> dict[str, int]:
+    """Return the sizes of a decoder layer by the shapes of its tensors, whose names begin with ``layer``."""
+    return {
+        "self_attention_kv_heads": rows(weights, f"{layer}.self_attn.k_proj.weight") // head_dim,
+        "self_attention_mlp_width": rows(weights, f"{layer}.mlp.gate_proj.weight"),
+    }
+
+
+def count_layers(weights: Weights) -> int:
+    """Count the numbered layers of a file."""
+    return len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+
+
+def rows(weights: Weights, name: str) -> int:
+    """Count the rows of a tensor, which has to be there."""
+    if name not in weights or not weights[name].dim():
+        raise CheckpointError(f"the weights lack {name}.")
+    return int(weights[name].shape[0])
+
+
+def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
+    """Return what a config.json holds below a key; nothing where that is no mapping."""
+    found = config.get(key)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
+    """Return the target's layers, from 0, that a config.json names.
+
+    Args:
+        given: lists of layers in the order of preference, and the number of the first layer in each.
+
+    Raises:
+        CheckpointError: there is none, so that they would have to be guessed from the target's depth.
+    """
+    for ids, first in given:
+        if ids:
+            if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
+                raise CheckpointError(f"config.json names the layers {str(ids)[:60]!r}, expected a list of numbers.")
+            return tuple(layer - first for layer in ids)
+    raise CheckpointError(
+        "config.json does not say which layers of the target are read; restore the checkpoint's own, with "
+        "target_layer_ids or eagle_aux_hidden_state_layer_ids."
+    )
