@@ -10,7 +10,7 @@ DEMO_OUT ?= demo-output
 # One process per core, each with one thread; PYTEST_ARGS= runs them one after the other.
 PYTEST_ARGS ?= -n auto --dist worksteal
 
-# Options of benchmarks/gpu.sh, for example: make bench-gpu GPU_ARGS="--device cpu --tiny"
+# Options of benchmarks/gpu/gpu.sh, for example: make bench-gpu GPU_ARGS="--device cpu --tiny"
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -56,7 +56,7 @@ format: $(STAMP) ## Format and sort imports
 types: $(STAMP) ## Check types over the package and the benchmarks
 	@mkdir -p .mypy_path && ln -sfn .. .mypy_path/moa_data
 	MYPYPATH=.mypy_path $(BIN)/mypy -p moa_data
-	MYPYPATH=.mypy_path:benchmarks $(BIN)/mypy --explicit-package-bases benchmarks/*.py .ci/*.py
+	MYPYPATH=.mypy_path:. $(BIN)/mypy --explicit-package-bases benchmarks/*/*.py .ci/*.py
 
 # The API reference reads the sources below the package's name, and nothing else that lies at the root.
 docs: $(STAMP) ## Build the site into site/; a broken link is an error
@@ -69,14 +69,14 @@ proto: $(STAMP) ## Make the code of the drafting protocol from its .proto
 
 figures: $(STAMP) ## Draw the pictures and write the tables of docs/ from benchmarks/results
 	$(BIN)/python docs/generate.py
-	$(BIN)/python benchmarks/tables.py
-	$(BIN)/python benchmarks/figures.py
+	$(BIN)/python -m benchmarks.pages.tables
+	$(BIN)/python -m benchmarks.pages.figures
 
 bench: $(STAMP) ## Measure stores on this machine; records go to runs/benchmarks
-	$(BIN)/python benchmarks/bench_store.py
+	$(BIN)/python -m benchmarks.store.bench_store
 
 bench-gpu: $(STAMP) ## Measure all that waits for a GPU, in ten minutes; records go to runs/benchmarks/gpu-DATE
-	PYTHON=$(BIN)/python benchmarks/gpu.sh runs/benchmarks/gpu-$$(date -u +%Y%m%dT%H%M%SZ) $(GPU_ARGS)
+	PYTHON=$(BIN)/python benchmarks/gpu/gpu.sh runs/benchmarks/gpu-$$(date -u +%Y%m%dT%H%M%SZ) $(GPU_ARGS)
 
 check: lint types docs test ## All that continuous integration runs
 

@@ -145,7 +145,7 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
     """Draw a token from each distribution, which need not be normalised: [B, V] float64 -> [B] int64.
 
     The drawn token is the first at which the cumulative sum exceeds u times the total, for a uniform u of its row's
-    generator. ``torch.multinomial`` takes 20 times as long at a vocabulary of 128,256 (``benchmarks/sampling.py``).
+    generator. ``torch.multinomial`` takes 20 times as long at a vocabulary of 128,256 (``benchmarks/decoding``).
     """
     cumulative = probabilities.cumsum(dim=-1)
     uniform = [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]

@@ -10,13 +10,13 @@ from transformers import LlamaConfig
 
 from moa_data.moa.drafters.registry import drafter_class
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 N_WEIGHTS = 1_890_000
 
 
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def test_drafters_have_equal_weights() -> None:
@@ -24,7 +24,7 @@ def test_drafters_have_equal_weights() -> None:
         vocab_size=4096, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6,
         num_key_value_heads=2,
     )  # fmt: skip
-    for name, (_, settings) in importlib.import_module("drafters").DRAFTERS.items():
+    for name, (_, settings) in importlib.import_module("benchmarks.training.drafters").DRAFTERS.items():
         kind = drafter_class(settings["drafter"])
         sizes: Any = kind.config_class
         given = {key: value for key, value in settings.items() if key in sizes.__dataclass_fields__}
@@ -34,7 +34,7 @@ def test_drafters_have_equal_weights() -> None:
 
 
 def test_chats_are_laid_out(tmp_path: Path) -> None:
-    target = importlib.import_module("target")
+    target = importlib.import_module("benchmarks.training.target")
 
     def chats(name: str, n: int) -> Path:
         rows = [{"messages": [{"role": "user", "content": f"{name} {i} \u2028 ?"}]} for i in range(n)]

@@ -20,13 +20,13 @@ from moa_data.moa.nn import attention
 from moa_data.moa.nn.masks import Mask
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+SCRIPT = ROOT / "benchmarks" / "gpu" / "gpu.sh"
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Import a file of benchmarks/ as the others there do."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
@@ -112,9 +112,7 @@ def test_the_usage_names_every_option() -> None:
 
 def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\ncase "$1" in *train_step.py) echo broken; exit 3;; *gpu_report.py) echo table;; esac\n'
-    )
+    python.write_text('#!/bin/sh\ncase "$2" in *train_step) echo broken; exit 3;; *gpu_report) echo table;; esac\n')
     python.chmod(0o755)
     words = [str(SCRIPT), str(tmp_path / "out"), "--device", "cpu", "--tiny"]
     done = subprocess.run(words, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
@@ -129,7 +127,7 @@ def test_a_step_that_fails_is_named_and_keeps_no_other_from_running(tmp_path: Pa
 def test_a_step_writes_a_record_that_the_table_reads(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    sampling, report = benchmark("sampling"), benchmark("gpu_report")
+    sampling, report = benchmark("benchmarks.decoding.sampling"), benchmark("benchmarks.gpu.gpu_report")
     words = ["sampling.py", "--vocabulary", "100", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     sampling.main()
@@ -142,7 +140,7 @@ def test_a_step_writes_a_record_that_the_table_reads(
 
 
 def test_operations_from_shapes_are_those_that_a_model_executes(benchmark: Callable[[str], ModuleType]) -> None:
-    accelerator = benchmark("accelerator")
+    accelerator = benchmark("benchmarks.kit.accelerator")
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=50,
@@ -162,7 +160,7 @@ def test_operations_from_shapes_are_those_that_a_model_executes(benchmark: Calla
 def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(
     benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = benchmark("accelerator")
+    accelerator = benchmark("benchmarks.kit.accelerator")
     for name, tflops in {
         "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989, "NVIDIA H200 NVL": 835,
         "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L4": 121, "NVIDIA L40S": 362,
@@ -170,7 +168,7 @@ def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(
         monkeypatch.setattr(accelerator, "device_name", lambda _, name=name: name)
         assert accelerator.peak_flops("cuda", None) == tflops * 1e12
     monkeypatch.undo()
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
     assert accelerator.peak_flops("cpu", None) is None
     assert accelerator.utilisation(1e12, 2.0, None) is None
     assert accelerator.utilisation(1e12, 2.0, accelerator.peak_flops("cpu", 2.0)) == 0.25
@@ -179,7 +177,7 @@ def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(
 def test_attention_is_counted_by_the_kernel_that_it_takes(benchmark: Callable[[str], ModuleType]) -> None:
     q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
     short_q, short_k = torch.randn(40, 4, 2, 16), torch.randn(40, 2, 2, 16)
-    with benchmark("accelerator").watched_attention() as kernels:
+    with benchmark("benchmarks.kit.accelerator").watched_attention() as kernels:
         attention.attend(q, k, k, None)
         attention.attend(q, k, k, Mask.up_to(torch.arange(8)[None], 8))
         attention.attend(short_q, short_k, short_k, None)

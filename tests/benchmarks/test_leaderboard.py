@@ -16,15 +16,15 @@ from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.models import build_byte_tokenizer, build_text_model
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def leaderboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("leaderboard")
+    monkeypatch.syspath_prepend(str(ROOT))
+    module = importlib.import_module("benchmarks.training.leaderboard")
     table = tmp_path / "leaderboard.json"
-    shutil.copy(BENCHMARKS / "results" / "leaderboard.json", table)
+    shutil.copy(ROOT / "benchmarks" / "results" / "leaderboard.json", table)
     monkeypatch.setattr(module, "TABLE", table)
     return module
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 UDP_SERVER = """
 import socket
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -70,13 +70,13 @@ with socket.create_connection(("10.77.0.1", 7000)) as s:
 
 @pytest.fixture
 def conditions(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("network_conditions")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.serving.network_conditions")
 
 
 @pytest.fixture
 def tunnels(conditions: Any) -> Iterator[Any]:
-    module = importlib.import_module("network_tunnel")
+    module = importlib.import_module("benchmarks.serving.network_tunnel")
     if (reason := module.unavailable_because()) is not None:
         pytest.skip(reason)
     yield module
@@ -148,10 +148,10 @@ def test_tcp_survives_a_cut(conditions: Any, tunnels: Any) -> None:
 
 def test_what_a_killed_tunnel_left_is_swept(tunnels: Any) -> None:
     code = (
-        "from network_conditions import NONE\nfrom network_tunnel import Tunnel\n"
+        "from benchmarks.serving.network_conditions import NONE\nfrom benchmarks.serving.network_tunnel import Tunnel\n"
         "print(Tunnel(NONE).namespaces['client'], flush=True)\ninput()\n"
     )
-    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as program:

@@ -9,12 +9,13 @@ import pytest
 
 from moa_data.moa.drafters.registry import DRAFTERS
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/real_shape.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_two_layers_at_the_real_widths(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), "--layers", "2"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.store.real_shape", str(tmp_path), "--layers", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = tmp_path.glob("real-shape-*.json")
     stages = {stage["name"]: stage for stage in json.loads(record.read_text())["stages"]}

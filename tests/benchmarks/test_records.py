@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Import a file of benchmarks/ as the others there do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
@@ -31,7 +31,7 @@ def record(records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *
 def test_a_file_of_results_names_each_commit_and_machine_once(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = benchmark("records")
+    records = benchmark("benchmarks.kit.records")
     path = record(records, tmp_path, monkeypatch)
     written = json.loads(path.read_text())
     assert written["figures"] == {"mb_per_s": 1.0}
@@ -48,7 +48,7 @@ def test_a_file_of_results_names_each_commit_and_machine_once(
     assert noted["rows"] == table["rows"]
     (source,) = noted["sources"]
     assert source["commit"] == "0123456789ab"
-    text = benchmark("tables").source_text(source)
+    text = benchmark("benchmarks.pages.tables").source_text(source)
     assert text.startswith(f"Code: commit 0123456789ab, {source['day']}, torch {source['torch']}, ")
 
 
@@ -56,7 +56,7 @@ def test_a_file_of_results_names_each_commit_and_machine_once(
 def test_code_that_no_commit_holds_is_no_source(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]
 ) -> None:
-    records = benchmark("records")
+    records = benchmark("benchmarks.kit.records")
     path = record(records, tmp_path, monkeypatch, **found)
     with pytest.raises(ValueError, match="no commit holds"):
         records.sources([path])

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def sensitivity(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("sensitivity")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.codecs.sensitivity")
 
 
 def test_metrics_are_made_coarse(sensitivity: Any) -> None:

@@ -18,7 +18,7 @@ FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_tables", ROOT / "benchmarks" / "tables.py")
+    spec = importlib.util.spec_from_file_location("benchmarks_tables", ROOT / "benchmarks" / "pages" / "tables.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,9 +47,13 @@ def test_every_row_has_a_command_that_exists(path: Path) -> None:
     shown = {key for part in (table, *table.get("more", ())) for key in part["columns"]}
     assert {key for row in table["rows"] for key in row} <= shown | {"command"}
     for command in table["commands"].values():
-        program, first = shlex.split(command)[:2]
+        program, first, *rest = shlex.split(command)
         assert program in ("moa-data", "python")
-        assert main.get_command(click.Context(main), first) if program == "moa-data" else (ROOT / first).is_file()
+        if program == "moa-data":
+            assert main.get_command(click.Context(main), first)
+        else:
+            assert first == "-m"
+            assert (ROOT / rest[0].replace(".", "/")).with_suffix(".py").is_file()
 
 
 def test_the_readme_quotes_the_leaderboard() -> None:

@@ -1,0 +1,332 @@
+"""Measures the speed of encoding and decoding of each codec on one core; `codecs.py` measures bytes and errors.
+
+The byte chain alone (chunks of real activations through blosc and through hand-made frames) and whole codecs (values to
+codes and back to float32, in NumPy and in torch). Everything that is compared runs in turn, again and again; figures
+are medians. A transform codec learns from the store first.
+
+    python -m benchmarks.codecs.codec_speed STORE [--codecs int8 transform:1,tokens] [--sequences 12] [--repeats 5]
+        [--device cuda] [--out FOLDER]
+    python -m benchmarks.codecs.codec_speed --shape 32 8 128 [--codecs lossless int8 transform:1] [--tokens 256]
+        [--learn-tokens 6144] [--threads 1 2]
+
+--shape takes keys and values of LAYERS x HEADS x HEAD_DIM instead of a store: bfloat16 numbers of 512 directions and
+noise, made here. They show speeds at that shape, bytes and errors of these numbers, and nothing of the rate on a
+target's own activations. A basis must learn from 4/3 of its width in tokens at least, or it has fewer components than
+a real one. Seconds are of the CPU with one thread and of the clock on the wall with more, and for learning. With a
+--device the host is measured beside it.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numcodecs.blosc
+import numpy as np
+import torch
+
+from benchmarks.kit.accelerator import device_name, synchronize
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from moa_data.pipeline.forwards.calibrate import learning_on
+from moa_data.pipeline.recode import codec_for
+from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
+from moa_data.storage.chunks.field import TOKENS, FieldCodec, StoredArray
+from moa_data.storage.codecs.quantised import SCHEMES
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.dtypes import to_float32
+from moa_data.storage.parts.grid import array_grid
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import FieldSpec, kv_field
+
+FIELDS = ("kv", "hidden/last")
+CODECS = (*SCHEMES, "transform:3", "transform:1", "transform:1,tokens")
+CHUNK_BYTES = 256 << 10
+
+Rows = list[dict[str, Any]]
+
+
+def order0_bits(plane: np.ndarray) -> float:
+    """Entropy of the bytes of a plane, each on its own, in bits."""
+    counts = np.bincount(plane.reshape(-1), minlength=256)
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log2(share)).sum())
+
+
+def floor_bits(values: np.ndarray) -> float:
+    """Order-0 entropy of 16-bit values, high and low bytes apart, in bits per value."""
+    planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, 2)
+    return order0_bits(planes[:, 0]) + order0_bits(planes[:, 1])
+
+
+def in_turn(
+    works: dict[str, Callable[[], object]], repeats: int, device: str = "cpu", on_the_wall: bool = False
+) -> dict[str, float]:
+    """Median seconds of each piece of work, run one after the other ``repeats`` times.
+
+    Seconds of one core, not of the clock on the wall, where the work is on the CPU: others may use the machine too.
+    """
+    clock = time.process_time if device == "cpu" and not on_the_wall else time.perf_counter
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(repeats):
+        for name, work in works.items():
+            synchronize(device)
+            started = clock()
+            work()
+            synchronize(device)
+            taken[name].append(clock() - started)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def blosc_chunk(values: np.ndarray) -> bytes:
+    """What blosc itself makes of a chunk, with the settings of the metadata."""
+    return bytes(numcodecs.blosc.compress(values, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=2))
+
+
+def encode_each(encode: Callable[[np.ndarray], bytes], chunks: list[np.ndarray]) -> list[bytes]:
+    """Encode chunk by chunk."""
+    return [encode(chunk) for chunk in chunks]
+
+
+def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float]]:
+    """The byte chain at about 256 KiB per chunk."""
+    rows = min(len(values), max(1, CHUNK_BYTES // values[0].nbytes))
+    chunks = [np.ascontiguousarray(values[at : at + rows]) for at in range(0, len(values) - rows + 1, rows)]
+    encoders = {"blosc": blosc_chunk, "hand-made": encode_chunk}
+    encoded = {name: [encode(chunk) for chunk in chunks] for name, encode in encoders.items()}
+    buffers = {name: [np.frombuffer(chunk, np.uint8) for chunk in encoded[name]] for name in encoders}
+    out = np.empty_like(chunks[0])
+
+    def decode_all_chunks() -> None:
+        for chunk in buffers["hand-made"]:
+            decode_chunk(chunk, out)
+
+    works: dict[str, Callable[[], object]] = {
+        f"{name} encode": partial(encode_each, encode, chunks) for name, encode in encoders.items()
+    }
+    works["blosc decode"] = lambda: [numcodecs.blosc.decompress(chunk, out) for chunk in buffers["blosc"]]
+    works["hand-made decode"] = decode_all_chunks
+    # Blosc's side has no checksum to look at.
+    frames = [chunk[:-CRC_BYTES] for chunk in buffers["hand-made"]]
+    works["frame decode"] = lambda: [numcodecs.blosc.decompress(frame, out) for frame in frames]
+    seconds = in_turn(works, repeats)
+    raw = sum(chunk.nbytes for chunk in chunks)
+    found = {
+        name: {
+            "ratio": sum(map(len, encoded[name])) / raw,
+            "encode_gb_per_s": raw / seconds[f"{name} encode"] / 1e9,
+            "decode_gb_per_s": raw / seconds[f"{name} decode"] / 1e9,
+        }
+        for name in encoders
+    }
+    found["hand-made"]["decode_unchecked_gb_per_s"] = raw / seconds["frame decode"] / 1e9
+    return found
+
+
+def encode_all(codec: FieldCodec, values: list[Any], tokens: list[Any]) -> list[Any]:
+    """Encode sequences."""
+    return [codec.encode(array, ids) for array, ids in zip(values, tokens, strict=True)]
+
+
+def decode_all(codec: FieldCodec, codes: list[dict[str, Any]], lengths: list[int]) -> list[Any]:
+    """Decode whole sequences."""
+    return [codec.decode(item, 0, length) for item, length in zip(codes, lengths, strict=True)]
+
+
+def time_codec(
+    codec: FieldCodec,
+    values: list[np.ndarray],
+    tokens: list[Any],
+    inputs: list[dict[str, Any]],
+    repeats: int,
+    device: str,
+) -> dict[str, float]:
+    """Median seconds of coding sequences in torch, and in NumPy where the device is a CPU."""
+    lengths = [len(array) for array in values]
+    tensors = [torch.from_numpy(array).to(device) for array in values]
+    ids = [None if some is None else torch.from_numpy(some).to(device) for some in tokens]
+    on_device = [{key: torch.from_numpy(part).to(device) for key, part in item.items()} for item in inputs]
+
+    works: dict[str, Callable[[], object]] = {
+        "torch_encode": partial(encode_all, codec, tensors, ids),
+        "torch_decode": partial(decode_all, codec, on_device, lengths),
+    }
+    if device == "cpu":
+        works["numpy_encode"] = partial(encode_all, codec, values, tokens)
+        works["numpy_decode"] = partial(decode_all, codec, inputs, lengths)
+    return in_turn(works, repeats, device)
+
+
+def measure_codec(name: str, store: ActivationStore, chosen: list[int], repeats: int, device: str) -> Rows:
+    """Speed of one codec, a row for each field."""
+    codec = codec_for(store, name)
+    rows = []
+    for field in FIELDS:
+        own = codec.fields[field]
+        values = [to_float32(store.read(i, field), "bfloat16") for i in chosen]
+        tokens = [store.read(i, TOKENS) if own.needs_tokens else None for i in chosen]
+        codes = encode_all(own, values, tokens)
+        inputs = [item | ({} if ids is None else {TOKENS: ids}) for item, ids in zip(codes, tokens, strict=True)]
+        seconds = time_codec(own, values, tokens, inputs, repeats, device)
+        n_bytes = 2 * sum(array.size for array in values)
+        speeds = {f"{work}_gb_per_s": n_bytes / taken / 1e9 for work, taken in seconds.items()}
+        rows.append({"codec": name, "field": field, **speeds})
+    return rows
+
+
+def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray]:
+    """Sequences of 512 directions of falling variance and noise, rounded to bfloat16, as float32."""
+    rng, width = np.random.default_rng(0), math.prod(spec.token_shape)
+    directions = (
+        rng.standard_normal((512, width), dtype=np.float32) * np.arange(1, 513, dtype=np.float32)[:, None] ** -0.5
+    )
+    made = []
+    for _ in range(n_sequences):
+        values = rng.standard_normal((n_tokens, 512), dtype=np.float32) @ directions
+        values += 0.5 * rng.standard_normal((n_tokens, width), dtype=np.float32)
+        rounded = torch.from_numpy(values.reshape(n_tokens, *spec.token_shape)).bfloat16().float()
+        made.append(rounded.numpy())
+    return made
+
+
+def inner_chunks(array: StoredArray, rows: np.ndarray) -> list[np.ndarray]:
+    """Cut the rows of a stored array into its inner chunks, as a part of their length has them."""
+    n_rows, n_second, *_ = array_grid(array, 1, len(rows) * array.block_tokens).chunk_shape
+    return [
+        np.ascontiguousarray(rows[at : at + n_rows, second : second + n_second])
+        for at in range(0, len(rows), n_rows)
+        for second in range(0, rows.shape[1], n_second)
+    ]
+
+
+def decode_each(encoded: list[bytes], chunks: list[np.ndarray]) -> None:
+    """Decode chunks, each to memory of its shape."""
+    for buffer, chunk in zip(encoded, chunks, strict=True):
+        decode_chunk(np.frombuffer(buffer, np.uint8), np.empty_like(chunk))
+
+
+def relative_error(values: np.ndarray, other: np.ndarray) -> float:
+    """L2 norm of the difference over that of the values."""
+    return float(np.linalg.norm((values - other).ravel()) / np.linalg.norm(values.ravel()))
+
+
+def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> Rows:
+    """Bytes, errors and speed of one codec on made-up keys and values: a row for each number of threads, and a device.
+
+    On the host the byte chain, which is all of a lossless codec, is timed apart from the codes.
+    """
+    n_layers, n_kv_heads, head_dim = shape
+    spec = kv_field(n_layers, n_kv_heads, head_dim)
+    codec = StoreCodec(name, (spec,)).fields["kv"]
+    is_learned = isinstance(codec, TransformCodec)
+    n_sequences = -(-options.learn_tokens // options.tokens) if is_learned else 0
+    sample = made_up(spec, options.tokens, n_sequences + 1)
+    values = sample.pop()
+    bits = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    started = time.perf_counter()
+    if isinstance(codec, TransformCodec):
+        codec.calibrate(sample, learning=learning_on(options.device, None, None))
+    learn_s = time.perf_counter() - started
+    del sample
+    codes = {} if codec.is_identity else codec.encode(torch.from_numpy(values))
+    decoded = values if codec.is_identity else codec.decode(codes, 0, len(values)).numpy()
+    rows_of = {codec.arrays[0].name: bits} if codec.is_identity else {key: rows.numpy() for key, rows in codes.items()}
+    chunks = [chunk for array in codec.arrays for chunk in inner_chunks(array, rows_of[array.name])]
+    encoded = encode_each(encode_chunk, chunks)
+    n_bytes = sum(map(len, encoded))
+    known = {
+        "codec": name,
+        "bytes_per_token": n_bytes / len(values),
+        "of_raw": n_bytes / bits.nbytes,
+        "key_error": relative_error(values[:, :, :, 0], decoded[:, :, :, 0]),
+        "value_error": relative_error(values[:, :, :, 1], decoded[:, :, :, 1]),
+        "learn_s": learn_s,
+    }
+    rows: Rows = []
+    for device, n_threads in places(options.device, options.threads, codec.is_identity):
+        torch.set_num_threads(n_threads)
+        works: dict[str, Callable[[], object]] = {}
+        if device == "cpu":
+            works["chunks"] = partial(encode_each, encode_chunk, chunks)
+            works["chunks_decode"] = partial(decode_each, encoded, chunks)
+        if not codec.is_identity:
+            on_device = {key: part.to(device) for key, part in codes.items()}
+            works["encode"] = partial(codec.encode, torch.from_numpy(values).to(device))
+            works["decode"] = partial(codec.decode, on_device, 0, len(values))
+        seconds = in_turn(works, options.repeats, device, on_the_wall=n_threads > 1)
+        speeds = {f"{work}_gb_per_s": bits.nbytes / taken / 1e9 for work, taken in seconds.items()}
+        rows.append(known | {"device": device_name(device), "threads": n_threads, **speeds})
+    return rows
+
+
+def places(device: str, threads: list[int], is_host_only: bool) -> list[tuple[str, int]]:
+    """List where a codec is timed, with the threads of torch: on the host, and on a device beside it."""
+    hosts = [("cpu", n_threads) for n_threads in threads]
+    return hosts if is_host_only or device == "cpu" else [*hosts, (device, threads[0])]
+
+
+def main() -> None:
+    """Runs the benchmark, prints the figures and writes them."""
+    parser = argparse.ArgumentParser(description="Measure the codecs on a lossless store.")
+    parser.add_argument("store", type=Path, nargs="?")
+    parser.add_argument(
+        "--shape", type=int, nargs=3, metavar=("LAYERS", "HEADS", "HEAD_DIM"), help="instead of a store"
+    )
+    parser.add_argument("--tokens", type=int, default=256, help="of a sequence, with --shape")
+    parser.add_argument("--learn-tokens", type=int, default=6144, help="to learn from, with --shape")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch, with --shape")
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="NAME")
+    parser.add_argument("--sequences", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="where whole codecs encode and decode")
+    add_out_option(parser)
+    options = parser.parse_args()
+    if (options.store is None) == (options.shape is None):
+        parser.error("give a STORE or a --shape")
+    if options.shape is not None:
+        rows = []
+        for name in options.codecs:
+            for row in measure_shape(name, options.shape, options):
+                rows.append(row)
+                print(row, flush=True)
+        print(write_record(options.out, "codec-shape", {"settings": settings_of(options), "codecs": rows}))
+        return
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {"settings": settings_of(options), "bytes": {}, "codecs": []}
+    with ActivationStore(options.store) as store:
+        chosen = np.linspace(0, len(store) - 1, options.sequences).astype(int).tolist()
+        for field in FIELDS:
+            values = np.concatenate([store.read(i, field) for i in chosen])
+            floor = floor_bits(values) / 16
+            report["bytes"][field] = {"floor": floor} | measure_bytes(values, options.repeats)
+            print(f"{field}: order-0 floor {floor:.4f} of raw")
+            blosc = report["bytes"][field]["blosc"]
+            for name in ("blosc", "hand-made"):
+                figures = report["bytes"][field][name]
+                speeds = ", ".join(
+                    f"{what} {figures[key]:.2f} GB/s ({figures[key] / blosc[key]:.2f} times blosc's)"
+                    for what, key in (("encode", "encode_gb_per_s"), ("decode", "decode_gb_per_s"))
+                )
+                print(f"  {name:10} {figures['ratio']:.4f} ({figures['ratio'] / floor - 1:+.2%}), {speeds}")
+            unchecked = report["bytes"][field]["hand-made"]["decode_unchecked_gb_per_s"]
+            ratio = unchecked / blosc["decode_gb_per_s"]
+            print(
+                f"  hand-made without its checksum, as blosc: decode {unchecked:.2f} GB/s ({ratio:.2f} times blosc's)"
+            )
+        for name in options.codecs:
+            for row in measure_codec(name, store, chosen, options.repeats, options.device):
+                report["codecs"].append(row)
+                print(
+                    "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else value for key, value in row.items())
+                )
+    print(write_record(options.out, "codec-speed", report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""Measures what a round of speculative decoding costs: drafts, verification and the rest, beside a plain step.
+
+    python -m benchmarks.decoding.decode --model MODEL --drafter RUN [--prompt-tokens 200] [--device cpu]
+        [--dtype float32]
+    python -m benchmarks.decoding.decode --shape llama-3-8b --device cuda --dtype bfloat16      random weights
+    python -m benchmarks.decoding.decode --shape llama-3-8b --kind eagle                        of another drafter
+    python -m benchmarks.decoding.decode --shape llama-3-8b --share-weights --parts-only        in 10 GB of memory
+
+Drafts and target calls are timed alone, in alternation, and the least of all repeats counts; rounds are timed
+while decoding. With random weights nothing is accepted, which leaves the costs as they are.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.kit.accelerator import device_name, synchronize
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.shapes import SHAPES, shape_config
+from moa_data.moa.decoding.loop import OnRound, generate_batch
+from moa_data.moa.decoding.proposer import DrafterProposer, Proposer
+from moa_data.moa.decoding.tree import DraftTree, Shape, TreeShape
+from moa_data.moa.drafters.base import Drafter
+from moa_data.moa.drafters.block import CONTEXTS
+from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.targets.bundle import target_sizes
+from moa_data.moa.targets.live import Target
+from moa_data.trainer.config import PRESETS, MoASettings, default_drafters
+
+FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
+"""The settings of Mixture of Attentions that are no sizes but change what a draft costs."""
+ROUNDS = (TreeShape(1), TreeShape(3), TreeShape(5), TreeShape(4, 4, 16), TreeShape(6, 8, 24), TreeShape(6, 8, 62))
+
+N_VERIFIED = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 63)
+BREADTHS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """The seconds of each part of a round.
+
+    Attributes:
+        verify_s: tokens in a target call -> its seconds, not falling.
+        root_s: breadth -> seconds of the first level of drafts, which also reads the token committed last.
+        level_s: breadth -> seconds of each further level.
+        prompt_token_s: seconds that the drafter needs for each token of a prompt before its first draft.
+        stop_s: seconds of asking whether a chain stops, for each of its drafts.
+    """
+
+    verify_s: dict[int, float]
+    root_s: dict[int, float]
+    level_s: dict[int, float]
+    prompt_token_s: float
+    stop_s: float
+
+    def verification_s(self, n_tokens: float) -> float:
+        """Seconds of a target call over n tokens, interpolated."""
+        return float(np.interp(n_tokens, list(self.verify_s), list(self.verify_s.values())))
+
+    def chain_s(self, n_drafts: int, is_asked: bool) -> float:
+        """Seconds of a chain of n drafts, each of them asked whether the chain stops or not."""
+        return self.root_s[1] + (n_drafts - 1) * self.level_s[1] + n_drafts * self.stop_s * is_asked
+
+
+class _Text:
+    """A prompt in the target's cache, and a proposer that drafts behind it."""
+
+    def __init__(self, target: Target, proposer: Proposer, prompt: list[int]) -> None:
+        self._target, self._cache, self._proposer = target, target.new_cache(), proposer
+        self._committed = list(prompt)
+        proposer.begin(self._cache)
+        self.commit(prompt)
+
+    def verify(self, n_tokens: int) -> Tensor:
+        tokens = torch.zeros(1, n_tokens, dtype=torch.int64, device=self._target.device)
+        return self._target.logits(self._target.forward(tokens, self._cache))
+
+    def propose(self, shape: Shape) -> DraftTree:
+        return self._proposer.propose([self._committed], shape)
+
+    def commit(self, tokens: list[int]) -> None:
+        hidden = self._target.forward(torch.tensor([tokens], device=self._target.device), self._cache)
+        kept = [range(len(tokens))]
+        self._cache.commit(kept)
+        self._proposer.observe(hidden, kept)
+        self._committed.append(int(self._target.logits(hidden[:, -1]).argmax()))
+
+    def step(self) -> None:
+        """Decode one token; a drafter proposes once per target call."""
+        self.commit(self._committed[-1:])
+
+
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    # One thread's own time leaves out what other programs take of a CPU.
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    synchronize(device)
+    began = clock()
+    call()
+    synchronize(device)
+    return clock() - began
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: Target, proposer: Proposer, prompt: list[int], n_repeats: int = 5, n_verified: Sequence[int] = N_VERIFIED
+) -> PartCosts:
+    """Time target calls of so many tokens, and drafts, behind a prompt."""
+    depth = min(3, proposer.max_depth or 3)
+    asking = TreeShape(depth, stop_below=1e-30)  # of three drafts no chain is less likely
+    shapes = {asking, *(TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth))}
+    verify_s: dict[int, list[float]] = {n: [] for n in n_verified if len(prompt) + n < target.max_positions}
+    draft_s: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
+    first_s = []
+    for _ in range(n_repeats):
+        text = _Text(target, proposer, prompt)
+        first_s.append(_seconds(target.device, partial(text.propose, TreeShape(1))))
+        for n_tokens, found in verify_s.items():
+            found.append(_seconds(target.device, partial(text.verify, n_tokens)))
+        for shape, found in draft_s.items():
+            text.step()
+            found.append(_seconds(target.device, partial(text.propose, shape)))
+    # Whatever else the machine does only adds time: the least of all repeats is nearest to the cost, and a larger
+    # call bounds a smaller one.
+    least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
+    first, last = ({b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth))
+    n_further = max(1, depth - 1)
+    return PartCosts(
+        dict(zip(verify_s, least.tolist(), strict=True)),
+        first,
+        {b: max(0.0, last[b] - first[b]) / n_further for b in BREADTHS},
+        prompt_token_s=max(0.0, min(first_s) - first[1]) / len(prompt),
+        stop_s=max(0.0, min(draft_s[asking]) - last[1]) / depth,
+    )
+
+
+def random_target(
+    shape: str, n_layers: int | None, dtype: torch.dtype, device: str, shares_weights: bool = False
+) -> Target:
+    """A Llama with random weights, made on the device.
+
+    Args:
+        shares_weights: all layers have the weights of the first, so that a model too large for this machine costs the
+            memory of one layer; a layer is far larger than any cache, so that a call takes as long.
+    """
+    build = partial(
+        AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+    )  # fmt: skip
+    with torch.device(device):
+        model = build(shape_config(shape, 1 if shares_weights else n_layers, eos_token_id=None))
+    if shares_weights:
+        first, config = model, shape_config(shape, n_layers, eos_token_id=None)
+        with torch.device("meta"):
+            model = build(config)
+        for name in ("embed_tokens", "norm", "rotary_emb"):
+            setattr(model.model, name, getattr(first.model, name))
+        model.lm_head = first.lm_head
+        for layer in model.model.layers:
+            layer.load_state_dict(first.model.layers[0].state_dict(), assign=True)
+    return Target(model.eval().requires_grad_(False))
+
+
+def random_drafter(
+    target: Target, kind: str, n_target_layers: int, as_published: bool, context: str | None = None
+) -> Drafter:
+    """A drafter of the kind's own proportions, which are those of its authors, in the form that `train` gives it."""
+    build = drafter_class(kind)
+    form = {name: MoASettings.model_fields[name].default for name in FORM}
+    if as_published:
+        form |= PRESETS["paper"]["drafter"]
+    own = {item.name for item in dataclasses.fields(build.config_class)}
+    sizes = {name: form[name] for name in FORM if name in own}
+    if context is not None:
+        sizes["context"] = context
+    if n_target_layers:
+        sizes["target_layer_inference"] = n_target_layers
+    drafter = build(build.config_class.from_target(target.config, **sizes))
+    drafter.initialize(torch.Generator().manual_seed(0))
+    return drafter.to(device=target.device, dtype=target.model.dtype).eval()
+
+
+def read_bytes(target: Target, options: argparse.Namespace) -> int:
+    """The bytes of activations that training reads for a token with the default settings of a kind, before a codec."""
+    (settings,) = [one for one in default_drafters() if one.kind == options.kind]
+    changes = {"context": options.context, "target_layer_inference": options.target_layers or None}
+    settings = settings.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    facts = target_sizes(target.config)
+    reads = drafter_class(options.kind).reads(facts["n_layers"], settings)
+    n_layers = facts["n_layers"] if reads.kv_layers is None else len(reads.kv_layers)
+    kv = n_layers * 2 * facts["n_kv_heads"] * facts["head_dim"] if reads.kv else 0
+    n_states = len(reads.fields) - reads.kv + len(reads.outputs)
+    return 2 * int(kv + n_states * facts["hidden_size"])
+
+
+def rounds(
+    target: Target, drafter: Drafter, prompt: list[int], shape: TreeShape | None, n_tokens: int
+) -> dict[str, Any]:
+    """Milliseconds of the rounds of one generation: the whole, and the parts that decoding itself reports."""
+    ends: list[float] = []
+    on_round: OnRound = lambda drafts, accepted: ends.append(time.perf_counter())  # noqa: E731
+    proposer = DrafterProposer(target, drafter) if shape else None
+    (generation,) = generate_batch(
+        target, [prompt], max_new_tokens=n_tokens, proposer=proposer, tree=shape, on_round=on_round
+    )
+    stats, between = generation.stats, [1e3 * (b - a) for a, b in pairwise(ends)]
+    n_calls = stats.n_target_calls
+    round_ms = statistics.median(between)
+    draft_ms, verify_ms = 1e3 * stats.draft_s / n_calls, 1e3 * stats.verify_s / n_calls
+    return {
+        "round_ms": round_ms,
+        "draft_ms": draft_ms,
+        "verify_ms": verify_ms,
+        "rest_ms": 1e3 * (stats.total_s - stats.prefill_s - stats.draft_s - stats.verify_s) / n_calls,
+        "tokens_per_call": stats.acceptance_length,
+        "tokens_per_s": 1e3 * stats.acceptance_length / round_ms,
+    }
+
+
+def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
+    """Load target and drafter, or make them with random weights."""
+    dtype = getattr(torch, options.dtype)
+    if options.model:
+        target = Target.load(options.model, dtype, options.device)
+        return target, load_drafter(options.drafter, dtype, target.device)
+    target = random_target(options.shape, options.layers, dtype, options.device, options.share_weights)
+    as_published = options.preset == "paper"
+    return target, random_drafter(target, options.kind, options.target_layers, as_published, options.context)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    target, drafter = load(options)
+    shapes = (None, *options.drafts)
+    if options.compile:
+        target.compile(options.prompt_tokens + options.max_new_tokens + 128, options.compile)
+    if options.compile or options.rounds_only:
+        for shape in shapes:  # each size once, and the sizes of the last rounds
+            rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(5, target.config.vocab_size, (options.prompt_tokens,), generator=generator).tolist()
+    found: dict[str, Any] = {
+        "device": device_name(target.device),
+        "n_threads": torch.get_num_threads(),
+        "dtype": options.dtype,
+        "target": options.model or options.shape,
+        "n_layers": target.config.num_hidden_layers,
+        "compiled": bool(options.compile),
+        "drafter": drafter.kind,
+        "context": options.context,
+        "target_layers": options.target_layers if not options.model else None,
+        "drafter_parameters": sum(weight.numel() for weight in drafter.parameters()),
+        "prompt_tokens": options.prompt_tokens,
+        "read_bytes_per_token": None if options.model else read_bytes(target, options),
+        "rounds": {},
+    }
+    if not options.rounds_only:
+        proposer = DrafterProposer(target, drafter)
+        costs = measure_costs(target, proposer, prompt, options.repeats, options.verify)
+        found |= {
+            "verify_ms": {n: 1e3 * s for n, s in costs.verify_s.items()},
+            "draft_root_ms": {b: 1e3 * s for b, s in costs.root_s.items()},
+            "draft_level_ms": {b: 1e3 * s for b, s in costs.level_s.items()},
+        }
+    repeats: dict[str, list[dict[str, float]]] = {}
+    for _ in range(0 if options.parts_only else options.repeats):
+        for shape in shapes:
+            one = rounds(target, drafter, prompt, shape, options.max_new_tokens)
+            repeats.setdefault(str(shape or "plain"), []).append(one)
+    for name, runs in repeats.items():
+        found["rounds"][name] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = [
+        f"{found['target']} of {found['n_layers']} layers, {found['dtype']} on {found['device']} "
+        f"({found['n_threads']} threads){', compiled' if found['compiled'] else ''}, {found['drafter']} of "
+        f"{found['drafter_parameters']:,} weights, {found['prompt_tokens']} tokens of context",
+        "",
+    ]
+    if found["rounds"]:
+        lines += [
+            "| drafts | round, ms | draft | verify | rest | round over a plain step | tokens/s |",
+            "|---|---|---|---|---|---|---|",
+        ]
+    for name, one in found["rounds"].items():
+        parts = " | ".join(f"{one[key]:.2f}" for key in ("round_ms", "draft_ms", "verify_ms", "rest_ms"))
+        over = one["round_ms"] / found["rounds"]["plain"]["round_ms"]
+        lines.append(f"| {name} | {parts} | {over:.2f} | {one['tokens_per_s']:.1f} |")
+    if "verify_ms" in found:
+        verify, root, level = (
+            ", ".join(f"{n}: {ms:.2f}" for n, ms in found[key].items())
+            for key in ("verify_ms", "draft_root_ms", "draft_level_ms")
+        )
+        lines += [
+            "",
+            f"Target call by tokens, ms: {verify}.",
+            f"First level of drafts by breadth, ms: {root}; each further one: {level}.",
+        ]
+    if found["read_bytes_per_token"]:
+        lines.append(f"Training reads {found['read_bytes_per_token']:,} bytes of a token, before a codec.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description="What a round of speculative decoding costs.")
+    parser.add_argument("--model", help="a target; without it --shape is built with random weights")
+    parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, help="of --shape; default: all")
+    parser.add_argument("--share-weights", action="store_true", help="with --shape: all layers have those of one")
+    parser.add_argument("--kind", choices=DRAFTERS, default="moa", help="of the drafter, with --shape")
+    parser.add_argument("--target-layers", type=int, default=0, help="of moa, with --shape: target layer inference")
+    parser.add_argument("--context", choices=CONTEXTS, help="of dspark and dflash, with --shape")
+    parser.add_argument("--preset", choices=["paper"], help="with --shape: moa as published, not as `train` makes it")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND",
+        help="static shapes, compiled (by inductor unless said otherwise); CUDA graphs on a CUDA device",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--verify", type=int, nargs="+", default=N_VERIFIED, help="tokens of the target calls timed")
+    parser.add_argument("--parts-only", action="store_true", help="no whole rounds: drafts and target calls alone")
+    parser.add_argument("--rounds-only", action="store_true", help="whole rounds alone, after a generation of each")
+    parser.add_argument("--drafts", nargs="+", type=TreeShape.parse, default=ROUNDS, help="shapes of rounds")
+    add_out_option(parser)
+    options = parser.parse_args()
+    if bool(options.model) != bool(options.drafter):
+        parser.error("--model and --drafter belong together")
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = measure(options)
+    print(describe(found))
+    settings = settings_of(options, "drafts") | {"drafts": [str(shape) for shape in options.drafts]}
+    name = "decode-compiled" if options.compile else "decode"
+    print(write_record(options.out, name, {"figures": found, "settings": settings}))
+
+
+if __name__ == "__main__":
+    main()

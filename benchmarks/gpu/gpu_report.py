@@ -1,0 +1,99 @@
+"""Prints one table of the records that `gpu.sh` left in a folder.
+
+python -m benchmarks.gpu.gpu_report OUT
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Record = dict[str, Any]
+Lines = Iterator[tuple[str, str]]
+"""What was measured, and its figures."""
+
+
+def share(value: float | None) -> str:
+    """Write a share of a device's peak, or that none is known."""
+    return "unknown" if value is None else f"{value:.1%}"
+
+
+def extraction(record: Record) -> Lines:
+    """Say how much of the device extraction uses, and where its time goes."""
+    found = record["figures"]
+    yield "MFU", f"{share(found['extract_mfu'])} with writing, {share(found['forward_mfu'])} bare forward"
+    yield "tokens/s", f"{found['extract_tokens_per_s']:,.0f}"
+    parts = {"forward": "forwards_and_gathering_s", "copy": "copies_s", "encode (CPU)": "encoders_cpu_s"}
+    parts |= {"wait": "waiting_for_writer_s", "whole": "extract_s"}
+    yield "seconds", ", ".join(f"{name} {median(found[key]):.2f}" for name, key in parts.items())
+
+
+def training(record: Record) -> Lines:
+    """Say what a step of each drafter takes, and with which attention."""
+    for kind, found in record["steps"].items():
+        if "error" in found:
+            yield kind, f"FAILED: {found['error']}"
+            continue
+        kernels = ", ".join(f"{n} x {name}" for name, n in found["attention_kernels"].items()) or "none"
+        way = "recomputing" if found["recomputes"] else "plain"
+        peak_gb, one_gb = found["peak_bytes"] / 1e9, found[f"{way}_bytes"] / 1e9
+        yield (
+            kind,
+            f"MFU {share(found['mfu'])}, {found['step_s']:.3f} s a step of {found['micro_batch']}, "
+            f"peak {peak_gb:.1f} GB ({way}, {one_gb:.1f} foretold for one sequence), attention: {kernels}",
+        )
+
+
+def codecs(record: Record) -> Lines:
+    """Say how fast each codec is, and where."""
+    for row in record["codecs"]:
+        works = {"encode": "encode", "decode": "decode", "chunks": "to bytes", "chunks_decode": "from bytes"}
+        speeds = {text: row.get(f"{work}_gb_per_s") for work, text in works.items()}
+        shown = ", ".join(f"{text} {speed:.2f}" for text, speed in speeds.items() if speed is not None)
+        yield f"{row['codec']} on {row['device']}", f"{shown} GB/s"
+
+
+def decoding(record: Record) -> Lines:
+    """Say how many tokens come a second from each shape of drafts."""
+    found = record["figures"]["rounds"]
+    for name, one in found.items():
+        ratio = one["tokens_per_s"] / found["plain"]["tokens_per_s"]
+        yield name, f"{one['tokens_per_s']:.1f} tokens/s, {ratio:.2f} of plain, round {one['round_ms']:.2f} ms"
+
+
+def sampling(record: Record) -> Lines:
+    """Say what a draw and verifications take."""
+    for name, value in record["figures"].items():
+        if isinstance(value, float):
+            yield name, f"{value:.3f}"
+
+
+def tests(record: Record) -> Lines:
+    """Say what became of the tests."""
+    yield "pytest -m gpu", ", ".join(f"{name} {value:g}" for name, value in record["figures"].items())
+
+
+SUMMARIES: dict[str, Callable[[Record], Lines]] = {
+    "gpu-tests": tests,
+    "extract": extraction,
+    "train-step": training,
+    "codec-shape": codecs,
+    "sampling": sampling,
+    "decode": decoding,
+    "decode-compiled": decoding,
+}
+
+
+def main() -> None:
+    """Print the table, in the order in which the records were written."""
+    files = [(re.sub(r"-\d{4}-\d\d-\d\dT\w+$", "", file.stem), file) for file in Path(sys.argv[1]).glob("*.json")]
+    for name, file in sorted(files, key=lambda item: (list(SUMMARIES).index(item[0]), item[1])):
+        for what, figures in SUMMARIES[name](json.loads(file.read_text())):
+            print(f"{name:16} {what:36} {figures}")
+
+
+if __name__ == "__main__":
+    main()

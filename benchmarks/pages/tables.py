@@ -1,0 +1,183 @@
+"""Writes docs/results/ and docs/leaderboard.md from benchmarks/results: one table for each file, in order.
+
+    python -m benchmarks.pages.tables [--check]       --check writes nothing and fails if a page is not current
+
+A file of figures is one table::
+
+    {"order": 100, "title": "...", "text": "...",           where it stands, and what was measured how
+     "data": "...", "machine": "...", "measured": "...",     on what, and when
+     "caveats": ["..."],                                     what a reader could take it for and must not
+     "commands": {"eval": "moa-data eval ..."},              by name
+     "columns": {"length": {"title": "...", "form": "{:.2f}"}},
+     "rows": [{"length": [4.28, 4.14, 4.43], "command": "eval"}],
+     "page": "results/codecs",                               where it stands
+     "headlines": [{"what": "...", "row": 0, "column": "..."}],    its lines on the first page of results
+     "by": "target",                                         a table for each value of this column, if it is given
+     "more": [{"title": "...", "text": "...", "columns": {}}],    further tables of the same rows
+     "sources": [{"commit": "...", "cpu": "...", ...}]}       which code and machines, as records.py notes them
+
+A value of three numbers is a figure with its 95 % interval. What else a file holds is for ``figures.py``.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+INDEX_HEAD = """\
+# Results
+
+Everything that was measured, with its command and its caveats, a page a topic. `make figures` writes these pages and
+their pictures from `benchmarks/results/*.json`. Another machine gives other speeds; acceptance lengths depend on
+target, data and training alone.
+
+- *Acceptance length*: tokens committed per target call, the bonus token included. The prefill is not counted, nor the
+  token it gives.
+- *Tokens/s* of decoding: all new tokens over all seconds of a method, prefill included. Methods decode the same prompts
+  in one process, in alternating order, after a warm-up.
+- Brackets are 95 % intervals, bootstrap over prompts, unless said otherwise.
+- *MoA* is Mixture of Attentions. STORE, MODEL, RUN, TRAIN_CHATS and TEST_CHATS stand for your own.
+
+| what | measured | page |
+|---|---|---|
+"""
+LEADERBOARD_HEAD = """\
+# Leaderboard
+
+Drafters for one target, side by side: what each was trained on, how many tokens a target call commits, and how much
+faster it makes decoding. `make figures` writes this page from `benchmarks/results/leaderboard.json`.
+
+Yours enters it by one command, in whatever format [can be loaded](interop.md):
+
+```bash
+python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "..." --target gsm8k
+```
+
+Every answer must equal plain decoding's, or nothing is entered. Brackets are 95 % intervals, bootstrap over prompts.
+"""
+
+TOPICS = {
+    "extraction": "The store: extraction and reading",
+    "codecs": "Codecs: bytes and what they cost",
+    "codec-speed": "Codecs: speed, bounds and scopes",
+    "training": "Training",
+    "drafters": "Drafters",
+    "decoding": "Decoding",
+    "serving": "Serving",
+    "networks": "Serving over emulated networks",
+}
+"""Page of docs/results -> its heading."""
+IMAGE = {"drafters": "![Acceptance length of MoA and EAGLE-2 by training tokens](../images/moa-and-eagle.png)\n"}
+INDEX = "results/index"
+PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}
+PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD}
+Table = dict[str, Any]
+
+
+def load_tables(folder: Path = RESULTS) -> list[Table]:
+    """Read all files of figures, in the order of the page."""
+    tables: list[Table] = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(tables, key=lambda table: int(table["order"]))
+
+
+def page(name: str, tables: list[Table]) -> str:
+    """Return a whole page as Markdown: the tables that belong to it, or on the first page their headlines."""
+    if name == INDEX:
+        lines = [line for topic in TOPICS for table in tables for line in headlines(topic, table)]
+        return PAGES[name] + "\n".join(lines) + "\n"
+    return "\n".join([PAGES[name], *(section(table) for table in tables if table["page"] == name)])
+
+
+def headlines(topic: str, table: Table) -> list[str]:
+    """Return the rows of the first page that quote a table of this topic."""
+    if table["page"] != f"results/{topic}":
+        return []
+    link = f"[{TOPICS[topic]}]({topic}.md#{anchor(table['title'])})"
+    quoted = table.get("headlines", [])
+    values = [cell(table["rows"][one["row"]][one["column"]], form_of(table, one["column"])) for one in quoted]
+    return [f"| {one['what']} | {value} | {link} |" for one, value in zip(quoted, values, strict=True)]
+
+
+def form_of(table: Table, column: str) -> str:
+    """Return how values of a column are written."""
+    return next(
+        str(part["columns"][column]["form"]) for part in (table, *table.get("more", ())) if column in part["columns"]
+    )
+
+
+def anchor(title: str) -> str:
+    """Return the anchor that Markdown gives a heading."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+def section(table: Table) -> str:
+    """Return one table with what it needs to be read."""
+    columns, rows = table["columns"], table["rows"]
+    lines = [f"## {table['title']}", "", table["text"]]
+    if by := table.get("by"):
+        rest = {key: column for key, column in columns.items() if key != by}
+        for value in dict.fromkeys(row[by] for row in rows):
+            own = [row for row in rows if row[by] == value]
+            filled = {key: column for key, column in rest.items() if any(row.get(key) is not None for row in own)}
+            lines += ["", f"### {value}", "", *grid(filled, own)]
+    else:
+        lines += ["", *grid(columns, rows)]
+    for more in table.get("more", []):
+        lines += ["", f"### {more['title']}", "", more["text"], "", *grid(more["columns"], rows)]
+    lines += ["", *(f"- {caveat}" for caveat in table["caveats"])]
+    lines.append(f"- Data: {table['data']}. Machine: {table['machine']}. Measured: {table['measured']}.")
+    lines += [f"- {source_text(source)}." for source in table.get("sources", [])]
+    used = list(dict.fromkeys(row["command"] for row in rows))
+    others = [name for name in table["commands"] if name not in used]
+    lines += ["", "```bash", *(table["commands"][name] for name in others + used), "```", ""]
+    return "\n".join(lines)
+
+
+def grid(columns: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of one table."""
+    lines = ["| " + " | ".join(column["title"] for column in columns.values()) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        cells = (cell(row.get(key), column["form"]) for key, column in columns.items())
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def source_text(source: dict[str, Any]) -> str:
+    """Return which code and machine figures are of."""
+    memory = f", {source['memory_gib']:g} GiB" if source["memory_gib"] else ""
+    machine = f"{source['n_cpus']} CPUs ({source['cpu'] or 'unknown'}){memory}"
+    return f"Code: commit {source['commit']}, {source['day']}, torch {source['torch']}, {machine}"
+
+
+def cell(value: Any, form: str) -> str:
+    """Return one value as text; three numbers are a figure and its interval."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        middle, low, high = (form.format(number) for number in value)
+        return f"{middle} ({low}{' to ' if value[1] < 0 else '-'}{high})"
+    # A word among numbers ("as above") has no form.
+    return value if isinstance(value, str) and form != "`{}`" else form.format(value)
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description="Write the pages of docs/ that show benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="fail if a page is not what would be written")
+    options = parser.parse_args()
+    tables = load_tables()
+    texts = {ROOT / "docs" / f"{name}.md": page(name, tables) for name in PAGES}
+    if options.check:
+        return int(any(file.read_text() != text for file, text in texts.items()))
+    for file, text in texts.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Measures answers over emulated networks: an API's two modes beside clients that draft. Needs root.
+
+Server and client are two processes in two network namespaces, joined by a network of the paper's conditions. Methods
+are ``api`` (OpenAI's API, plain decoding, streamed), ``api+DRAFTER`` (the server drafts, and streams), and MODE:DRAFTER
+of the drafting client (MODE: sync, ahead, stream, server, auto; @int8 or @int4 behind it for a codec of the drafter's
+contexts). In each condition all methods take turns, in an order
+that is turned round each time, and answer the same prompts; what opens the connections is not counted.
+
+    python -m benchmarks.serving.network --model TARGET --drafters moa=RUN,eagle=RUN,independent=RUN --prompts CHATS
+    python -m benchmarks.serving.network ... --conditions 4g --methods api,auto:moa --sessions 1 --target-ms 25
+        --turns 1
+
+Tokens/s are those of all sessions together. A gap is the time between two tokens of one session; tokens that come
+together have none between them. Bytes are those of IP packets. Both processes share this machine's processors.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.serving.network_conditions import CONDITIONS
+from benchmarks.serving.network_world import JSON, Models, World
+from moa_data.evaluation.prompts import load_prompts
+from moa_data.evaluation.statistics import ratio_with_interval
+
+METHODS = "api,api+moa,ahead:moa,ahead:eagle,ahead:independent,auto:moa"
+PAIRS = (("ahead:moa", "ahead:eagle"), ("auto:moa", "api"), ("auto:moa", "api+moa"))
+"""Methods whose tokens/s are compared prompt by prompt, the first over the second."""
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say who answers what."""
+    parser.add_argument("--model", required=True, help="the target")
+    parser.add_argument("--drafters", required=True, help="NAME=RUN,..., runs of moa-data train")
+    parser.add_argument("--prompts", type=Path, required=True, help="jsonl file of chats")
+    parser.add_argument("--n-prompts", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--conditions", default="wired,5g,4g,satellite", help=f"of {', '.join(CONDITIONS)}")
+    parser.add_argument("--target-ms", default="0,8,25", help="least times of a target call, in ms")
+    parser.add_argument("--seed", type=int, default=0, help="of the networks")
+
+
+def models_of(options: argparse.Namespace) -> Models:
+    """Return the models that the options name."""
+    named = (drafter.partition("=") for drafter in options.drafters.split(","))
+    return Models(options.model, {name: str(Path(run).absolute()) for name, _, run in named})
+
+
+def chats_of(options: argparse.Namespace) -> tuple[list[str], list[Any]]:
+    """Ids and messages of the prompts."""
+    prompts = load_prompts(options.prompts, options.n_prompts).prompts
+    chats = [[{"role": part["role"], "content": part["content"]} for part in prompt.turns[0]] for prompt in prompts]
+    return [prompt.prompt_id for prompt in prompts], chats
+
+
+def figures(result: JSON, reference: list[str]) -> JSON:
+    """Sum up one run of one method; ``equal`` counts the texts that are those of the first method's first turn."""
+    answers = result["answers"]
+    times = [answer["times_s"] for answer in answers]
+    n = sum(map(len, times))
+    gaps = np.concatenate([np.diff(values) for values in times]) * 1e3
+    p50, p95 = np.quantile(gaps, (0.5, 0.95))
+    return {
+        "tokens": n,
+        "tokens_per_s": round(n / result["seconds"], 2),
+        "first_token_ms": round(1e3 * statistics.median(values[0] for values in times), 2),
+        "gap_p50_ms": round(float(p50), 2),
+        "gap_p95_ms": round(float(p95), 2),
+        "gap_max_ms": round(float(gaps.max()), 2),
+        "calls": result["calls"],
+        "tokens_per_call": round(n / max(1, result["calls"]), 3),
+        "bytes_up_per_token": round(result["bytes_up"] / n, 1),
+        "bytes_down_per_token": round(result["bytes_down"] / n, 1),
+        "packets_lost": result["packets_lost"],
+        "equal": sum(answer["text"] == text for answer, text in zip(answers, reference, strict=True)),
+        "seconds_per_answer": [round(values[-1], 4) for values in times],
+        "tokens_per_answer": [len(values) for values in times],
+    }
+
+
+def medians(runs: list[JSON]) -> JSON:
+    """The median of each figure over turns, and the spread of tokens/s."""
+    single = [name for name, value in runs[0].items() if not isinstance(value, list)]
+    rates = [run["tokens_per_s"] for run in runs]
+    return {name: statistics.median(run[name] for run in runs) for name in single} | {
+        "tokens_per_s_least": min(rates),
+        "tokens_per_s_most": max(rates),
+        "equal": min(run["equal"] for run in runs),
+    }
+
+
+def compare(ids: list[str], runs: dict[str, list[JSON]]) -> JSON:
+    """Ratios of tokens/s of one session, with 95 % intervals over prompts."""
+    ratios = {}
+    for one, other in PAIRS:
+        if one in runs and other in runs:
+            names, values = [], []
+            for a, b in zip(runs[one], runs[other], strict=True):
+                names += ids
+                columns = (run[key] for run in (a, b) for key in ("tokens_per_answer", "seconds_per_answer"))
+                values += list(zip(*columns, strict=True))
+            ratio, interval = ratio_with_interval(names, values)
+            ratios[f"{one} over {other}"] = {"ratio": ratio, "interval": interval}
+    return ratios
+
+
+def measure_cell(world: World, options: argparse.Namespace, chats: list[Any], n_sessions: int) -> dict[str, list[JSON]]:
+    """Let all methods answer in turns; returns the figures of each."""
+    methods = options.methods.split(",")
+    runs: dict[str, list[JSON]] = {method: [] for method in methods}
+    reference: list[str] = []
+    for turn in range(options.turns):
+        for method in methods if turn % 2 == 0 else reversed(methods):
+            job = {"do": "table", "method": method, "sessions": n_sessions, "chats": chats}
+            result = world.run(job | {"max_new_tokens": options.max_new_tokens})
+            reference = reference or [answer["text"] for answer in result["answers"]]
+            runs[method].append(figures(result, reference))
+    return runs
+
+
+def main() -> None:
+    """Measure each cell, print and write a record."""
+    parser = argparse.ArgumentParser(description="Measure answers over emulated networks.")
+    add_models(parser)
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--sessions", default="1,8", help="answers at once")
+    parser.add_argument("--turns", type=int, default=3)
+    add_out_option(parser)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    ids, chats = chats_of(options)
+    rows = []
+    for target_ms in map(float, options.target_ms.split(",")):
+        for condition in options.conditions.split(","):
+            with World(models_of(options), CONDITIONS[condition], target_ms, options.out, options.seed) as world:
+                for n_sessions in map(int, options.sessions.split(",")):
+                    runs = measure_cell(world, options, chats, n_sessions)
+                    cell = {"condition": condition, "target_ms": target_ms, "sessions": n_sessions}
+                    rows.append(cell | {"runs": runs, "ratios": compare(ids, runs) if n_sessions == 1 else {}})
+                    for method, of in runs.items():
+                        print(*cell.values(), method, {**medians(of)}, flush=True)
+                    print(rows[-1]["ratios"], flush=True)
+    summary = [
+        {key: row[key] for key in ("condition", "target_ms", "sessions")} | {"method": method} | medians(runs)
+        for row in rows
+        for method, runs in row["runs"].items()
+    ]
+    document = {"summary": summary, "cells": rows, "settings": settings_of(options)}
+    print(write_record(options.out, "network", document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Measures what happens to answers when the network goes silent in the middle of them, and comes back. Needs root.
+
+Packets are lost in the namespaces' network (see network.py), without a word to either side: the client finds out by
+itself, and also when they pass again. Complete cuts come when 10 and 50 % of an answer are verified, and last until the
+client has long come to the end of what it may write alone; random ones come at any token and last 0.05 to 2 s.
+
+    python -m benchmarks.serving.network_cuts --model TARGET --drafters moa=RUN,eagle=RUN --prompts CHATS
+        --conditions 4g
+
+For each method: seconds until the client went on alone, tokens that it wrote alone and how many of them were right, by
+their distance from the cut, tokens that were rolled back, seconds from the network's return to the first new verified
+text, and whether the final text is that of an answer without a cut.
+"""
+
+import argparse
+import random
+import statistics
+from typing import Any
+
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.serving.network import add_models, chats_of, models_of
+from benchmarks.serving.network_conditions import CONDITIONS
+from benchmarks.serving.network_world import JSON, World
+
+METHODS = "api,ahead:moa,ahead:eagle,ahead:independent,auto:moa"
+SHARES = (0.1, 0.5)
+
+
+def cut_answer(world: World, method: str, chat: Any, max_new_tokens: int, cuts: list[tuple[int, float]]) -> JSON:
+    """Answer a chat with cuts of (tokens verified, seconds); the result says when each began and ended."""
+    times: list[tuple[str, float]] = []
+
+    def act(request: JSON) -> None:
+        times.append((request["request"], world.cut() if request["request"] == "cut" else world.mend()))
+
+    job = {"do": "cut", "method": method, "chat": chat, "max_new_tokens": max_new_tokens, "cuts": cuts}
+    return world.run(job, act) | {"cut_times": times}
+
+
+def complete_cut(result: JSON, reference: list[int]) -> JSON:
+    """Figures of an answer with one cut."""
+    (_, cut_s), (_, mended_s) = result["cut_times"]
+    changes = [change for change in result["changes"] if change["at_s"] >= cut_s]
+    alone = [change for change in changes if "alone" in change and change["at_s"] < mended_s]
+    start = alone[0]["start"] if alone else 0
+    tokens = [token for change in alone for token in change["alone"]]
+    right = [token == other for token, other in zip(tokens, reference[start:], strict=False)]
+    later = [at_s for at_s, _ in result["updates"] if at_s > mended_s]
+    return {
+        "alone_after_s": alone[0]["at_s"] - cut_s if alone else None,
+        "alone_tokens": len(tokens),
+        "agrees": right,
+        "prefix": next((place for place, same in enumerate(right) if not same), len(right)),
+        "rolled_back": result["n_rolled_back"],
+        "recovery_s": later[0] - mended_s if later else None,
+    }
+
+
+def median(values: list[Any]) -> float | None:
+    """The median of the values that there are."""
+    found = [value for value in values if value is not None]
+    return round(statistics.median(found), 3) if found else None
+
+
+def summed(rows: list[JSON]) -> JSON:
+    """Sum up complete cuts of one method at one share."""
+    longest = max((len(row["agrees"]) for row in rows), default=0)
+    by_distance = [[row["agrees"][k] for row in rows if len(row["agrees"]) > k] for k in range(longest)]
+    return {
+        "alone_after_s": median([row["alone_after_s"] for row in rows]),
+        "alone_tokens": statistics.mean(row["alone_tokens"] for row in rows),
+        "right_before_the_first_wrong": statistics.mean(row["prefix"] for row in rows),
+        "rolled_back": statistics.mean(row["rolled_back"] for row in rows),
+        "recovery_s": median([row["recovery_s"] for row in rows]),
+        "recovery_s_worst": max((row["recovery_s"] or 0.0 for row in rows), default=0.0),
+        "equal": sum(row["equal"] for row in rows),
+        "answers": len(rows),
+        "agreement_by_distance": [[round(statistics.mean(values), 3), len(values)] for values in by_distance],
+    }
+
+
+def measure(world: World, method: str, chats: list[Any], options: argparse.Namespace) -> JSON:
+    """All cuts of one method, and their summary."""
+    chance, limit = random.Random(options.seed), options.max_new_tokens
+    complete: dict[str, list[JSON]] = {f"{share:.0%}": [] for share in SHARES}
+    at_random: list[JSON] = []
+    for chat in chats:
+        whole = cut_answer(world, method, chat, limit, [])
+        n = len(whole["tokens"]) or len(whole["updates"])
+        for share in SHARES:
+            result = cut_answer(world, method, chat, limit, [(max(1, round(n * share)), options.cut_s)])
+            if len(result["cut_times"]) == 2:
+                row = complete_cut(result, whole["tokens"]) | {"equal": result["text"] == whole["text"]}
+                complete[f"{share:.0%}"].append(row)
+        places = sorted(chance.sample(range(1, max(2, n - 1)), min(options.random_cuts, max(1, n - 2))))
+        cuts = [(place, chance.uniform(0.05, 2.0)) for place in places]
+        result = cut_answer(world, method, chat, limit, cuts)
+        at_random.append(
+            {
+                "tokens": n,
+                "cuts": len(result["cut_times"]) // 2,
+                "cut_s": sum(seconds for _, seconds in cuts),
+                "seconds": result["ended_s"] - result["began_s"],
+                "seconds_without": whole["ended_s"] - whole["began_s"],
+                "rolled_back": result["n_rolled_back"],
+                "equal": result["text"] == whole["text"],
+            }
+        )
+    sums = {key: sum(row[key] for row in at_random) for key in at_random[0]} | {"answers": len(at_random)}
+    return {
+        "complete": {share: summed(rows) for share, rows in complete.items()},
+        "random": sums,
+        "rows": {"complete": complete, "random": at_random},
+    }
+
+
+def main() -> None:
+    """Measure each method, print and write a record."""
+    parser = argparse.ArgumentParser(description="Measure answers whose network is cut.")
+    add_models(parser)
+    parser.set_defaults(conditions="4g", target_ms="25")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--cut-s", type=float, default=5.0, help="seconds of a complete cut")
+    parser.add_argument("--random-cuts", type=int, default=4, help="of each answer")
+    add_out_option(parser)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    _, chats = chats_of(options)
+    cells = []
+    for target_ms in map(float, options.target_ms.split(",")):
+        for condition in options.conditions.split(","):
+            with World(models_of(options), CONDITIONS[condition], target_ms, options.out, options.seed) as world:
+                for method in options.methods.split(","):
+                    found = measure(world, method, chats, options)
+                    cells.append({"condition": condition, "target_ms": target_ms, "method": method} | found)
+                    print(condition, target_ms, method, found["complete"], found["random"], flush=True)
+    print(write_record(options.out, "network-cuts", {"cells": cells, "settings": settings_of(options)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A server and a client process at the two ends of an emulated network, and what crosses it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.serving.network_conditions import Condition
+from benchmarks.serving.network_tunnel import Tunnel
+
+CLIENT = ("-m", "benchmarks.serving.network_client")
+HTTP_PORT, GRPC_PORT = 8000, 8001
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Models:
+    """What server and client load.
+
+    Attributes:
+        drafters: name -> a run of ``moa-data train``; the server calls it by its folder's name.
+    """
+
+    target: str
+    drafters: dict[str, str]
+
+    @property
+    def served_names(self) -> dict[str, str]:
+        """The name of each drafter -> what the server calls it."""
+        return {name: Path(run).name for name, run in self.drafters.items()}
+
+
+class World:
+    """A server behind a network and a client process before it, which runs jobs.
+
+    Args:
+        target_ms: the least time of a target call.
+        folder: for the logs of both processes.
+    """
+
+    def __init__(self, models: Models, condition: Condition, target_ms: float, folder: Path, seed: int = 0) -> None:
+        self._tunnel = Tunnel(condition, seed)
+        self._logs = [(folder / f"{side}.log").open("a") for side in ("server", "client")]
+        try:
+            address = self._tunnel.server_address
+            self._server = self._start(
+                "server", "-m", "moa_data", "serve", "--model", models.target, "--device", "cpu",
+                "--drafter", ",".join(models.drafters.values()), "--target-ms", str(target_ms), "--host", address,
+                "--port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT),
+            )  # fmt: skip
+            self._read(self._server)
+            settings = {
+                "http": f"http://{address}:{HTTP_PORT}", "grpc": f"{address}:{GRPC_PORT}",
+                "model": Path(models.target).name, "runs": models.drafters, "served_names": models.served_names,
+            }  # fmt: skip
+            self._client = self._start("client", *CLIENT, json.dumps(settings))
+            self._read(self._client)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End both processes and the network."""
+        self._tunnel.close()
+        for log in self._logs:
+            log.close()
+
+    def run(self, job: JSON, on_request: Callable[[JSON], None] | None = None) -> JSON:
+        """Let the client process do a job; returns its result, with the bytes of IP packets that it took.
+
+        Args:
+            on_request: called with what the client asks for meanwhile: lines that are no result.
+        """
+        counted = []
+        self._say(job)
+        while True:
+            said: JSON = json.loads(self._read(self._client))
+            if "request" not in said:
+                break
+            if said["request"] == "count":
+                counted.append(self._tunnel.counts())
+                self._say({})
+            else:
+                assert on_request is not None
+                on_request(said)
+        before, after = counted
+        return said | {
+            "bytes_up": after["up"].n_bytes - before["up"].n_bytes,
+            "bytes_down": after["down"].n_bytes - before["down"].n_bytes,
+            "packets_lost": sum(after[way].lost - before[way].lost for way in after),
+        }
+
+    def cut(self) -> float:
+        """Lose all packets; returns when, by the clock ``time.monotonic`` of all processes."""
+        self._tunnel.cut()
+        return time.monotonic()
+
+    def mend(self) -> float:
+        """Carry packets again; returns when."""
+        self._tunnel.mend()
+        return time.monotonic()
+
+    def _start(self, side: Any, *arguments: str) -> "subprocess.Popen[str]":
+        log = self._logs[side == "client"]
+        return self._tunnel.start(
+            [sys.executable, *arguments], side, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+
+    def _say(self, what: JSON) -> None:
+        assert self._client.stdin is not None
+        self._client.stdin.write(json.dumps(what) + "\n")
+        self._client.stdin.flush()
+
+    def _read(self, program: "subprocess.Popen[str]") -> str:
+        assert program.stdout is not None
+        line = program.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{program.args!r} has ended; its log is in {self._logs[0].name} or beside it")
+        return line

@@ -1,0 +1,141 @@
+"""Throughput of the serving engine: several sessions at once against the same sessions one after the other.
+
+Each repeat runs the same prompts both ways in turns, in one process and with one engine, after a round of each that is
+not counted; whichever came first comes second in the next repeat. The texts of both must be equal token for token.
+With a drafter both are also measured with the server's own drafts. ::
+
+    python -m benchmarks.serving.serving --model MODEL --prompts CHATS [--drafter RUN] [--threads 2]
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from moa_data.evaluation.prompts import load_prompts
+from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter
+from moa_data.moa.targets.chat_tokens import prompt_tokens
+from moa_data.moa.targets.live import Target
+from moa_data.serving.engine.engine import Engine
+from moa_data.serving.engine.options import EngineOptions
+from moa_data.serving.engine.sequence import Commit, Request, Work
+
+
+def complete(engine: Engine, requests: list[Request], work: Work) -> list[list[int]]:
+    """Run requests at once to their ends; returns the new tokens of each."""
+    texts: list[list[int]] = [[] for _ in requests]
+    ids = []
+    for text, request in zip(texts, requests, strict=True):
+
+        def keep(commit: Commit, text: list[int] = text) -> None:
+            text += commit.tokens
+
+        def fail(error: Exception) -> None:
+            raise error
+
+        ids.append(engine.add(request, keep, fail))
+        engine.set_work(ids[-1], work)
+    while engine.step():
+        pass
+    for id_ in ids:
+        engine.remove(id_)
+    return texts
+
+
+def tokens_per_s(engine: Engine, requests: list[Request], work: Work, at_once: bool) -> tuple[float, list[list[int]]]:
+    """Run requests at once or one after the other."""
+    began = time.perf_counter()
+    if at_once:
+        texts = complete(engine, requests, work)
+    else:
+        texts = [text for request in requests for text in complete(engine, [request], work)]
+    return sum(map(len, texts)) / (time.perf_counter() - began), texts
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """The median and the quartiles."""
+    return dict(zip(("lower", "median", "upper"), np.percentile(values, (25, 50, 75)).tolist(), strict=True))
+
+
+def compare(engine: Engine, requests: list[Request], work: Work, n_repeats: int) -> dict[str, Any]:
+    """Measure both ways in turns."""
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for repeat in range(n_repeats + 1):
+        texts = {}
+        for at_once in (True, False) if repeat % 2 else (False, True):
+            rate, texts[at_once] = tokens_per_s(engine, requests, work, at_once)
+            if repeat:  # the first one sets up kernels and buffers
+                rates[at_once].append(rate)
+        if texts[True] != texts[False]:
+            raise AssertionError("texts depend on what shares their calls")
+    ratios = [together / apart for together, apart in zip(rates[True], rates[False], strict=True)]
+    counts = engine.snapshot()
+    return {
+        "at_once_tokens_per_s": quartiles(rates[True]),
+        "one_after_the_other_tokens_per_s": quartiles(rates[False]),
+        "ratio": quartiles(ratios),
+        "ratios": ratios,
+        "n_tokens": sum(map(len, texts[True])),
+        "acceptance_length": counts.n_committed / max(1, counts.n_rounds),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    torch.set_num_threads(options.threads)
+    target = Target.load(options.model, getattr(torch, options.dtype), options.device)
+    if options.ignore_end:
+        target.eos_token_ids = frozenset()
+    drafters = {}
+    if options.drafter:
+        drafters["drafter"] = load_drafter(options.drafter, target.model.dtype, target.device)
+        check_drafter_matches(drafters["drafter"], target)
+    chats = load_prompts(options.prompts, options.sessions).prompts
+    prompts = [prompt_tokens(target.tokenizer, list(chat.turns[0]), chat.tools, chat.system) for chat in chats]
+    found: dict[str, Any] = {"n_threads": torch.get_num_threads(), "prompt_tokens": [len(p) for p in prompts]}
+    for work in (Work.PLAIN, Work.SPECULATE) if drafters else (Work.PLAIN,):
+        engine = Engine(target, drafters, EngineOptions())
+        name = "drafter" if work is Work.SPECULATE else None
+        requests = [Request(tuple(p), len(p), options.max_new_tokens, drafter=name) for p in prompts]
+        found[work.value] = compare(engine, requests, work, options.repeats)
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = ["| work | at once, tokens/s | one after the other | ratio (quartiles) | tokens a call and text |"]
+    lines.append("|---|---|---|---|---|")
+    for work in ("plain", "speculate"):
+        if one := found.get(work):
+            ratio = "{median:.2f} ({lower:.2f}-{upper:.2f})".format(**one["ratio"])
+            rates = [one[key]["median"] for key in ("at_once_tokens_per_s", "one_after_the_other_tokens_per_s")]
+            lines.append(f"| {work} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio} | {one['acceptance_length']:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or hub id of the target")
+    parser.add_argument("--prompts", required=True, type=Path, help="chats or Spec-Bench questions")
+    parser.add_argument("--drafter", help="a run of `moa-data train` for --model")
+    parser.add_argument("--sessions", type=int, default=8, help="default 8")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
+    parser.add_argument("--ignore-end", action="store_true", help="answers of full length, so that all run to the end")
+    parser.add_argument("--repeats", type=int, default=7, help="default 7")
+    parser.add_argument("--threads", type=int, default=2, help="default 2")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    add_out_option(parser)
+    options = parser.parse_args()
+    found = measure(options)
+    print(describe(found))
+    print(write_record(options.out, "serving", {"figures": found, "settings": settings_of(options)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""Loads a server with good and bad clients at once for some minutes, and watches its memory.
+
+Drafting clients come over a network that is cut and loses its connections; others stream over HTTP, read slowly, leave
+in the middle, or send garbage to both ports. Attackers never read, say nothing, drip their bodies or leave in them, ask
+as a foreign web page would, send prompts of 1 MB, and stop strings as long as the answer. Every complete answer has to
+be the text of plain decoding, nobody else may be refused, and ``/health`` has to answer all the time. ::
+
+    python -m benchmarks.serving.serving_load --model MODEL --drafter RUN [--bundle STORE] [--minutes 10] [--out FOLDER]
+
+Memory counts as flat if the server's mean in the last quarter of the time is at most 5 % and 8 MiB above that in the
+second. The exit code is 1 if it is not, if a text is wrong, if ``/health`` or one who did nothing wrong was not
+answered, if texts are held at the end, or if the server ended.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from moa_data.errors import MoaDataError
+from moa_data.serving.client.client import DraftingClient
+from moa_data.serving.client.drafting import DraftingModel
+from moa_data.serving.client.exchange import Patience
+from moa_data.serving.server.run import raise_file_limit
+from moa_data.tests.kit.attackers import (
+    HTTP2_PREFACE,
+    connect,
+    foreign_pages,
+    head_of,
+    leave_in_body,
+    long_text,
+    never_read,
+    post,
+    stay_silent,
+    wait_for_end,
+)
+from moa_data.tests.kit.proxy import Proxy
+
+N_TOKENS = 40
+QUESTIONS = [f"What is {n} plus {n + 3}, and why?" for n in range(8)]
+BEGINNINGS = (
+    b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+)  # fmt: skip
+"""Of garbage: none, and those of both protocols."""
+LIMITS = ("limits.answer_s=20", "limits.write_s=5", "limits.head_s=5", "limits.body_s=5", "drafting.idle_s=20")
+"""Of the server: short ones, so that each is reached often."""
+CHAT = "/v1/chat/completions"
+MODES = ("sync", "ahead", "stream", "server", "auto")
+MIB = 1 << 20
+
+
+class Server:
+    """``moa-data serve`` as a process of its own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        ports = []
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                ports.append(listener.getsockname()[1])
+        self.port, self.grpc_port = ports
+        self.model = Path(options.model).name
+        options.out.mkdir(parents=True, exist_ok=True)
+        self._log = (options.out / "serving-load-server.log").open("w")
+        command = [
+            sys.executable, "-m", "moa_data", "serve", "--model", options.model, "--drafter", options.drafter,
+            "--port", str(self.port), "--grpc-port", str(self.grpc_port), "--device", "cpu",
+            *(word for limit in LIMITS for word in ("--set", limit)),
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def sample(self) -> tuple[float, int, int]:
+        """MiB of memory, threads and open files."""
+        folder = Path("/proc", str(self.process.pid))
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        return int(status["VmRSS"].split()[0]) / 1024, int(status["Threads"]), len(list((folder / "fd").iterdir()))
+
+    def stop(self) -> None:
+        """End it."""
+        with self.process:
+            self.process.terminate()
+        self._log.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where HTTP is."""
+        return "127.0.0.1", self.port
+
+    def body(self, question: str, **changes: Any) -> dict[str, Any]:
+        """The body of a request for an answer."""
+        messages = [{"role": "user", "content": question}]
+        return {"model": self.model, "messages": messages, "max_tokens": N_TOKENS, "temperature": 0} | changes
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text of a page."""
+        with contextlib.closing(http.client.HTTPConnection(*self.address, timeout=60)) as connection:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def request(
+        self, question: str, stream: bool, headers: dict[str, str] | None = None, **changes: Any
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Ask over HTTP."""
+        connection = http.client.HTTPConnection(*self.address, timeout=300)
+        body = json.dumps(self.body(question, stream=stream, **changes))
+        connection.request("POST", CHAT, body, {"content-type": "application/json"} if headers is None else headers)
+        return connection, connection.getresponse()
+
+    def answer(self, question: str, **changes: Any) -> str:
+        """The whole answer to a question."""
+        connection, response = self.request(question, stream=False, **changes)
+        with contextlib.closing(connection):
+            found = json.loads(response.read())
+            if response.status != 200:
+                raise http.client.HTTPException(f"{response.status}: {found}")
+            return str(found["choices"][0]["message"]["content"])
+
+    def n_held(self) -> int:
+        """Texts that the engine holds."""
+        lines = self.get("/metrics")[1].splitlines()
+        return next(round(float(line.split()[1])) for line in lines if line.startswith("moa_sequences_open "))
+
+
+class Load:
+    """Clients of all kinds, each in a thread, until they are told to end.
+
+    Attributes:
+        counts: what happened, by kind of client.
+        wrong: texts that are not those of plain decoding, and answers to attackers that are no refusals.
+        refused: what clients got instead of an answer that had asked for nothing but that.
+        health_s: seconds that ``/health`` took, each time.
+    """
+
+    def __init__(self, server: Server, model: DraftingModel, texts: dict[str, str]) -> None:
+        self._server, self._model, self._texts = server, model, texts
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[tuple[str, str, str]] = []
+        self.refused: list[str] = []
+        self.health_s: list[float] = []
+        self.answer_s: list[float] = []
+        self._is_over, self._lock = threading.Event(), threading.Lock()
+        self._proxy = Proxy(("127.0.0.1", server.grpc_port), delay_s=0.002).__enter__()
+        roles: list[tuple[Callable[[random.Random], None], int]] = [
+            (self._draft, 5), (self._stream, 3), (self._read_slowly, 2), (self._leave, 2), (self._send_garbage, 2),
+            (self._break_network, 1), (self._ask_health, 1), (self._ask, 2), (self._never_read, 4),
+            (self._stay_silent, 3), (self._drip, 3), (self._leave_in_body, 2), (self._be_a_foreign_page, 1),
+            (self._send_long_prompt, 4), (self._send_long_stops, 1),
+        ]  # fmt: skip
+        self._threads = [
+            threading.Thread(target=self._play, args=(role, 100 * number + one))
+            for number, (role, n) in enumerate(roles) for one in range(n)
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Let all clients end."""
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        self._proxy.__exit__(None, None, None)
+
+    def _play(self, role: Callable[[random.Random], None], seed: int) -> None:
+        chance = random.Random(seed)
+        name = role.__name__.strip("_")
+        while not self._is_over.is_set():
+            try:
+                role(chance)
+                self._count(name)
+            except (MoaDataError, OSError, http.client.HTTPException) as error:
+                self._count(f"{name}: {type(error).__name__}")
+                if role in (self._ask, self._stream, self._ask_health) and not self._is_over.is_set():
+                    self.refused.append(f"{name}: {error!r}"[:300])
+                self._is_over.wait(0.1)
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    def _check(self, who: str, question: str, text: str) -> None:
+        # An answer may end within a character, which HTTP leaves out and the client shows as a replacement.
+        if text.rstrip("\ufffd") != self._texts[question].rstrip("\ufffd"):
+            with self._lock:
+                self.wrong.append((who, question, text))
+
+    def _draft(self, chance: random.Random) -> None:
+        patience = Patience(connect_s=60, silence_s=0.3, dead_s=2)
+        mode: Any = chance.choice(MODES)
+        with DraftingClient(self._proxy.address, self._model, mode=mode, patience=patience) as client:
+            for question in chance.sample(QUESTIONS, 3):
+                answer = client.chat([{"role": "user", "content": question}], max_new_tokens=N_TOKENS)
+                self._check(mode, question, answer.text)
+
+    def _pieces(self, response: http.client.HTTPResponse, pause_s: float = 0.0, most: int = 1 << 30) -> str:
+        text = ""
+        for _, line in zip(range(most), response, strict=False):
+            data = line.strip().removeprefix(b"data: ")
+            if data and data != b"[DONE]":
+                text += json.loads(data)["choices"][0]["delta"].get("content") or ""
+            self._is_over.wait(pause_s)
+        return text
+
+    def _stream(self, chance: random.Random) -> None:
+        question = chance.choice(QUESTIONS)
+        connection, response = self._server.request(question, stream=True)
+        with contextlib.closing(connection):
+            if response.status != 200:
+                raise http.client.HTTPException(response.read().decode())
+            self._check("stream", question, self._pieces(response))
+
+    def _read_slowly(self, chance: random.Random) -> None:
+        question = chance.choice(QUESTIONS)
+        connection, response = self._server.request(question, stream=True)
+        with contextlib.closing(connection):
+            self._check("slow reader", question, self._pieces(response, pause_s=0.1))
+
+    def _leave(self, chance: random.Random) -> None:
+        connection, response = self._server.request(chance.choice(QUESTIONS), stream=True)
+        with contextlib.closing(connection):
+            self._pieces(response, most=chance.randint(0, 20))
+
+    def _send_garbage(self, chance: random.Random) -> None:
+        port = chance.choice([self._server.port, self._server.grpc_port])
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(chance.choice(BEGINNINGS) + chance.randbytes(chance.randint(1, 50_000)))
+            self._is_over.wait(chance.random())
+
+    def _ask(self, chance: random.Random) -> None:
+        """Whole answers, some with a temperature that is nearly none, or stop strings that never come."""
+        question, began = chance.choice(QUESTIONS), time.monotonic()
+        stops = [self._texts[question] + "!", "".join(chance.choices("ab", k=20_000))]
+        changes: dict[str, Any] = chance.choice([{}, {}, {"temperature": 1e-308}, {"stop": stops}])
+        self._check(f"whole, {list(changes)}", question, self._server.answer(question, **changes))
+        self.answer_s.append(time.monotonic() - began)
+
+    def _ask_health(self, chance: random.Random) -> None:
+        began = time.monotonic()
+        if self._server.get("/health")[0] != 200:
+            raise http.client.HTTPException("/health is not ok")
+        self.health_s.append(time.monotonic() - began)
+        self._is_over.wait(0.25)
+
+    # Attackers
+
+    def _never_read(self, chance: random.Random) -> None:
+        body = self._server.body(chance.choice(QUESTIONS), stream=True, max_tokens=900, temperature=1)
+        with never_read(self._server.address, post(CHAT, body)):
+            self._is_over.wait(chance.uniform(5, 40))
+
+    def _stay_silent(self, chance: random.Random) -> None:
+        n = chance.choice([20, 100, 300])
+        said = chance.choice([b"", b"GET /hea", HTTP2_PREFACE, head_of(CHAT, 10_000) + b"{"])
+        with contextlib.ExitStack() as held:
+            for address in (self._server.address, ("127.0.0.1", self._server.grpc_port)):
+                for connection in stay_silent(address, n, said):
+                    held.enter_context(connection)
+            self._is_over.wait(chance.uniform(0, 12))
+
+    def _drip(self, chance: random.Random) -> None:
+        data = chance.choice([b"POST /v1/chat/comple", head_of(CHAT, 10_000)]) + b"x" * 9_000
+        with connect(self._server.address) as connection:
+            for byte in data:
+                connection.sendall(bytes([byte]))
+                if self._is_over.wait(0.05):
+                    return
+
+    def _leave_in_body(self, chance: random.Random) -> None:
+        leave_in_body(self._server.address, CHAT, resets=chance.random() < 0.5)
+        self._is_over.wait(0.02)
+
+    def _be_a_foreign_page(self, chance: random.Random) -> None:
+        headers, status = chance.choice(list(foreign_pages()))
+        connection, response = self._server.request(chance.choice(QUESTIONS), stream=False, headers=headers)
+        with contextlib.closing(connection):
+            if response.status != status:
+                self.wrong.append(("foreign page", str(headers), response.read().decode()))
+        with connect(self._server.address) as both:
+            both.sendall(head_of(CHAT, 5, "transfer-encoding: chunked") + b"0\r\n\r\n")
+            if not (found := wait_for_end(both)).startswith(b"HTTP/1.1 400"):
+                self.wrong.append(("two lengths", "", found.decode()))
+        self._is_over.wait(0.1)
+
+    def _send_long_prompt(self, chance: random.Random) -> None:
+        text = long_text(chance, chance.choice([1_000_000, 1_000_000, 8_000]))
+        connection, response = self._server.request(text, stream=False)
+        with contextlib.closing(connection):
+            if response.status not in (400, 503):
+                self.wrong.append(("long prompt", "", response.read().decode()))
+        self._is_over.wait(0.1)
+
+    def _send_long_stops(self, chance: random.Random) -> None:
+        stops = [self._texts[QUESTIONS[0]] + "x" * 200_000, "ab" * 100_000, "a" * 200_000, "b" * 200_000]
+        connection, response = self._server.request(QUESTIONS[0], stream=True, stop=stops, max_tokens=900)
+        with contextlib.closing(connection):
+            response.read()
+
+    def _break_network(self, chance: random.Random) -> None:
+        self._is_over.wait(chance.uniform(0, 4))
+        if chance.random() < 0.1:
+            self._proxy.strand()
+        else:
+            self._proxy.cut(reset=chance.random() < 0.5)
+            self._is_over.wait(chance.uniform(0.05, 2))
+            self._proxy.restore()
+
+
+def watch(server: Server, seconds: float) -> list[tuple[float, float, int, int]]:
+    """Sample the server's memory, threads and files for so long, or until it ends."""
+    samples, began = [], time.monotonic()
+    while (now := time.monotonic() - began) < seconds and server.process.poll() is None:
+        samples.append((round(now, 1), *server.sample()))
+        time.sleep(min(2.0, seconds / 40))
+    return samples
+
+
+def growth(samples: list[tuple[float, float, int, int]]) -> dict[str, Any]:
+    """Memory of the last quarter of the time beside that of the second, in MiB."""
+    n = len(samples) // 4
+    before, after = (statistics.mean(sample[1] for sample in part) for part in (samples[n : 2 * n], samples[-n:]))
+    slope = statistics.linear_regression(*zip(*((sample[0] / 60, sample[1]) for sample in samples[n:]), strict=True))
+    return {
+        "before_mib": round(before, 1), "after_mib": round(after, 1), "is_flat": after <= before * 1.05 + 8,
+        "slope_mib_per_minute": round(slope.slope, 3),
+        "threads": samples[-1][2], "files": samples[-1][3],
+    }  # fmt: skip
+
+
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum."""
+    ordered = sorted(seconds)
+    picked = {"median": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(1e3 * ordered[min(len(ordered) - 1, int(q * len(ordered)))], 1) for name, q in picked.items()}
+
+
+def wait_until_free(server: Server) -> int:
+    """Wait until no text is held, at most a minute; returns those that are held then."""
+    limit = time.monotonic() + 60
+    while (n_held := server.n_held()) and time.monotonic() < limit:
+        time.sleep(0.5)
+    return n_held
+
+
+def main() -> None:
+    """Load, watch, and tell."""
+    parser = argparse.ArgumentParser(description="Load a server with good and bad clients, and watch its memory.")
+    parser.add_argument("--model", required=True, help="the target")
+    parser.add_argument("--drafter", required=True, help="a run of moa-data train, or a folder with a drafter")
+    parser.add_argument("--bundle", type=Path, help="store, or its target/; default: that of the run")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    add_out_option(parser)
+    options = parser.parse_args()
+    raise_file_limit()  # before the server starts, which inherits it
+    model = DraftingModel.load(options.drafter, options.bundle)
+    server = Server(options)
+    try:
+        texts = {question: server.answer(question, drafter="none") for question in QUESTIONS}
+        load = Load(server, model, texts)
+        samples = watch(server, 60 * options.minutes)
+        load.end()
+        has_ended = server.process.poll() is not None
+        n_held = -1 if has_ended else wait_until_free(server)
+        is_same = not has_ended and server.answer(QUESTIONS[0]) == texts[QUESTIONS[0]]
+    finally:
+        server.stop()
+    figures: dict[str, Any] = {
+        "counts": dict(load.counts), "n_wrong": len(load.wrong), "wrong": load.wrong[:5],
+        "n_refused": len(load.refused), "refused": load.refused[:5], "n_held_at_the_end": n_held,
+        "health_ms": milliseconds(load.health_s), "whole_answer_ms": milliseconds(load.answer_s),
+        "answers_afterwards": is_same, "memory": growth(samples), "samples": samples,
+    }  # fmt: skip
+    print(json.dumps({name: value for name, value in figures.items() if name != "samples"}))
+    print(write_record(options.out, "serving-load", {"figures": figures, "settings": settings_of(options)}))
+    if load.wrong or load.refused or n_held or not is_same or not figures["memory"]["is_flat"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Measures what extraction adds to the bare forward: wall time of both over the very same batches, in alternation.
+
+The bare forward fills a key/value cache and throws it away; extraction gathers, compresses, checksums and writes all of
+it. Shares of the device's peak count the operations of the decoder layers on real tokens, for each of the two.
+
+    python -m benchmarks.store.extract --model MODEL --dataset CHATS [--max-sequences 400] [--repeats 3] [--codec int8]
+    python -m benchmarks.store.extract --shape llama-3-8b --layers 8 --max-sequences 64 --device cuda
+        random weights
+"""
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+
+from benchmarks.kit.accelerator import add_peak_option, body_flops, peak_flops, synchronize, utilisation
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.shapes import SHAPES, make_target
+from moa_data.demo.corpus import generate_corpus, write_jsonl
+from moa_data.moa.nn.kv import new_cache
+from moa_data.moa.targets.live import Target, pick_device
+from moa_data.pipeline.config import ExtractConfig
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.forwards.parts import Timings, batches
+from moa_data.pipeline.plan import ExtractPlan, build_plan
+
+
+def padded_batches(plan: ExtractPlan) -> list[torch.Tensor]:
+    """The token ids [B, T] of every batch that extraction runs, padded on the right."""
+    padded = []
+    for part in range(plan.n_parts):
+        for rows in batches(plan.table.filter(pc.field("part") == part), plan.batch_tokens):
+            texts = [torch.from_numpy(plan.sequences.tokens(key)).long() for key in rows["sequence_id"].to_pylist()]
+            padded.append(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
+    return padded
+
+
+@torch.inference_mode()
+def forward_seconds(target: Target, padded: list[torch.Tensor]) -> float:
+    """Seconds of the bare forwards, from the first to the end of the last."""
+    started = time.perf_counter()
+    for tokens in padded:
+        target.model.model(input_ids=tokens.to(target.device), past_key_values=new_cache(), use_cache=True)
+    synchronize(target.device)
+    return time.perf_counter() - started
+
+
+def make_input(folder: Path, options: argparse.Namespace) -> tuple[str, str]:
+    """Write a target of a shape with random weights, and chats whose answers fill whole sequences."""
+    make_target(folder / "model", options.shape, options.layers, pick_device(options.device))
+    rows = generate_corpus(64, 1, seed=1).train
+    words = json.dumps([row["messages"] for row in rows]).split()
+    draw = random.Random(0)
+    chats: list[dict[str, object]] = []
+    for number in range(options.max_sequences):
+        answer = " ".join(draw.choices(words, k=options.max_length))
+        question = {"role": "user", "content": f"Tell me {number} things."}
+        chats.append({"messages": [question, {"role": "assistant", "content": answer}]})
+    write_jsonl(chats, folder / "chats.jsonl")
+    return str(folder / "model"), str(folder / "chats.jsonl")
+
+
+def measure(config: ExtractConfig, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Alternate the bare forwards and the extraction."""
+    plan = build_plan(config.replaced(out=str(folder / "plan")))
+    target = Target.load(str(plan.folder), getattr(torch, plan.compute_dtype), plan.device)
+    padded = padded_batches(plan)
+    forward_seconds(target, padded[:2])
+    forward_s: list[float] = []
+    timings: list[Timings] = []
+    for repeat in range(options.repeats):
+        forward_s.append(forward_seconds(target, padded))
+        store = folder / f"store-{repeat}"
+        report = extract(config.replaced(out=str(store)))
+        shutil.rmtree(store)
+        timings.append(report.timings)
+        print(f"forward {forward_s[-1]:.2f} s, extract {timings[-1].extract_s:.2f} s")
+    flops = body_flops(target.config, plan.table["n_tokens"].to_pylist())
+    peak = peak_flops(target.device, options.peak_tflops)
+    return figures_of(plan.n_tokens, forward_s, timings) | {
+        "stored_over_raw": report.stored_bytes / report.raw_bytes,
+        "n_threads": torch.get_num_threads(),
+        "flops": flops,
+        "peak_flops_per_s": peak,
+        "forward_mfu": utilisation(flops, statistics.median(forward_s), peak),
+        "extract_mfu": utilisation(flops, statistics.median(run.extract_s for run in timings), peak),
+    }
+
+
+def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) -> dict[str, Any]:
+    """Return the ratios of both sides, and where the time of the extractions goes."""
+    extract_s = [run.extract_s for run in timings]
+    ratios = [whole / bare for whole, bare in zip(extract_s, forward_s, strict=True)]
+    return {
+        "extract_over_forward": statistics.median(ratios),
+        "extract_over_forward_range": [min(ratios), max(ratios)],
+        "forward_s": forward_s,
+        "extract_s": extract_s,
+        # Where a run's time goes; the copies, the writer's thread and the encoders work beside the forwards.
+        "forwards_and_gathering_s": [run.forward_s for run in timings],
+        "copies_s": [run.copy_s for run in timings],
+        "encoders_cpu_s": [run.encode_s for run in timings],
+        "writer_thread_cpu_s": [run.writer_s for run in timings],
+        "waiting_for_writer_s": [run.wait_s for run in timings],
+        "first_and_last_s": [run.extract_s - run.forward_s - run.wait_s for run in timings],
+        "padding_share": timings[-1].padding_fraction,
+        "n_tokens": n_tokens,
+        "extract_tokens_per_s": n_tokens / statistics.median(extract_s),
+    }
+
+
+def main() -> None:
+    """Runs the benchmark, prints the figures and writes them."""
+    parser = argparse.ArgumentParser(description="Measure extraction against the bare forward.")
+    parser.add_argument("--model", help="a target; without it one of --shape is made, with random weights")
+    parser.add_argument("--dataset", help="chats for --model")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, help="of --shape; default: all")
+    parser.add_argument("--max-sequences", type=int, default=400)
+    parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--codec", default="lossless")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None, help="torch threads; default: torch's own choice")
+    parser.add_argument("--work", default=None, help="folder on the disk to measure; default: a temporary one")
+    add_peak_option(parser)
+    add_out_option(parser)
+    options = parser.parse_args()
+    if bool(options.model) != bool(options.dataset):
+        parser.error("--model and --dataset belong together")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as name:
+        folder = Path(name)
+        model, dataset = (options.model, options.dataset) if options.model else make_input(folder, options)
+        config = ExtractConfig.of(
+            model=model, dataset=dataset, out="unused", max_sequences=options.max_sequences,
+            max_length=options.max_length, device=options.device, codec=options.codec,
+            tokenize_processes=None if options.model else 1,
+        )  # fmt: skip
+        figures = measure(config, folder, options)
+    for key, value in figures.items():
+        shown = ", ".join("unknown" if item is None else f"{item:,.3f}" for item in np.atleast_1d(value))
+        print(f"{key:28} {shown}")
+    print(write_record(options.out, "extract", {"figures": figures, "settings": settings_of(options)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Measures reading batches: this store against other formats, and against np.memmap of raw bfloat16, the ceiling.
+
+Every format holds the same sequences and fills the same padded batch in memory that is already there; what it reads is
+compared bit for bit before it is timed. Formats take turns in one process, so that a busy machine slows all of them:
+compare the ratios, which are taken turn by turn. MB are 10^6 bytes of raw bfloat16 without padding. "CPU" is the time
+of all threads of the process, which a busy machine stretches less than the wall clock.
+
+    python -m benchmarks.store.read --source STORE [--mb 300] [--batch 32] [--out FOLDER]
+    python -m benchmarks.store.read --shape llama-3-8b --mb 500 --batch 8
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.store import read_data
+from benchmarks.store.read_formats import FORMATS, Format, Out, Read
+
+CEILING = FORMATS[0].name
+CASES = ("random all", "random layer", "random hidden", "epoch all", "cold all")
+"""Order and selection; all but the last with every file in the page cache."""
+
+Timing = dict[str, dict[str, list[tuple[float, float]]]]
+
+
+def batches(data: read_data.Data, case: str, batch: int, n_batches: int, turn: int) -> list[np.ndarray]:
+    """The rows of each batch; a turn's random batches are the same for all formats."""
+    n = len(data.lengths)
+    order = np.arange(n) if case.startswith("epoch") else np.random.default_rng([7, turn]).permutation(n)
+    cut = [order[start : start + batch] for start in range(0, n - batch + 1, batch)] or [order]
+    return cut if case.startswith("epoch") else cut[:n_batches]
+
+
+def buffers(data: read_data.Data, what: str, batch: int) -> Out:
+    """A batch of the longest sequences, in memory that has been touched."""
+    rows, longest = min(batch, len(data.lengths)), int(data.lengths.max())
+    kv_shape = (1, *data.kv.shape[2:]) if what == "layer" else data.kv.shape[1:]
+    out = {"kv": (rows, longest, *kv_shape), "hidden/last": (rows, longest, data.hidden.shape[1])}
+    names = {"all": list(out), "layer": ["kv"], "hidden": ["hidden/last"]}[what]
+    return {name: np.full(out[name], 1, np.uint16) for name in names}
+
+
+def cut(out: Out, data: read_data.Data, rows: np.ndarray) -> Out:
+    """The batch's own shape, at the beginning of the memory: sequences lie next to each other."""
+    longest = int(data.lengths[rows].max())
+    small = {}
+    for name, array in out.items():
+        shape = (len(rows), longest, *array.shape[2:])
+        small[name] = array.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+    return small
+
+
+def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None:
+    """Refuses to time what reads something else."""
+    for what in ("all", "layer", "hidden"):
+        out = cut(buffers(data, what, len(rows)), data, rows)
+        read(rows, what, out)
+        for field, array in out.items():
+            source = data.hidden if field != "kv" else data.kv[:, -1:] if what == "layer" else data.kv
+            for b, row in enumerate(rows.tolist()):
+                n, start = data.lengths[row], data.starts[row]
+                if not np.array_equal(array[b, :n], source[start : start + n]) or array[b, n:].any():
+                    raise SystemExit(f"{name} reads {field} ({what}) of sequence {row} wrongly.")
+
+
+def raw_bytes(data: read_data.Data, what: str, rows: list[np.ndarray]) -> int:
+    """Bytes of the wanted values, without padding."""
+    n_tokens = sum(int(data.lengths[part].sum()) for part in rows)
+    kv, hidden, n_layers = int(data.kv[0].nbytes), int(data.hidden[0].nbytes), int(data.kv.shape[1])
+    return n_tokens * {"all": kv + hidden, "layer": kv // n_layers, "hidden": hidden}[what]
+
+
+def timed(read: Read, data: read_data.Data, what: str, rows: list[np.ndarray], out: Out) -> tuple[float, float]:
+    """MB/s, and CPU seconds per GB."""
+    views = [cut(out, data, part) for part in rows]
+    wall, cpu = time.perf_counter(), time.process_time()
+    for part, view in zip(rows, views, strict=True):
+        read(part, what, view)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    n_bytes = raw_bytes(data, what, rows)
+    return n_bytes / wall / 1e6, cpu / n_bytes * 1e9
+
+
+def measure(formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace) -> Timing:
+    """All formats in turn, ``options.turns`` times."""
+    places = {entry.name: folder / (entry.shares or entry.name.replace(" ", "-")) for entry in formats}
+    found: Timing = {case: {entry.name: [] for entry in formats} for case in options.cases}
+    for case in options.cases:
+        order, what = case.split()
+        out = buffers(data, what, options.batch)
+        opened = {} if order == "cold" else {entry.name: entry.open(places[entry.name], data) for entry in formats}
+        for turn in range(options.turns + 1):  # the first one opens files and is not counted
+            rows = batches(data, case, options.batch, options.batches, turn)
+            for entry in formats if turn % 2 else reversed(formats):
+                place = places[entry.name]
+                (read_data.drop_cache if order == "cold" else read_data.read_all)(place)
+                read = opened[entry.name] if opened else entry.open(place, data)
+                result = timed(read, data, what, rows, out)
+                del read
+                if turn:
+                    found[case][entry.name].append(result)
+        print(case, {name: round(statistics.median(mb for mb, _ in taken)) for name, taken in found[case].items()})
+    return found
+
+
+def summarize(found: Timing) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians over the turns; ratios are taken within each turn."""
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for case, formats in found.items():
+        figures[case] = {}
+        for name, taken in formats.items():
+            speeds = [mb for mb, _ in taken]
+            ratios = [mb / ceiling for mb, (ceiling, _) in zip(speeds, formats[CEILING], strict=True)]
+            figures[case][name] = {
+                "mb_per_s": statistics.median(speeds),
+                "best_mb_per_s": max(speeds),
+                "spread": (max(speeds) - min(speeds)) / statistics.median(speeds),
+                "to_memmap": statistics.median(ratios),
+                "to_memmap_low": min(ratios),
+                "to_memmap_high": max(ratios),
+                "cpu_s_per_gb": statistics.median(cpu for _, cpu in taken),
+            }
+    return figures
+
+
+def table(figures: dict[str, dict[str, dict[str, float]]], stored: dict[str, float]) -> str:
+    """Markdown: MB/s and the ratio to memmap."""
+    cases = list(figures)
+    lines = ["| format | stored / raw | " + " | ".join(cases) + " | CPU s/GB |", "|---|" + "---|" * (len(cases) + 2)]
+    for name in figures[cases[0]]:
+        cells = [f"{figures[case][name]['mb_per_s']:.0f} ({figures[case][name]['to_memmap']:.2f})" for case in cases]
+        cpu = figures[cases[0]][name]["cpu_s_per_gb"]
+        lines.append(f"| {name} | {stored[name]:.3f} | " + " | ".join(cells) + f" | {cpu:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Runs the benchmark, prints the table and writes it."""
+    parser = argparse.ArgumentParser(description="Measure reading batches.")
+    parser.add_argument("--source", type=Path, help="a store whose first sequences are taken; else values are drawn")
+    parser.add_argument("--shape", choices=read_data.SHAPES, default="small", help="sizes of drawn activations")
+    parser.add_argument("--mb", type=int, default=300, help="MB of raw activations")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per batch")
+    parser.add_argument("--batches", type=int, default=2, help="random batches per turn")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each format")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--formats", nargs="+", help="only formats whose names contain one of these")
+    parser.add_argument("--folder", type=Path, help="for the files of all formats: about five times --mb")
+    add_out_option(parser)
+    options = parser.parse_args()
+    n_bytes = options.mb * 10**6
+    data = read_data.load(options.source, n_bytes) if options.source else read_data.draw(options.shape, n_bytes)
+    wanted = [entry for entry in FORMATS if not options.formats or any(part in entry.name for part in options.formats)]
+    formats = [entry for entry in wanted if entry.is_installed]
+    if FORMATS[0] not in formats:
+        formats.insert(0, FORMATS[0])
+    print("not installed:", ", ".join(entry.name for entry in wanted if not entry.is_installed) or "none")
+    raw = data.kv.nbytes + data.hidden.nbytes
+    stored = {}
+    with tempfile.TemporaryDirectory(prefix="moa-data-read-", dir=options.folder) as name:
+        folder = Path(name)
+        for entry in formats:
+            place = folder / (entry.shares or entry.name.replace(" ", "-"))
+            if not place.exists():
+                place.mkdir()
+                entry.write(data, place)
+            stored[entry.name] = sum(path.stat().st_size for path in read_data.files_below(place)) / raw
+            check(
+                entry.open(place, data), data, np.random.default_rng(1).permutation(len(data.lengths))[:4], entry.name
+            )
+        found = measure(formats, folder, data, options)
+    figures = summarize(found)
+    print(table(figures, stored))
+    settings = settings_of(options, "source", "folder")
+    settings |= {"n_sequences": len(data.lengths), "n_tokens": int(data.lengths.sum()), "kv_shape": data.kv.shape[1:]}
+    document = {"figures": figures, "turns": found, "stored": stored, "settings": settings}
+    print(write_record(options.out, f"read-{'store' if options.source else options.shape}", document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""The formats that ``read.py`` compares. Each fills the same padded batch from its own files.
+
+A format has ``write(data, folder)``, and ``open(folder, data)``, which returns ``read(rows, what, out)`` on fresh
+handles. ``what`` is "all" (keys, values, hidden states), "layer" (keys and values of the last layer) or "hidden".
+"""
+
+import gzip
+import importlib.util
+import io
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+
+from benchmarks.store.read_data import Data, write_store
+from moa_data.storage.read.store import ActivationStore
+
+Out = dict[str, np.ndarray]
+Read = Callable[[np.ndarray, str, Out], None]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format that takes part.
+
+    Attributes:
+        name: in tables.
+        write: makes its files.
+        open: opens them afresh and returns what reads a batch.
+        shares: name of the format whose files it reads, if not its own.
+        needs: module that has to be installed.
+    """
+
+    name: str
+    write: Callable[[Data, Path], None]
+    open: Callable[[Path, Data], Read]
+    shares: str = ""
+    needs: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can take part."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+
+def place(out: np.ndarray, b: int, values: np.ndarray) -> None:
+    """Copies a sequence into a row of the batch and zeroes the padding."""
+    out[b, : len(values)] = values
+    out[b, len(values) :] = 0
+
+
+def per_sequence(sequence: Callable[[int, str], tuple[np.ndarray | None, np.ndarray | None]]) -> Read:
+    """Reads a batch one sequence after the other."""
+
+    def read(rows: np.ndarray, what: str, out: Out) -> None:
+        for b, row in enumerate(rows.tolist()):
+            kv, hidden = sequence(row, what)
+            if kv is not None and what != "hidden":
+                place(out["kv"], b, kv)
+            if hidden is not None and what != "layer":
+                place(out["hidden/last"], b, hidden)
+
+    return read
+
+
+def write_raw(data: Data, folder: Path) -> None:
+    """Two flat files."""
+    data.kv.tofile(folder / "kv.u16")
+    data.hidden.tofile(folder / "hidden.u16")
+
+
+def open_raw(folder: Path, data: Data) -> Read:
+    """np.memmap: the ceiling, nothing is decoded."""
+    kv = np.memmap(folder / "kv.u16", np.uint16, "r", shape=data.kv.shape)
+    hidden = np.memmap(folder / "hidden.u16", np.uint16, "r", shape=data.hidden.shape)
+    starts, lengths = data.starts, data.lengths
+
+    def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        span = slice(starts[row], starts[row] + lengths[row])
+        return (kv[span, -1:] if what == "layer" else kv[span]), hidden[span]
+
+    return per_sequence(sequence)
+
+
+_BLOCK = 4096
+
+
+def open_direct(folder: Path, data: Data) -> Read:
+    """O_DIRECT reads of the same two files, one per sequence: the disk's speed, without the page cache."""
+    files = {
+        name: open(  # noqa: SIM115, closed with the last reader
+            folder / f"{name}.u16", "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_DIRECT)
+        )
+        for name in ("kv", "hidden")
+    }
+    arrays = {"kv": data.kv, "hidden": data.hidden}
+    # Anonymous maps start at a page, as O_DIRECT wants its buffers to.
+    room = max(int(data.lengths.max()) * array[0].nbytes for array in arrays.values()) + 2 * _BLOCK
+    buffer = mmap.mmap(-1, -(-room // _BLOCK) * _BLOCK)
+
+    def read(name: str, row: int) -> np.ndarray:
+        array = arrays[name]
+        start = int(data.starts[row]) * array[0].nbytes
+        n_bytes = int(data.lengths[row]) * array[0].nbytes
+        begin = start // _BLOCK * _BLOCK
+        wanted = -(-(start + n_bytes - begin) // _BLOCK) * _BLOCK
+        os.preadv(files[name].fileno(), [memoryview(buffer)[:wanted]], begin)
+        values = np.frombuffer(buffer, np.uint16, n_bytes // 2, start - begin)
+        return values.reshape(int(data.lengths[row]), *array.shape[1:]).copy()
+
+    def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        kv = read("kv", row) if what != "hidden" else None
+        hidden = read("hidden", row) if what != "layer" else None
+        return (kv[:, -1:] if what == "layer" and kv is not None else kv), hidden
+
+    return per_sequence(sequence)
+
+
+def sequences(data: Data) -> Iterable[dict[str, torch.Tensor]]:
+    """The sequences as bfloat16 tensors."""
+    for start, n in zip(data.starts.tolist(), data.lengths.tolist(), strict=True):
+        pair = {"kv": data.kv[start : start + n], "hidden": data.hidden[start : start + n]}
+        yield {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in pair.items()}
+
+
+def as_bits(tensors: dict[str, torch.Tensor], what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The wanted arrays of a sequence, as bits."""
+    kv, hidden = (tensors[name].view(torch.uint16).numpy() if name in tensors else None for name in ("kv", "hidden"))
+    return (kv[:, -1:] if what == "layer" and kv is not None else kv), hidden
+
+
+def write_pt(data: Data, folder: Path) -> None:
+    """One .pt per sequence."""
+    for row, tensors in enumerate(sequences(data)):
+        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, folder / f"{row}.pt")
+
+
+def open_pt(folder: Path, data: Data) -> Read:
+    """torch.load."""
+    return per_sequence(lambda row, what: as_bits(torch.load(folder / f"{row}.pt", weights_only=True), what))
+
+
+def write_pt_gz(data: Data, folder: Path) -> None:
+    """One gzipped .pt per sequence, as SpecForge writes them."""
+    for row, tensors in enumerate(sequences(data)):
+        with gzip.open(folder / f"{row}.pt.gz", "wb", compresslevel=6) as file:
+            torch.save({name: tensor.clone() for name, tensor in tensors.items()}, cast(IO[bytes], file))
+
+
+def open_pt_gz(folder: Path, data: Data) -> Read:
+    """torch.load of what gzip gives."""
+
+    def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        with gzip.open(folder / f"{row}.pt.gz", "rb") as file:
+            return as_bits(torch.load(io.BytesIO(file.read()), weights_only=True), what)
+
+    return per_sequence(sequence)
+
+
+def write_safetensors(data: Data, folder: Path) -> None:
+    """One .safetensors per sequence, as speculators writes them."""
+    from safetensors.torch import save_file
+
+    for row, tensors in enumerate(sequences(data)):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{row}.safetensors")
+
+
+def open_safetensors(folder: Path, data: Data) -> Read:
+    """safe_open: only what is wanted."""
+    from safetensors import safe_open
+
+    def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        with safe_open(folder / f"{row}.safetensors", "pt") as file:
+            if what == "layer":
+                return as_bits({"kv": file.get_slice("kv")[:, -1:]}, "all")
+            names = ["hidden"] if what == "hidden" else ["kv", "hidden"]
+            return as_bits({name: file.get_tensor(name) for name in names}, what)
+
+    return per_sequence(sequence)
+
+
+def write_litdata(data: Data, folder: Path) -> None:
+    """Chunks of 64 MB, written with litdata's own writer; as bits, for it does not take bfloat16."""
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(folder), chunk_bytes=64 << 20)
+    for row, tensors in enumerate(sequences(data)):
+        writer[row] = {name: tensor.view(torch.uint16).numpy() for name, tensor in tensors.items()}
+    writer.done()
+    writer.merge()
+
+
+def open_litdata(folder: Path, data: Data) -> Read:
+    """StreamingDataset[i]."""
+    from litdata import StreamingDataset
+
+    dataset = StreamingDataset(str(folder), shuffle=False)
+
+    def sequence(row: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+        item = dataset[row]
+        return (item["kv"][:, -1:] if what == "layer" else item["kv"]), item["hidden"]
+
+    return per_sequence(sequence)
+
+
+def write_ours(data: Data, folder: Path) -> None:
+    """The store."""
+    write_store(data, folder / "store")
+
+
+def write_ours_1(data: Data, folder: Path) -> None:
+    """The store in the layout of schema version 1."""
+    write_store(data, folder / "store", schema_version=1)
+
+
+def part_and_starts(folder: Path) -> tuple[Path, np.ndarray, np.ndarray]:
+    """The one part of the store, and where its sequences begin and how long they are."""
+    with ActivationStore(folder / "store") as store:
+        first = store.sequences["first_token"].to_numpy()
+        return folder / "store/parts", first, store.lengths.astype(np.int64)
+
+
+def open_ours(n_threads: int) -> Callable[[Path, Data], Read]:
+    """ActivationStore.read_batch."""
+
+    def opened(folder: Path, data: Data) -> Read:
+        store = ActivationStore(folder / "store")
+
+        def read(rows: np.ndarray, what: str, out: Out) -> None:
+            fields = {"all": ["kv", "hidden/last"], "layer": ["kv"], "hidden": ["hidden/last"]}[what]
+            store.read_batch(rows, fields, out=out, layers=[-1] if what == "layer" else None, n_threads=n_threads)
+
+        return read
+
+    return opened
+
+
+def open_zarr(pipeline: str) -> Callable[[Path, Data], Read]:
+    """zarr-python with a codec pipeline."""
+
+    def opened(folder: Path, data: Data) -> Read:
+        import zarr
+
+        part, first, lengths = part_and_starts(folder)
+        with zarr.config.set({"codec_pipeline.path": pipeline} if pipeline else {}):
+            group: Any = zarr.open_group(part, mode="r")
+            kv, hidden = group["kv"], group["hidden/last"]
+
+        def sequence(row: int, what: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+            span = slice(int(first[row]), int(first[row] + lengths[row]))
+            got_kv = None if what == "hidden" else kv[span, -1:] if what == "layer" else kv[span]
+            return got_kv, None if what == "layer" else hidden[span]
+
+        return per_sequence(sequence)
+
+    return opened
+
+
+def open_tensorstore(folder: Path, data: Data) -> Read:
+    """Tensorstore, all sequences of the batch under way at once."""
+    import tensorstore as ts
+
+    part, first, lengths = part_and_starts(folder)
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 8 << 20}})  # for indexes, not for whole batches
+    arrays = {
+        name: ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(part / name)}}, context=context)
+        for name in ("kv", "hidden/last")
+    }
+    opened = {name: array.result() for name, array in arrays.items()}
+    last = data.kv.shape[1] - 1
+
+    def read(rows: np.ndarray, what: str, out: Out) -> None:
+        names = {"all": ["kv", "hidden/last"], "layer": ["kv"], "hidden": ["hidden/last"]}[what]
+        running = []
+        for b, row in enumerate(rows.tolist()):
+            span = slice(int(first[row]), int(first[row] + lengths[row]))
+            for name in names:
+                array = opened[name][span, last:] if what == "layer" else opened[name][span]
+                running.append((name, b, array.read()))
+        for name, b, future in running:
+            place(out[name], b, future.result())
+
+    return read
+
+
+FORMATS = [
+    Format("np.memmap, raw", write_raw, open_raw),
+    Format("O_DIRECT, raw", write_raw, open_direct, shares="np.memmap,-raw"),
+    Format(".pt per sequence", write_pt, open_pt),
+    Format(".pt.gz per sequence", write_pt_gz, open_pt_gz),
+    Format("safetensors per sequence", write_safetensors, open_safetensors, needs="safetensors"),
+    Format("litdata", write_litdata, open_litdata, needs="litdata"),
+    Format("zarr-python", write_ours, open_zarr(""), shares="store"),
+    Format("zarr-python, zarrs", write_ours, open_zarr("zarrs.ZarrsCodecPipeline"), shares="store", needs="zarrs"),
+    Format("tensorstore", write_ours, open_tensorstore, shares="store", needs="tensorstore"),
+    Format("read_batch, 1 thread", write_ours, open_ours(1), shares="store"),
+    Format("read_batch, 2 threads", write_ours, open_ours(2), shares="store"),
+    Format("read_batch, 1 thread, version 1", write_ours_1, open_ours(1), shares="store-1"),
+]

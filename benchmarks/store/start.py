@@ -1,0 +1,139 @@
+"""Measures how long it takes to open a store of many parts, for writing and for reading, and counts files and folders.
+
+The parts have the files of Llama-3-8B in parts of 65,536 tokens, with commits that say their sizes; the files hold next
+to nothing, for opening a store does not read them. Both schema versions are made and opened in turns.
+
+    python -m benchmarks.store.start [--parts 3772] [--parts-1 377] [--turns 3] [--out FOLDER]
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import pyarrow as pa
+
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from moa_data.storage.care.summary import summarize_store
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.names import commit_path, part_folder
+from moa_data.storage.parts.commit import PartCommit
+from moa_data.storage.parts.grid import array_grid, array_grid_1, zarr_metadata
+from moa_data.storage.parts.plan import plan_counts, plan_parts
+from moa_data.storage.parts.shard import FileRecord
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.write.store import StoreWriter
+
+PART_TOKENS = 65_536
+SEQUENCES_PER_PART = 64
+FIELDS = (tokens_field(), response_mask_field(), kv_field(32, 8, 128), hidden_field("last", 4096))
+
+
+def recipe(n_parts: int, version: int) -> tuple[StoreManifest, pa.Table]:
+    """Manifest and plan of parts that are filled to the brim by equal sequences."""
+    n = n_parts * SEQUENCES_PER_PART
+    columns = {
+        "sequence_id": [f"sequence-{row}" for row in range(n)],
+        "source_row": pa.array(range(n), pa.int64()),
+        "n_tokens": pa.array([PART_TOKENS // SEQUENCES_PER_PART] * n, pa.int32()),
+        "n_response_tokens": pa.array([0] * n, pa.int32()),
+    }
+    plan = plan_parts(pa.table(columns), PART_TOKENS, 64)
+    counts = plan_counts(plan)
+    manifest = StoreManifest(
+        fields=FIELDS,
+        target={"vocab_size": 128_256},
+        identities={},
+        extraction={},
+        codec=StoreCodec("lossless", FIELDS).describe(),
+        schema_version=version,
+        n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"],
+        n_tokens=counts["n_tokens"],
+    )
+    return manifest, plan
+
+
+def part_files(part: int, n_parts: int, version: int) -> dict[str, bytes]:
+    """Name -> content of the files of a part; of shards a few bytes."""
+    arrays = tuple(StoreCodec("lossless", FIELDS).arrays)
+    grids = [array_grid(a, n_parts, PART_TOKENS) if version > 1 else array_grid_1(a, PART_TOKENS) for a in arrays]
+    files = {} if version > 1 else zarr_metadata(zip(arrays, grids, strict=True))
+    for array, grid in zip(arrays, grids, strict=True):
+        n_shards = grid.shards_per_part or -(-grid.shape[0] // grid.shard_shape[0])
+        files |= {f"{array.name}/{grid.shard_key(part, number)}": b"shard" for number in range(n_shards)}
+    return files
+
+
+def make(store: Path, n_parts: int, version: int) -> dict[str, float]:
+    """Make a store whose parts are all committed; return what each part has in files and folders."""
+    manifest, plan = recipe(n_parts, version)
+    StoreWriter.create_or_resume(store, manifest, plan).close()
+    before = count(store / "parts")
+    for part in range(n_parts):
+        folder, records = part_folder(store, part, version), {}
+        for name, content in part_files(part, n_parts, version).items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            records[name] = FileRecord(len(content), zlib.crc32(content))
+        commit = PartCommit(part, SEQUENCES_PER_PART, PART_TOKENS, PART_TOKENS, dict(sorted(records.items())))
+        commit_path(store, part).write_bytes(commit.to_json())
+    after = count(store / "parts")
+    names = ("files_per_part", "folders_per_part")
+    return {name: (a - b) / n_parts for name, a, b in zip(names, after, before, strict=True)}
+
+
+def count(folder: Path) -> tuple[int, int]:
+    """Files and folders below a folder."""
+    found = [(len(names), len(folders)) for _, folders, names in os.walk(folder)]
+    return sum(files for files, _ in found), sum(folders for _, folders in found)
+
+
+def seconds(store: Path, n_parts: int, version: int) -> dict[str, float]:
+    """Seconds to start each of three commands on a store that nothing is missing of."""
+    manifest, plan = recipe(n_parts, version)
+    times = {}
+    for name, action in (
+        ("open for writing", lambda: StoreWriter.create_or_resume(store, manifest, plan).close()),
+        ("open for reading", lambda: ActivationStore(store).close()),
+        ("inspect", lambda: summarize_store(store)),
+    ):
+        start = time.perf_counter()
+        action()
+        times[name] = time.perf_counter() - start
+    return times
+
+
+def main() -> None:
+    """Make, open and tell."""
+    parser = argparse.ArgumentParser(description="Measure starting on a store of many parts.")
+    parser.add_argument("--parts", type=int, default=3772, help="parts of the store")
+    parser.add_argument("--parts-1", type=int, default=377, help="parts of the store of schema version 1")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="for the stores")
+    add_out_option(parser)
+    options = parser.parse_args()
+    figures = {}
+    with tempfile.TemporaryDirectory(prefix="moa-data-start-", dir=options.folder) as folder:
+        stores = {1: options.parts_1, 2: options.parts}
+        layouts = {version: make(Path(folder) / str(version), n, version) for version, n in stores.items()}
+        turns = [
+            {version: seconds(Path(folder) / str(version), n, version) for version, n in stores.items()}
+            for _ in range(options.turns)
+        ]
+    for version, n_parts in stores.items():
+        medians = {name: statistics.median(turn[version][name] for turn in turns) for name in turns[0][version]}
+        figures[f"version {version}"] = (
+            {"n_parts": n_parts} | layouts[version] | {f"{name} s": round(value, 3) for name, value in medians.items()}
+        )
+        print(f"version {version}:", figures[f"version {version}"])
+    print(write_record(options.out, "start", {"figures": figures, "settings": settings_of(options, "folder")}))
+
+
+if __name__ == "__main__":
+    main()

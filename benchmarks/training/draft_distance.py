@@ -1,0 +1,85 @@
+"""Measures how often drafters agree with the target, by a draft's distance from the last verified position.
+
+    python -m benchmarks.training.draft_distance STORE RUN RUN ...
+
+On held-out sequences of a store, where every draft is told the text's own tokens before it: share of positions whose
+most likely token is the target's. Decoding sees only drafts whose predecessors were accepted; this sees them all.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from tqdm import tqdm
+
+from benchmarks.kit.records import add_out_option, write_record
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.storage.read.store import ActivationStore
+from moa_data.trainer.batches.batch_reader import BatchReader
+from moa_data.trainer.batches.datamodule import StoreDataModule, ValidationBatches
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.files import RUN_FILE
+from moa_data.trainer.step.validation import agreement_by_distance, compare_batch
+
+
+def agreement(options: argparse.Namespace, run: Path) -> dict[str, Any]:
+    """Agreement of one run's drafter, by distance."""
+    config = TrainConfig(**yaml.safe_load((run / RUN_FILE).read_text())).replaced(
+        store=options.store, prefetch_mb=256, validation_sequences=options.sequences, draft_length=options.draft_length
+    )
+    store, drafter = ActivationStore(options.store), load_drafter(run)
+    frozen = FrozenTarget.load(store.target_path, config.target_layer_inference)
+    chosen = StoreDataModule(store, config).validation_sequences
+    lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
+    chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
+    batches = ValidationBatches(BatchReader(store, config, torch.device("cpu")), chosen, lengths[chosen], 8)
+    sums = torch.zeros(2, options.draft_length, dtype=torch.int64)
+    for batch in tqdm(batches, desc=run.name, disable=not sys.stderr.isatty()):
+        decoded = batch.decode()
+        inputs = decoded.inputs
+        inputs.hidden = inputs.hidden.float()
+        inputs.kv = None if inputs.kv is None else inputs.kv.float()
+        inputs.layer_outputs = tuple(states.float() for states in inputs.layer_outputs)
+        bound = options.draft_length + 1
+        for phase in range(options.phases):
+            shifted = (decoded.draws.offset + phase * bound // options.phases) % bound
+            part = dataclasses.replace(decoded, draws=dataclasses.replace(decoded.draws, offset=shifted))
+            sums += torch.stack(agreement_by_distance(compare_batch(drafter, frozen, part), options.draft_length))
+    agreed, drafted = sums.tolist()
+    return {
+        "run": run.name,
+        "drafter": drafter.kind,
+        "agreement": [a / max(1, n) for a, n in zip(agreed, drafted, strict=True)],
+        "n_positions": drafted,
+    }
+
+
+def main() -> None:
+    """Measure all runs and write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("store", help="activation store that has what the drafters read")
+    parser.add_argument("runs", type=Path, nargs="+", help="of moa-data train")
+    parser.add_argument("--draft-length", type=int, default=12, help="drafts of a round (default 12)")
+    parser.add_argument("--sequences", type=int, default=150, help="most held-out sequences (default 150)")
+    parser.add_argument("--phases", type=int, default=4, help="places where the first round begins (default 4)")
+    parser.add_argument("--threads", type=int, default=1)
+    add_out_option(parser)
+    options = parser.parse_args()
+    if min(options.draft_length, options.sequences, options.phases) < 1:
+        parser.error("--draft-length, --sequences and --phases must be at least 1.")
+    torch.set_num_threads(options.threads)
+    rows = [agreement(options, run) for run in options.runs]
+    for row in rows:
+        print(f"{row['run']:20s} " + " ".join(f"{value:.3f}" for value in row["agreement"]))
+    report = {"store": options.store, "phases": options.phases, "rows": rows}
+    print(write_record(options.out, "draft-distance", report))
+
+
+if __name__ == "__main__":
+    main()

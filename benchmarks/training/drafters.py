@@ -1,0 +1,155 @@
+"""Every drafter at equal weights, steps, batches and data, on one store: which one commits most tokens a target call.
+
+Each drafter is trained with two learning rates; the better one on held-out chats of the TRAINING data is kept, and
+trained again with the other seeds. The test prompts are decoded once with each kept run, with chains of several
+lengths, a chain that stops where a draft is unsure, and a tree. ::
+
+    moa-data extract --model MODEL --dataset TRAIN_CHATS --out STORE \
+        --activations kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6
+    python -m benchmarks.training.drafters STORE MODEL TEST_CHATS OUT --target NAME --steps 340 --seeds 0 1
+        [--only eagle ...]
+        [--set anchors=72]                           other settings, in an OUT of their own
+
+Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and running it again goes on from there;
+several processes may share OUT, each with drafters of its own. OUT/drafters.json holds all rows that are there;
+``leaderboard.py`` measures tokens/s, on an idle machine.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kit.records import provenance
+from benchmarks.training.drafter_options import small_config
+from benchmarks.training.kept import trained
+from benchmarks.training.leaderboard import acceptance, add_decoding_options, report_name
+from moa_data.trainer.config import TrainConfig
+
+READ = (1, 3, 6)
+"""Target layers whose outputs are read."""
+BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
+DSPARK = {"drafter": "dspark", "block_size": 10, "markov_rank": 32} | BLOCK
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("EAGLE-2", {"drafter": "eagle", "self_attention_mlp_width": 1024}),
+    "eagle3": (
+        "EAGLE-3",
+        {"drafter": "eagle3", "fused_layers": READ, "draft_vocabulary": 1024, "self_attention_mlp_width": 363},
+    ),
+    "moa": (
+        "Mixture of Attentions",
+        {
+            "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
+            "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
+            "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224,
+        },
+    ),
+    "moa-light": (
+        "Mixture of Attentions of every second layer, one pass",
+        {
+            "drafter": "moa", "self_attention_kv_heads": 1, "self_attention_mlp_width": 235,
+            "cross_attention_kv_heads": 1, "cross_attention_mlp_width": 320, "layer_attention_heads": 4,
+            "layer_attention_kv_heads": 2, "layer_attention_mlp_width": 224, "layer_stride": 2,
+            "teacher_forced_weight": 0.0,
+        },
+    ),
+    "dflash": (
+        "DFlash",
+        {"drafter": "dflash", "block_size": 11, "fused_layers": READ, "self_attention_mlp_width": 288} | BLOCK,
+    ),
+    "dspark": ("DSpark", DSPARK | {"fused_layers": READ, "self_attention_mlp_width": 174}),
+    "block-kv": (
+        "DSpark on keys and values",
+        DSPARK | {"context": "kv", "fused_layers": READ, "block_layers": 3, "self_attention_mlp_width": 130},
+    ),
+    "block-kv-deep": (
+        "DSpark on keys and values of later layers",
+        DSPARK | {"context": "kv", "fused_layers": (2, 4, 7), "block_layers": 3, "self_attention_mlp_width": 130},
+    ),
+    "block-kv-six": (
+        "DSpark on keys and values of six layers",
+        DSPARK | {"context": "kv", "fused_layers": (1, 2, 3, 5, 6, 7), "self_attention_mlp_width": 366},
+    ),
+    "block-memory": ("DSpark on a memory", DSPARK | {"context": "memory", "self_attention_mlp_width": 67}),
+}  # fmt: skip
+"""Name -> (title, settings): about 1.89 M weights each, heads and embeddings that a drafter trains included."""
+
+
+def train_config(options: argparse.Namespace, name: str, rate: float, seed: int) -> TrainConfig:
+    """The settings of a run; ``rate`` multiplies the learning rates of the preset small."""
+    out = str(options.out / f"run-{name}-{rate:g}-{seed}")
+    settings = DRAFTERS[name][1] | settings_given(options.set)
+    config = small_config(
+        options.store, out, **settings, max_steps=options.steps, validate_every=options.steps,
+        validation_sequences=options.validation_sequences, seed=seed,
+    )  # fmt: skip
+    rates = config.optimizer
+    return config.replaced(
+        learning_rate=rate * rates.learning_rate, matrix_learning_rate=rate * rates.matrix_learning_rate
+    )
+
+
+def settings_given(changes: list[str]) -> dict[str, int]:
+    """The settings ``NAME=NUMBER`` by their names."""
+    return {name: int(value) for name, value in (one.split("=") for one in changes)}
+
+
+def chosen_rate(options: argparse.Namespace, name: str) -> tuple[float, dict[float, float]]:
+    """Train with each rate; return the one with the longest expected acceptance on held-out training chats, and all."""
+    found = {
+        rate: float(trained(train_config(options, name, rate, options.seeds[0]))["best_expected_acceptance_length"])
+        for rate in options.rates
+    }
+    return max(found, key=lambda rate: found[rate]), found
+
+
+def measured(options: argparse.Namespace, name: str, rate: float, seed: int) -> dict[str, Any]:
+    """Train with a seed and decode the test prompts: a row."""
+    config = train_config(options, name, rate, seed)
+    training, run = trained(config), config.out
+    return {
+        "drafter": name, "title": DRAFTERS[name][0], "seed": seed, "rate": rate, "steps": options.steps, "run": run,
+        "set": options.set,
+        "n_parameters": training["n_parameters"], "n_tokens": training["n_tokens_total"],
+        "expected_acceptance_length": training["best_expected_acceptance_length"], "cpu_s": training.get("cpu_s"),
+        "lengths": acceptance(options, report_name(DRAFTERS[name][0], options.target, seed), run),
+    }  # fmt: skip
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    for name in ("store", "model", "prompts"):
+        parser.add_argument(name)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=340)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0], help="times the preset's learning rates")
+    parser.add_argument("--only", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS), metavar="DRAFTER")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=NUMBER", help="of every drafter of --only")
+    parser.add_argument("--validation-sequences", type=int, default=150)
+    add_decoding_options(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and measure what is not there yet, and write all rows that are."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        rate, tried = chosen_rate(options, name)
+        for seed in options.seeds:
+            row = measured(options, name, rate, seed) | {"tried": tried}
+            (options.out / f"row-{name}-{seed}.json").write_text(json.dumps(row, indent=1) + "\n")
+            found = {key: round(value[0], 2) for key, value in row["lengths"].items()}
+            print(f"{row['title']}, seed {seed}, rate {rate:g} of {tried}: {found}", flush=True)
+    rows = [json.loads(file.read_text()) for file in sorted(options.out.glob("row-*.json"))]
+    document = {"rows": rows, "provenance": provenance()}
+    (options.out / "drafters.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

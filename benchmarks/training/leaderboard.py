@@ -1,0 +1,197 @@
+"""Enters a drafter in the table of all drafters for one target, docs/leaderboard.md.
+
+Any drafter that this package can load will do: a run of `moa-data train`, or a folder in the layout of another program
+(docs/interop.md). It decodes the first test prompts greedily with chains of several lengths, a chain that stops where a
+draft is unsure, and a tree; every answer must equal plain decoding's. From cuts of answers it goes on alone. Tokens/s
+are those of one prompt at a time, plain decoding and the drafter in turns, so measure on an idle machine. Where a chain
+stops is chosen by tokens/s on held-out chats of the training data. ::
+
+    python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "DSpark" --target gsm8k [--out OUT]
+        [--held-out CHATS]                           without it, a chain stops below 0.1
+        [--tokens N --seconds S --trained "how"]     of a drafter that is no run, which knows these itself
+    make figures                                     writes the page
+
+Reports are kept in OUT, and only what they lack is measured. In the OUT of ``drafters.py`` the acceptance lengths of
+its drafters are already there.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kit.records import provenance
+from benchmarks.training.kept import kept
+from moa_data.evaluation.config import DisconnectConfig, EvalConfig
+from moa_data.evaluation.run import disconnect, evaluate
+from moa_data.evaluation.statistics import ratio_with_interval
+from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.trainer.files import REPORT_FILE
+
+TABLE = Path(__file__).parents[1] / "results" / "leaderboard.json"
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain5": {"method": ("plain", "chain"), "draft_length": 5},
+    "chain7": {"method": ("plain", "chain"), "draft_length": 7},
+    "chain10": {"method": ("plain", "chain"), "draft_length": 10},
+    "tree": {"method": ("plain", "tree"), "tree": "6x8x62"},
+}
+"""Key -> settings of its decoding."""
+STOPS = (0.05, 0.1, 0.2, 0.3, 0.4)
+"""Probabilities of acceptance below which a chain may stop."""
+DEFAULT_STOP = 0.1
+SPEED_LENGTH, STOPPED_LENGTH = 7, 10
+"""Drafts of the chains whose tokens/s are measured; of those that stop, at most."""
+ALONE_TOKENS, ALONE_CUTS = 32, 3
+POSITIONS = (1, 2, 3, 5, 7, 10)
+"""Places in a chain of ten whose share of accepted drafts the table has."""
+
+
+def decoded(options: argparse.Namespace, name: str, run: str, shape: dict[str, Any], **own: Any) -> dict[str, Any]:
+    """Return the report of decoding the test prompts, measured first if it is not there."""
+    values = {
+        "model": options.model, "prompts": options.prompts, "device": options.device, "n_prompts": options.n_prompts,
+        "max_new_tokens": options.max_new_tokens, "batch_size": options.batch_size,
+    } | shape | own  # fmt: skip
+    config = EvalConfig.of(drafter=(run,), out=str(options.out / f"{name}.json"), **values)
+    found: dict[str, Any] = kept(config, evaluate)
+    wrong = [row["method"] for row in found["methods"] if row["n_exact"] != row["n_answers"]]
+    if wrong:
+        sys.exit(f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. See {config.out}.")
+    return found
+
+
+def report_name(name: str, target: str, seed: int | None) -> str:
+    """The beginning of the names of a drafter's reports."""
+    return f"{name}-{target}-{seed}".replace(" ", "-").lower()
+
+
+def lengths(report: dict[str, Any], method: str) -> list[float]:
+    """The acceptance length of a method, and its 95 % interval over prompts."""
+    names: list[str] = []
+    pairs: list[tuple[float, float]] = []
+    for row in report["rows"]:
+        calls = row["runs"][method]["committed_per_call"]
+        names.append(row["prompt_id"])
+        pairs.append((float(sum(calls)), float(len(calls))))
+    mean, interval = ratio_with_interval(names, pairs)
+    low, high = interval or (mean, mean)
+    return [float("nan") if value is None else value for value in (mean, low, high)]
+
+
+def acceptance(options: argparse.Namespace, name: str, run: str) -> dict[str, list[float]]:
+    """Decode the test prompts with all shapes; returns acceptance lengths by key."""
+    return {
+        key: lengths(decoded(options, f"{name}-{key}", run, shape), shape["method"][1]) for key, shape in SHAPES.items()
+    }
+
+
+def by_position(options: argparse.Namespace, name: str, run: str) -> str:
+    """The shares of target calls that accepted the draft at each of :data:`POSITIONS` of a chain of ten, in percent."""
+    report = decoded(options, f"{name}-chain10", run, SHAPES["chain10"])
+    (found,) = [row["accepted_by_position"] for row in report["methods"] if row["method"] == "chain"]
+    return ", ".join(f"{100 * found[place - 1]:.0f}" if place <= len(found) else "0" for place in POSITIONS)
+
+
+def alone(options: argparse.Namespace, name: str, run: str) -> list[float]:
+    """Let the drafter go on from cuts of the target's answers: tokens like the target's before the first other one."""
+    config = DisconnectConfig(
+        model=options.model, prompts=options.prompts, device=options.device, n_prompts=options.n_prompts,
+        batch_size=options.batch_size, drafter=(run,), out=str(options.out / f"{name}-alone.json"),
+        n_tokens=ALONE_TOKENS, cuts=ALONE_CUTS,
+    )  # fmt: skip
+    (found,) = [row["common_prefix"] for row in kept(config, disconnect)["writers"] if row["writer"] != "target"]
+    return [found["mean"], *(found["interval"] or (found["mean"],) * 2)]
+
+
+def one_at_a_time(
+    options: argparse.Namespace, name: str, run: str, prompts: str, methods: tuple[str, ...], stop: float
+) -> dict[str, dict[str, Any]]:
+    """Decode prompts one at a time, plain and by methods in turns; returns what the report says of each method."""
+    shape = {"method": ("plain", *methods), "draft_length": SPEED_LENGTH, "tree": f"{STOPPED_LENGTH}@{stop:g}"}
+    own = {"prompts": prompts, "n_prompts": options.speed_prompts, "batch_size": 1}
+    report = decoded(options, name, run, shape, **own)
+    return {row["method"]: row for row in report["methods"]}
+
+
+def chosen_stop(options: argparse.Namespace, name: str, run: str) -> float:
+    """Choose where chains stop: by tokens/s over plain decoding's on held-out chats of the training data."""
+    if options.held_out is None:
+        return DEFAULT_STOP
+    found = {
+        stop: one_at_a_time(options, f"{name}-stop-{stop:g}", run, options.held_out, ("tree",), stop)["tree"]["ratio"]
+        for stop in STOPS
+    }
+    return max(found, key=lambda stop: found[stop])
+
+
+def speeds(options: argparse.Namespace, name: str, run: str) -> dict[str, Any]:
+    """Decode one prompt at a time: tokens/s over plain decoding, and milliseconds of a round's drafts."""
+    stop = chosen_stop(options, name, run)
+    found = one_at_a_time(options, f"{name}-speed", run, options.prompts, ("chain", "tree"), stop)
+    chain, stopped = found["chain"], found["tree"]
+    return {
+        "speed": chain["ratio"], "draft_ms": 1000 * chain["draft_s"] / chain["n_target_calls"], "stop": stop,
+        "stopped": stopped["acceptance_length"], "stopped_drafts": stopped["n_drafted"] / stopped["n_target_calls"],
+        "stopped_speed": stopped["ratio"],
+    }  # fmt: skip
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how test prompts are decoded."""
+    parser.add_argument("--target", required=True, help="what the leaderboard calls the target, such as gsm8k")
+    parser.add_argument("--n-prompts", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=10, help="prompts decoded together, but for tokens/s")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--speed-prompts", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    for name in ("model", "prompts", "drafter"):
+        parser.add_argument(name)
+    parser.add_argument("--name", required=True, help="of the drafter in the table")
+    parser.add_argument("--tokens", type=int, help="that it was trained on")
+    parser.add_argument("--seconds", type=float, help="processor seconds of training on one thread")
+    parser.add_argument("--trained", default="", help="command, or where the drafter comes from")
+    parser.add_argument("--commit", help="of the code that trained it")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--held-out", help="chats of the training data that the drafter was not trained on")
+    parser.add_argument("--out", type=Path, default=Path("runs/leaderboard"))
+    add_decoding_options(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure a drafter, and put its row in the place of an older one of the same name, target, tokens and seed."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    report_file = Path(options.drafter) / REPORT_FILE
+    report = json.loads(report_file.read_text()) if report_file.is_file() else {}
+    key = report_name(options.name, options.target, options.seed)
+    row = {
+        "drafter": options.name, "target": options.target, "seed": options.seed,
+        "weights": sum(weight.numel() for weight in load_drafter(options.drafter).parameters()),
+        "tokens": options.tokens or report.get("n_tokens_total"),
+        "seconds": options.seconds or report.get("cpu_s") or None,
+        **acceptance(options, key, options.drafter), "by_position": by_position(options, key, options.drafter),
+        "alone": alone(options, key, options.drafter), **speeds(options, key, options.drafter),
+        "commit": (options.commit or provenance()["git_sha"] or "")[:12],
+        "trained": options.trained, "command": "enter",
+    }  # fmt: skip
+    table = json.loads(TABLE.read_text())
+    same = ("drafter", "target", "tokens", "seed")
+    others = [one for one in table["rows"] if any(one[name] != row[name] for name in same)]
+    table["rows"] = sorted([*others, row], key=lambda one: (one["target"], -(one["tokens"] or 0), -one["chain10"][0]))
+    TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()

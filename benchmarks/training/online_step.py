@@ -1,0 +1,140 @@
+"""Compares a training step from a store with the same step online, where the target runs first.
+
+Both sides alternate in one process on the same batches: the store side waits for the loader and steps; the online side
+runs the target over the batch (all layers' KV and the last hidden state, as an online trainer needs them) and takes the
+same step. Reported are medians over the pairs with their quartiles, and the step's cost in target forwards.
+
+    python -m benchmarks.training.online_step STORE MODEL [--pairs 40] [--batch-size 8] [--threads 1] [drafter sizes]
+        [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
+        [--layer-groups 1] [--no-unrotated-keys]
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.kit.records import add_out_option, write_record
+from benchmarks.training.drafter_options import add_size_options, add_training_options, chosen, small_config
+from moa_data.machine import keep_freed_memory
+from moa_data.moa.nn.kv import cache_kv, new_cache
+from moa_data.moa.targets.live import Target
+from moa_data.storage.read.store import ActivationStore
+from moa_data.trainer.batches.batch import Batch
+from moa_data.trainer.batches.batch_reader import BatchReader
+from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
+from moa_data.trainer.fit.run import build_module
+from moa_data.trainer.step.module import DrafterModule
+
+
+class DrafterStep:
+    """Forward, backward, clipping and optimizer of the training module, without a Lightning loop around it."""
+
+    def __init__(self, module: DrafterModule) -> None:
+        self._module = module
+        # Outside a fit Lightning has nowhere to log to.
+        vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
+        self._optimizer = module.build_optimizer("32-true")
+
+    def __call__(self, batch: Batch) -> float:
+        """Take one step; returns its seconds."""
+        start = time.perf_counter()
+        loss = self._module.training_step(batch, 0)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._module.drafter.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def run_target(target: Target, batch: Batch) -> float:
+    """Run the target as an online trainer would and put what it gives into the batch; returns the seconds."""
+    start = time.perf_counter()
+    model: Any = target.model
+    with torch.inference_mode():
+        cache = new_cache()
+        hidden = model.model(input_ids=batch.inputs.tokens, past_key_values=cache, use_cache=True).last_hidden_state
+        packed = cache_kv(cache, 0, batch.inputs.tokens.shape[1])
+    batch.inputs.kv, batch.inputs.hidden = packed.clone(), hidden.clone()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Run the pairs, print the figures and write them."""
+    parser = argparse.ArgumentParser(description="Compare a training step from a store with an online one.")
+    parser.add_argument("store")
+    parser.add_argument("model")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    add_size_options(parser)
+    add_training_options(parser)
+    add_out_option(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
+        config = small_config(
+            options.store, folder, max_steps=options.pairs + 2, batch_size=options.batch_size, **chosen(options)
+        )
+        store = ActivationStore(options.store)
+        data = StoreDataModule(store, config)
+        step = DrafterStep(build_module(store, config, data))
+        target = Target.load(options.model, torch.float32, "cpu")
+        sequences = data.train_sequences
+        stream = iter(
+            TrainingStream(
+                BatchReader(store, config, torch.device("cpu")),
+                sequences,
+                store.lengths[sequences],
+                options.pairs + 2,
+                0,
+                1,
+            )
+        )
+        pairs = [_pair(stream, step, target, online_first=bool(i % 2)) for i in range(options.pairs + 2)][2:]
+    figures = _figures(np.array(pairs))
+    for name, (low, median, high) in figures.items():
+        print(f"{name:28} {median:12,.3f}   quartiles {low:,.3f} to {high:,.3f}")
+    settings = {key: value for key, value in config.named().items() if key != "out"}
+    print(write_record(options.out, "online", {"figures": figures, "settings": settings, "n_pairs": options.pairs}))
+
+
+def _pair(stream: Any, step: DrafterStep, target: Target, online_first: bool) -> tuple[float, ...]:
+    """One batch on both sides: tokens, waiting, step from the store, target forward, step online."""
+    start = time.perf_counter()
+    batch = next(stream)
+    wait_s = time.perf_counter() - start
+    stored = batch.inputs.kv, batch.inputs.hidden
+    if online_first:
+        forward_s = run_target(target, batch)
+        online_s = step(batch)
+        batch.inputs.kv, batch.inputs.hidden = stored
+        store_s = step(batch)
+    else:
+        store_s = step(batch)
+        forward_s = run_target(target, batch)
+        online_s = step(batch)
+    return batch.n_tokens, wait_s, store_s, forward_s, online_s
+
+
+def _figures(pairs: np.ndarray) -> dict[str, list[float]]:
+    n_tokens, wait_s, store_s, forward_s, online_s = pairs.T
+    from_store_s, online_total_s = wait_s + store_s, forward_s + online_s
+    figures = {
+        "store_tokens_per_s": n_tokens / from_store_s,
+        "online_tokens_per_s": n_tokens / online_total_s,
+        "target_forward_tokens_per_s": n_tokens / forward_s,
+        "store_over_online": online_total_s / from_store_s,
+        "store_step_in_target_forwards": from_store_s / forward_s,
+        "data_wait_share": wait_s / from_store_s,
+    }
+    return {name: statistics.quantiles(values.tolist(), n=4) for name, values in figures.items()}
+
+
+if __name__ == "__main__":
+    main()

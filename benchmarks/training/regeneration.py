@@ -1,0 +1,172 @@
+"""Acceptance length of a drafter trained on a dataset's answers and on the target's own, at equal tokens.
+
+Both stores hold the same questions, as many chats as give the same number of tokens; the same drafter is trained on
+each with every seed, and decodes the same held-out prompts.
+
+    python -m benchmarks.training.regeneration MODEL TRAIN_CHATS TEST_CHATS OUT --chats 400 --steps 150 --seeds 0 1
+
+What is there in OUT is not made again. OUT/regeneration-*.json has the figures.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kit.records import provenance, settings_of, write_record
+from moa_data.config import nested
+from moa_data.evaluation.config import EvalConfig
+from moa_data.evaluation.run import evaluate
+from moa_data.evaluation.statistics import ratio_with_interval
+from moa_data.pipeline.config import ExtractConfig, RegenerateConfig
+from moa_data.pipeline.extract import extract
+from moa_data.pipeline.regenerate import regenerate
+from moa_data.storage.read.store import ActivationStore
+from moa_data.trainer.config import PRESETS, TrainConfig
+from moa_data.trainer.files import REPORT_FILE
+from moa_data.trainer.fit.run import train
+
+KINDS = {"dataset": "the dataset's answers", "own": "the target's own answers"}
+Rows = list[dict[str, Any]]
+
+
+def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
+    """Return the chats of both kinds: the same questions, of which the target answered all."""
+    file = options.out / "answered.jsonl"
+    regenerate(
+        RegenerateConfig.of(
+            model=options.model, dataset=options.train_chats, out=str(file), max_rows=options.chats,
+            max_new_tokens=options.max_new_tokens, max_length=options.max_length, batch_size=options.batch_size,
+            max_rejected_fraction=1, device=options.device,
+        )
+    )  # fmt: skip
+    own = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = Path(options.train_chats).read_text(encoding="utf-8").split("\n")
+    return [json.loads(rows[chat["row"]]) for chat in own], own
+
+
+def store_of(options: argparse.Namespace, kind: str, chats: Rows, n_tokens: int | None = None) -> int:
+    """Extract chats, up to a number of tokens; returns the tokens of the store."""
+    if n_tokens is not None:
+        with ActivationStore(options.out / f"store-{kind}-all") as store:
+            table = store.sequences.sort_by("source_row")
+        total = 0
+        kept: list[int] = []
+        for row, length in zip(table["source_row"].to_pylist(), table["n_tokens"].to_pylist(), strict=True):
+            if total + length > n_tokens:
+                break
+            total, kept = total + length, [*kept, row]
+        chats = [chats[row] for row in kept]
+    name = kind if n_tokens is not None else f"{kind}-all"
+    file = options.out / f"{name}.jsonl"
+    file.write_text("".join(json.dumps({"messages": chat["messages"]}) + "\n" for chat in chats), encoding="utf-8")
+    out = options.out / f"store-{name}"
+    extract(
+        ExtractConfig.of(
+            model=options.model, dataset=str(file), out=str(out), activations=("hidden:last",), device=options.device,
+            max_length=options.max_length, max_rejected_fraction=1,
+        ),
+        provenance=provenance(),
+    )  # fmt: skip
+    with ActivationStore(out) as store:
+        return int(sum(store.sequences["n_tokens"].to_pylist()))
+
+
+def measured(options: argparse.Namespace, kind: str, seed: int) -> dict[str, Any]:
+    """Train a drafter on a kind of chats and decode the prompts with it; returns what both reported."""
+    run, report = options.out / f"run-{kind}-{seed}", options.out / f"eval-{kind}-{seed}.json"
+    if not (run / REPORT_FILE).is_file():
+        settings = {
+            "store": str(options.out / f"store-{kind}"), "out": str(run), "drafter": options.drafter, "seed": seed,
+            "max_steps": options.steps, "validation_fraction": 0,
+        }  # fmt: skip
+        keys = {setting.name: setting.key for setting in TrainConfig.settings()} | {"drafter": "drafter"}
+        given = nested({keys[name]: value for name, value in settings.items()})
+        train(TrainConfig.merged([("", PRESETS["small"]), ("", given)]), provenance=provenance())
+    if not report.is_file():
+        evaluate(
+            EvalConfig.of(
+                model=options.model, prompts=options.test_chats, drafter=(str(run),), method=("plain", "chain"),
+                out=str(report), n_prompts=options.n_prompts, max_new_tokens=options.max_new_tokens, warmup=0,
+                batch_size=options.batch_size, device=options.device,
+            ),
+            provenance=provenance(),
+        )  # fmt: skip
+    return {"training": json.loads((run / REPORT_FILE).read_text()), "rows": json.loads(report.read_text())["rows"]}
+
+
+def acceptance(rows: Rows) -> list[tuple[str, float, float]]:
+    """Prompt, tokens and target calls of each answer."""
+    calls = [(row["prompt_id"], row["runs"]["chain"]["committed_per_call"]) for row in rows]
+    return [(prompt, float(sum(each)), float(len(each))) for prompt, each in calls]
+
+
+def figures(found: dict[str, list[dict[str, Any]]], n_tokens: dict[str, int], seeds: Sequence[int]) -> Rows:
+    """Return a row for each kind: acceptance length over all seeds and by seed, and its ratio to the dataset's."""
+    values = {kind: [acceptance(one["rows"]) for one in runs] for kind, runs in found.items()}
+    rows = []
+    for kind, by_seed in values.items():
+        joined = [value for own in by_seed for value in own]
+        base = [value for own in values["dataset"] for value in own]
+        mean, interval = ratio_with_interval([one[0] for one in joined], [one[1:] for one in joined])
+        pairs = [(*own[1:], *other[1:]) for own, other in zip(joined, base, strict=True)]
+        ratio, ratio_interval = ratio_with_interval([one[0] for one in joined], pairs)
+        rows.append(
+            {
+                "kind": kind,
+                "what": KINDS[kind],
+                "seeds": list(seeds),
+                "store_tokens": n_tokens[kind],
+                "trained_tokens": [one["training"].get("n_tokens_total") for one in found[kind]],
+                "acceptance": [mean, *(interval or ())],
+                "by_seed": [ratio_with_interval([v[0] for v in own], [v[1:] for v in own])[0] for own in by_seed],
+                "of_dataset": [ratio, *(ratio_interval or ())],
+            }
+        )
+    return rows
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Drafters of a dataset's answers and of the target's own.")
+    parser.add_argument("model")
+    parser.add_argument("train_chats", help="jsonl")
+    parser.add_argument("test_chats", help="jsonl")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--chats", type=int, default=400, help="questions that are asked (default 400)")
+    parser.add_argument("--drafter", default="eagle")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--n-prompts", type=int, default=60)
+    parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=16, help="chats decoded together (default 16)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Answer, extract, train, decode, print and write the record."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    dataset, own = answered(options)
+    if len(own) < 2:
+        sys.exit("the target ended fewer than two answers; raise --max-new-tokens or --chats.")
+    chats = {"dataset": dataset, "own": own}
+    most = min(store_of(options, kind, chats[kind]) for kind in KINDS)
+    n_tokens = {kind: store_of(options, kind, chats[kind], most) for kind in KINDS}
+    found = {kind: [measured(options, kind, seed) for seed in options.seeds] for kind in KINDS}
+    rows = figures(found, n_tokens, options.seeds)
+    for row in rows:
+        print(json.dumps(row))
+    print(write_record(options.out, "regeneration", {"figures": rows, "settings": settings_of(options)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Measures what a training step of each drafter costs beside one of EAGLE-2, at the sizes of ``drafters.py``.
+
+All drafters take a step on the same sequences in turns, on one thread; counted are processor seconds of that thread,
+which other work on the machine changes least. Reading is left out, for it runs beside the steps. ::
+
+    python -m benchmarks.training.step_cost STORE [--steps 40] [--only eagle moa ...]
+        [--set moa.layer_attention_mlp_width=32]
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.training.drafter_options import small_config
+from benchmarks.training.drafters import DRAFTERS, settings_given
+from benchmarks.training.online_step import DrafterStep
+from moa_data.machine import keep_freed_memory
+from moa_data.storage.read.store import ActivationStore
+from moa_data.trainer.batches.batch_reader import BatchReader
+from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
+from moa_data.trainer.fit.run import build_module
+
+FIRST = "eagle"
+WARM_UP = 2
+
+
+class Side:
+    """A drafter, its optimizer, and the batches that it reads: the same sequences for every drafter."""
+
+    def __init__(self, store: ActivationStore, name: str, options: argparse.Namespace, changes: dict[str, Any]) -> None:
+        self.name, n_steps = name, options.steps + WARM_UP
+        with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
+            config = small_config(str(store.path), folder, max_steps=n_steps, **(DRAFTERS[name][1] | changes))
+            data = StoreDataModule(store, config)
+            module = build_module(store, config, data)
+        self.n_parameters = sum(weight.numel() for weight in module.drafter.parameters())
+        self._step, self._data = DrafterStep(module), data
+        rows = data.train_sequences
+        reader = BatchReader(store, config, torch.device("cpu"))
+        self._batches = iter(TrainingStream(reader, rows, store.lengths[rows], n_steps, 0, 1))
+        self.seconds: list[float] = []
+        self.n_tokens = 0
+
+    def step(self) -> None:
+        """Take one step and note its processor seconds."""
+        batch = self._data.on_after_batch_transfer(next(self._batches), 0)
+        began = time.thread_time()
+        self._step(batch)
+        self.seconds.append(time.thread_time() - began)
+        self.n_tokens += batch.n_tokens
+
+
+def changes_of(name: str, settings: list[str]) -> dict[str, int]:
+    """The settings ``DRAFTER.NAME=NUMBER`` of one drafter."""
+    return settings_given([one.removeprefix(f"{name}.") for one in settings if one.startswith(f"{name}.")])
+
+
+def main() -> None:
+    """Take the steps, print each drafter's ratio, and write them."""
+    parser = argparse.ArgumentParser(description="What a training step of each drafter costs beside one of EAGLE-2.")
+    parser.add_argument("store")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--only", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS), metavar="DRAFTER")
+    parser.add_argument("--set", nargs="+", default=[], metavar="DRAFTER.SETTING=NUMBER", help="a size of a drafter")
+    add_out_option(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    store = ActivationStore(options.store)
+    names = [FIRST, *(name for name in options.only if name != FIRST)]
+    sides = [Side(store, name, options, changes_of(name, options.set)) for name in names]
+    for turn in range(options.steps + WARM_UP):
+        for side in sides if turn % 2 else sides[::-1]:
+            side.step()
+    found = {}
+    for side in sides:
+        ratios = [own / first for own, first in zip(side.seconds, sides[0].seconds, strict=True)][WARM_UP:]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found[side.name] = {
+            "ratio": [middle, low, high], "cpu_s": statistics.median(side.seconds[WARM_UP:]),
+            "n_parameters": side.n_parameters, "n_tokens": side.n_tokens,
+        }  # fmt: skip
+        print(f"{side.name:16} {middle:.2f} ({low:.2f}-{high:.2f}) times EAGLE-2, {found[side.name]['cpu_s']:.2f} s")
+    print(write_record(options.out, "step-cost", {"drafters": found, "settings": settings_of(options)}))
+
+
+if __name__ == "__main__":
+    main()

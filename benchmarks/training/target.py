@@ -1,0 +1,96 @@
+"""Trains a small Llama chat target on real chats, and lays out the chats that benchmarks of its drafters need.
+
+A target that saw code and grade-school mathematics for minutes is less regular than one of either: drafters don't
+exhaust it as soon. ::
+
+    python -m benchmarks.training.target OUT --train CHATS ... --test CHATS ...
+
+Writes OUT/target (a Hugging Face folder, bfloat16), OUT/train.jsonl (shuffled), OUT/held_out.jsonl (chats of the
+training files that are in neither other file) and OUT/test.jsonl (the test files in turns). The same files, seed,
+threads and versions give the same target; OUT/target/training.json has its losses.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from moa_data.demo.config import DemoConfig, TargetSettings
+from moa_data.demo.target import train_target
+
+SIZES: dict[str, int] = {"vocab_size": 4096, "hidden_size": 384, "n_layers": 8, "n_heads": 6, "n_kv_heads": 2}
+"""15.9 M weights."""
+HELD_OUT_SHARE = 0.05
+
+
+def chats(file: Path) -> list[dict[str, Any]]:
+    """Read a file of chats, one JSON object with ``messages`` a line."""
+    with file.open(encoding="utf-8") as lines:  # str.splitlines would also cut at line separators inside a text
+        return [json.loads(line) for line in lines]
+
+
+def write_chats(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write chats, one a line."""
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def lay_out(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Write the files of chats; returns those to train on and the held-out ones."""
+    rows = [row for file in options.train for row in chats(file)]
+    random.Random(options.seed).shuffle(rows)
+    n_held_out = int(HELD_OUT_SHARE * len(rows))
+    train, held_out = rows[n_held_out:], rows[:n_held_out]
+    in_turns = itertools.zip_longest(*(chats(file) for file in options.test))
+    write_chats(options.out / "train.jsonl", train)
+    write_chats(options.out / "held_out.jsonl", held_out)
+    write_chats(options.out / "test.jsonl", [row for rows in in_turns for row in rows if row is not None])
+    return train, held_out
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--train", type=Path, nargs="+", required=True)
+    parser.add_argument("--test", type=Path, nargs="+", required=True)
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--matrix-learning-rate", type=float, default=0.02)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Lay out the chats, and train unless the target is there."""
+    options = parse_options()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    train, held_out = lay_out(options)
+    sizes = TargetSettings(
+        **SIZES, target_steps=options.steps, target_batch_tokens=options.batch_tokens,
+        target_matrix_learning_rate=options.matrix_learning_rate, target_learning_rate=options.learning_rate,
+    )  # fmt: skip
+    config = DemoConfig(out=str(options.out), seed=options.seed, target=sizes)
+    folder = options.out / "target"
+
+    def report(step: int, n_steps: int, message: str) -> None:
+        print(f"{step} of {n_steps}: {message}", flush=True)
+
+    found = train_target(train, held_out[:100], config, folder, report)
+    model = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
+    )
+    model.save_pretrained(folder)
+    loss = found.validation_loss[-1][1]
+    print(f"{found.n_parameters:,} weights, held-out loss {loss:.3f} nats a token, {found.seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Measures one forward, backward and step of each drafter at the sizes of a real target, and the loader beside it.
+
+The target is a shape with random weights, by default Llama-3-8B's: a store of two long sequences with all layers' keys
+and values, the bundle of embeddings and LM head, and no target. Each drafter trains in a process of its own, on a CPU
+a micro-batch of one sequence, elsewhere the one that a run would choose, from the stored sequences over and over.
+Reported are seconds, the peak memory (of the process; on a GPU, what torch allocated for the steps), and what the
+trial foretold: the bytes of a step and the micro-batches of a batch of 32, here and with 80 GB. The share of the
+device's peak counts all products that a step executes, attention as if each query saw each key; the kernels of
+attention are those of the last step. The loader reads the same sequences with 1 and 2 threads in turn; GB are 10^9 raw
+bytes.
+
+    python -m benchmarks.training.train_step [--tokens 2048] [--drafters moa eagle3] [--layers 32] [--folder DIR]
+        [--threads 2]
+        [--does auto]
+    python -m benchmarks.training.train_step --device cuda --steps 4
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from benchmarks.kit.accelerator import (
+    add_peak_option,
+    executed_flops,
+    peak_flops,
+    synchronize,
+    utilisation,
+    watched_attention,
+)
+from benchmarks.kit.records import add_out_option, settings_of, write_record
+from benchmarks.kit.shapes import SHAPES, shape_config
+from moa_data.machine import keep_freed_memory
+from moa_data.moa.drafters.eagle3 import default_fused_layers
+from moa_data.moa.drafters.registry import DRAFTERS
+from moa_data.moa.targets.bundle import FROZEN_FILE, target_sizes
+from moa_data.storage.codecs.registry import StoreCodec
+from moa_data.storage.dtypes import bfloat16_bits
+from moa_data.storage.names import TARGET_NAME
+from moa_data.storage.parts.plan import plan_parts
+from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.write.store import StoreWriter
+from moa_data.trainer.batches.batch import Batch
+from moa_data.trainer.batches.batch_reader import BatchReader
+from moa_data.trainer.batches.datamodule import StoreDataModule, TrainingStream
+from moa_data.trainer.config import TrainConfig
+from moa_data.trainer.fit.callbacks import plan_memory
+from moa_data.trainer.fit.run import build_module, measure_run
+from moa_data.trainer.step.module import DrafterModule
+
+N_SEQUENCES = 2
+BATCH = 32
+
+
+def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
+    """Write drawn activations with the bundle of a drawn target."""
+    rng, sizes = np.random.default_rng(0), target_sizes(config)
+    wide, vocab_size = config.hidden_size, config.vocab_size
+    hidden = ["last", *(f"layer_{layer}" for layer in default_fused_layers(sizes["n_layers"]))]
+    kv = kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"])
+    activations = (kv, *(hidden_field(name, wide) for name in hidden))
+    fields = (tokens_field(), response_mask_field(), *activations)
+    columns = {
+        "sequence_id": [f"ffffffff{row:056x}" for row in range(N_SEQUENCES)],
+        "source_row": pa.array(range(N_SEQUENCES), pa.int64()),
+        "n_tokens": pa.array([n_tokens] * N_SEQUENCES, pa.int32()),
+        "n_response_tokens": pa.array([n_tokens - 1] * N_SEQUENCES, pa.int32()),
+    }
+    plan = plan_parts(pa.table(columns), 1 << 40, 64)
+    manifest = StoreManifest(
+        fields=fields, target=sizes, identities={}, extraction={}, n_sequences=N_SEQUENCES, n_parts=1,
+        n_tokens=N_SEQUENCES * n_tokens, codec=StoreCodec("lossless", fields).describe(),
+    )  # fmt: skip
+    with StoreWriter.create_or_resume(path, manifest, plan) as writer:
+        with writer.target() as folder:
+            config.save_pretrained(folder)
+            matrix = torch.empty(vocab_size, wide, dtype=torch.bfloat16).normal_(0, 0.02)
+            weights = {"embed_tokens.weight": matrix, "lm_head.weight": matrix.flip(0).contiguous()}
+            save_file(weights | {"norm.weight": torch.ones(wide, dtype=torch.bfloat16)}, folder / FROZEN_FILE)
+        with writer.part(0) as part:
+            for row in part.sequences.to_pylist():
+                part.write("tokens", row["first_token"], rng.integers(0, vocab_size, n_tokens).astype(np.int32))
+                part.write("response_mask", row["first_token"], (np.arange(n_tokens) > 0).astype(np.uint8))
+                for spec in activations:
+                    for start in range(0, n_tokens, 256):
+                        shape = (min(256, n_tokens - start), *spec.token_shape)
+                        values = bfloat16_bits(rng.standard_normal(shape, dtype=np.float32))
+                        part.write(spec.name, row["first_token"] + start, values)
+            part.commit()
+
+
+def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> TrainConfig:
+    """The defaults, with what a batch of one sequence needs, and the precision of a run on the device."""
+    own: dict[str, Any] = {"batch_size": 1, "validation_fraction": 0.0, "drafter": kind}
+    own |= {"accelerator": "cpu", "precision": "32-true"} if device == "cpu" else {"precision": "bf16-mixed"}
+    return TrainConfig.of(store=str(store), out="unused", **(own | changes))
+
+
+def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the trials, and then the steps, in this process."""
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    device = torch.device(options.device)
+    config, store = settings(store_path, kind, device.type), ActivationStore(store_path)
+    data = StoreDataModule(store, config)
+    module = build_module(store, config, data)
+    vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
+    found: dict[str, Any] = {"n_parameters": sum(weight.numel() for weight in module.drafter.parameters())}
+    module.recomputes = options.does == "recompute"
+    micro_batch = options.micro_batch or 1
+    if options.does in ("foretell", "auto"):
+        found |= _foretell(module, data, device)
+        module.recomputes = found["recomputes_here"]
+        if device.type != "cpu" and not options.micro_batch:
+            micro_batch = found["micro_batch_of_32_here"]
+    if options.does != "foretell":
+        found |= {"recomputes": module.recomputes, "micro_batch": micro_batch}
+        found |= _steps(module, data, device, micro_batch, options)
+    if device.type == "cuda":
+        return found | {"peak_bytes": torch.cuda.max_memory_allocated(device)}
+    return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def _foretell(module: DrafterModule, data: StoreDataModule, device: torch.device) -> dict[str, Any]:
+    """Run the trials."""
+    began = time.perf_counter()
+    measured = measure_run(module, data)
+    trial_s = time.perf_counter() - began
+    plan = plan_memory(measured, data, BATCH, device, 1)
+    here, there = plan.here(), plan.on(80 * 10**9)
+    return {
+        "trial_s": trial_s,
+        "plain_bytes": measured.plain.step_bytes(1, data.longest),
+        "recomputing_bytes": measured.recomputing.step_bytes(1, data.longest),
+        "fixed_bytes": measured.plain.fixed_bytes,
+        "recomputes_here": here.memory.recomputes,
+        "micro_batch_of_32_here": here.micro_batch,
+        "micro_batch_of_32_in_80_gb": there.micro_batch,
+    }
+
+
+def _steps(
+    module: DrafterModule, data: StoreDataModule, device: torch.device, micro_batch: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Take the steps on one micro-batch, gradients and moments being there, and report the last.
+
+    On a device of its own the operations of one sequence are counted before.
+    """
+    module.to(device)
+    module.frozen.to(device)
+    flops = 0
+    if device.type != "cpu" or options.count_flops:
+        one = partial(_loss, module, _batch(data, device, 1))
+        flops = micro_batch * executed_flops(lambda: torch.autograd.backward(one()))
+    optimizer = module.build_optimizer(module.config.machine.precision)
+    for weight in module.drafter.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    batch = _batch(data, device, micro_batch)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(options.steps):
+        synchronize(device)
+        began = time.perf_counter()
+        with watched_attention() as kernels:
+            loss = _loss(module, batch)
+            synchronize(device)
+            forward_s = time.perf_counter() - began
+            torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(module.drafter.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        step_s = time.perf_counter() - began
+    return {
+        "loss": float(loss.detach()),
+        "forward_s": forward_s,
+        "step_s": step_s,
+        "tokens_per_s": batch.n_tokens / step_s,
+        "flops": flops or None,
+        "mfu": utilisation(flops, step_s, peak_flops(device, options.peak_tflops)) if flops else None,
+        "attention_kernels": dict(kernels),
+    }
+
+
+def _loss(module: DrafterModule, batch: Batch) -> torch.Tensor:
+    """Run the forward in the precision of a run."""
+    device = batch.inputs.tokens.device.type
+    is_mixed = module.config.machine.precision == "bf16-mixed"
+    with torch.autocast(device, torch.bfloat16, enabled=is_mixed):
+        return module.training_step(batch, 0)
+
+
+def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Batch:
+    """Read a micro-batch as a run does, of the stored sequences over and over."""
+    reader = BatchReader(data.store, data.config.replaced(batch_size=n_sequences, prefetch_batches=1), device)
+    rows = np.resize(data.train_sequences, n_sequences)
+    stream = TrainingStream(reader, rows, data.store.lengths.astype(np.int64)[rows], 2, 0, 1)
+    return data.on_after_batch_transfer(next(iter(stream)), 0)
+
+
+def measure_loader(store_path: Path, turns: int) -> dict[str, list[float]]:
+    """GB/s of raw activations with 1 and 2 reader threads, in turn."""
+    store = ActivationStore(store_path)
+    lengths, cpu = store.lengths.astype(np.int64), torch.device("cpu")
+    readers = {n: BatchReader(store, settings(store_path, "moa", reader_threads=n), cpu) for n in (1, 2)}
+    found: dict[str, list[float]] = {str(n): [] for n in readers}
+    for turn in range(turns + 1):  # the first one opens files and takes memory
+        for n, reader in readers.items():
+            began = time.perf_counter()
+            for sequence in range(N_SEQUENCES):
+                reader.read(np.array([sequence]), lengths[[sequence]])
+            if turn:
+                n_bytes = reader.n_bytes(lengths[:1]) * N_SEQUENCES
+                found[str(n)].append(n_bytes / (time.perf_counter() - began) / 1e9)
+    return found
+
+
+def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
+    """Measure one drafter in a process of its own, for so many seconds at most.
+
+    It comes from a server that has imported everything and computed nothing: neither CUDA nor OpenMP survive a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moa_data.trainer.fit.run", "moa_data.demo.target", "torch.utils.flop_counter"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, *arguments))
+    process.start()
+    sender.close()
+    found: dict[str, Any] | None = None
+    if not receiver.poll(limit_s):
+        found = {"error": f"took longer than {limit_s:.0f} s"}
+        process.kill()
+    else:
+        with contextlib.suppress(EOFError):  # it ended without a word
+            found = receiver.recv()
+    process.join()
+    return found or {"error": f"ended with exit status {process.exitcode}"}
+
+
+def _send(sender: Connection, *arguments: Any) -> None:
+    try:
+        sender.send(measure_one(*arguments))
+    except Exception as error:  # noqa: BLE001  # one drafter that fails must not hide the others
+        traceback.print_exc()
+        sender.send({"error": f"{type(error).__name__}: {error}"[:300]})
+
+
+def measure_each(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measure the drafters one after the other; each may take twice an equal share of the time that is left.
+
+    The first one compiles kernels that the others find in a cache.
+    """
+    steps: dict[str, dict[str, Any]] = {}
+    ends = time.perf_counter() + options.limit_s if options.limit_s else None
+    for number, kind in enumerate(options.drafters):
+        n_left = len(options.drafters) - number
+        share_s = ends and max(1.0, (ends - time.perf_counter()) * min(1.0, 2 / n_left))
+        steps[kind] = in_a_process(share_s, folder, kind, options)
+        print(kind, steps[kind], flush=True)
+    return steps
+
+
+def main() -> None:
+    """Write the store, measure each drafter in a process of its own, and write the figures."""
+    parser = argparse.ArgumentParser(description="Measure a training step at the sizes of a real target.")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the target")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--layers", type=int, help="layers of the target; default: those of its shape")
+    parser.add_argument("--vocabulary", type=int, help="tokens of the target's vocabulary; default: as its shape")
+    parser.add_argument(
+        "--does",
+        choices=("foretell", "auto", "plain", "recompute"),
+        default="auto",
+        help="trials alone; a step as they choose; or a step without trials, which keeps the inside of layers or not",
+    )
+    parser.add_argument("--count-flops", action="store_true", help="count the operations on a CPU too: a step more")
+    parser.add_argument("--drafters", nargs="*", choices=list(DRAFTERS), default=list(DRAFTERS))
+    parser.add_argument("--device", default="cpu", help="device of the steps (default cpu)")
+    parser.add_argument(
+        "--micro-batch", type=int, help="sequences of a step; default: 1 on a CPU, else as a run chooses"
+    )
+    parser.add_argument("--steps", type=int, default=1, help="steps, of which the last is reported (default 1)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--turns", type=int, default=5, help="turns of the loader")
+    parser.add_argument("--folder", type=Path, help="keep the store there, and use one that is there")
+    parser.add_argument("--limit-s", type=float, help="seconds for all drafters together; default: no limit")
+    add_peak_option(parser)
+    add_out_option(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
+        if not (folder / TARGET_NAME).exists():
+            more = {"vocab_size": options.vocabulary} if options.vocabulary else {}
+            write_store(folder, shape_config(options.shape, options.layers, **more), options.tokens)
+        loader = measure_loader(folder, options.turns)
+        print("loader GB/s", {n: round(statistics.median(speeds), 2) for n, speeds in loader.items()})
+        steps = measure_each(folder, options)
+    record = {"steps": steps, "loader_gb_per_s": loader, "settings": settings_of(options, "folder")}
+    print(write_record(options.out, "train-step", record))
+    if any("error" in found for found in steps.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
