@@ -122,7 +122,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--codec",
     required=True,
-    help="lossless, int8, int6 or transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
+    help="lossless, int8 or transform:<bits per value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>].",
 )
 @click.option("--out", "folder", required=True, type=StoreArgument(), help="Folder or URL of the new store.")
 @click.option(

@@ -15,7 +15,6 @@ from ..errors import Interrupted, OptionInvalid, WorkerError
 from ..machine import fix_sums
 from ..moa.targets.bundle import held_layers
 from ..moa.targets.live import Target
-from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
 from ..storage.dtypes import to_float32
 from ..storage.names import PLAN_NAME, commit_path
@@ -23,6 +22,7 @@ from ..storage.parts.commit import read_part_commit
 from ..storage.parts.plan import read_plan
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
+from ..storage.schema import TOKENS
 from ..storage.write.addition import StoreAddition, load_next_basis, save_next_basis
 from ..storage.write.store import StoreWriter
 from ..text import Progress, activation_name, counted, format_bytes, format_hours

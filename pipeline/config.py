@@ -73,7 +73,7 @@ class StorageSettings(Config):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype in which activations are stored, and computed on an accelerator."""
     codec: Common[str] = "lossless"
-    """Codec of the activations: lossless, int8, int6, or transform:B[,hidden=B][,tokens][,from-kv][,joint][@all,
+    """Codec of the activations: lossless, int8, or transform:B[,hidden=B][,tokens][,from-kv][,joint][@all,
     @layer or @groupN] with B bits per value (transform:1). `tokens` predicts keys and values from the target's
     embeddings, `from-kv` hidden states from keys and values, `joint` each hidden state from the one below it."""
     part_tokens: Count = 65_536

@@ -16,9 +16,8 @@ import numpy as np
 from ..errors import CodecUnknown, Interrupted, OptionInvalid
 from ..machine import fix_sums
 from ..moa.targets.bundle import FrozenTarget, load_target_config
-from ..storage.chunks.field import TOKENS
 from ..storage.codecs.registry import StoreCodec
-from ..storage.codecs.transform.codec import TransformCodec
+from ..storage.codecs.transform import TransformCodec
 from ..storage.disk.checking import exists
 from ..storage.disk.durable import check_room, walk
 from ..storage.disk.files import open_path
@@ -27,7 +26,7 @@ from ..storage.names import TARGET_NAME, commit_path
 from ..storage.parts.commit import read_part_commit
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
-from ..storage.schema import SCHEMA_VERSION
+from ..storage.schema import SCHEMA_VERSION, TOKENS
 from ..storage.write.part import PartWriter
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours

@@ -23,8 +23,7 @@
       publish.lock                     while several write: locked, byte by byte, while a part is renamed and committed
 
 A part whose commit is missing does not exist for a reader. ``runs/`` and ``store.lock`` aside, equal inputs give equal
-bytes in every file. ``docs/format.md`` explains the format to other programs, and what differs in version 1, which is
-read, checked and gone on with as it is: there each part has a Zarr group of its own.
+bytes in every file. ``docs/format.md`` explains the format to other programs.
 """
 
 from __future__ import annotations
@@ -46,9 +45,6 @@ ALIGNMENT_TOKENS = 64
 
 SCHEMA_VERSION = 2
 """Version of everything the docstring above draws, which new stores get."""
-
-READABLE_VERSIONS = (1, 2)
-"""Versions that this release reads; it refuses any other."""
 
 FORMAT_NAME = "moa-data activation store"
 """Value of ``format`` in store.json, which tells a store from any other folder with such a file."""
@@ -72,8 +68,20 @@ _EXTRACTION_COUNTS = frozenset(("batch_tokens", "max_length", "part_tokens", "ta
 MAX_TOKEN_VALUES = 1 << 26
 """Most values that one token of a field may have; the largest models have about a million."""
 
+Array = Any
+"""A NumPy array or a torch tensor; what takes either has one definition for both."""
+
+TOKENS = "tokens"
+"""The field of the token ids, of which some codecs need rows to decode another field."""
+
 TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
+BLOCK_AXIS = "block"
+"""Name of axis 0 of a stored array that has one row for several tokens."""
+PIECE_AXIS = "piece"
+"""Name of axis 1 of a stored array of which each index is read apart, in inner chunks of its own."""
+KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")
+"""Axes of one token's keys and values."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +136,51 @@ class FieldSpec:
         return self.axes.index(LAYER_AXIS) if LAYER_AXIS in self.axes else None
 
 
+@dataclass(frozen=True)
+class StoredArray:
+    """One Zarr array of every part. Its rows count tokens, or blocks of tokens.
+
+    Attributes:
+        name: path inside the part's group, e.g. ``"kv"`` or ``"kv/key_codes"``.
+        dtype: NumPy dtype name on disk, e.g. ``"uint16"``.
+        axes: names of all axes, ``"token"`` or ``"block"`` first.
+        block_tokens: tokens that one row stands for; divides the alignment of sequences.
+        layer_axis: index of the layer axis in the whole array (1), or None.
+        logical_dtype: what the numbers mean where it is not ``dtype`` (``"bfloat16"`` in uint16), for the attributes.
+    """
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    block_tokens: int = 1
+    layer_axis: int | None = None
+    logical_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        """Fill in the logical dtype and check the array against itself."""
+        object.__setattr__(self, "logical_dtype", self.logical_dtype or self.dtype)
+        if len(self.axes) != 1 + len(self.row_shape) or self.layer_axis not in (None, 1) or self.block_tokens < 1:
+            raise ValueError(f"Stored array {self.name!r}: axes {self.axes} do not fit row_shape {self.row_shape}.")
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """NumPy dtype on disk, little endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def row_bytes(self) -> int:
+        """Raw bytes of one row."""
+        return int(np.prod(self.row_shape, dtype=np.int64)) * self.storage_dtype.itemsize
+
+    def n_rows(self, n_tokens: int) -> int:
+        """Count the rows that cover ``n_tokens`` tokens from the start of a block on."""
+        return -(-n_tokens // self.block_tokens)
+
+
 def tokens_field() -> FieldSpec:
     """Token ids, int32 [token]."""
-    return FieldSpec("tokens", "int32", (), (TOKEN_AXIS,), "token ids of the target's tokenizer")
+    return FieldSpec(TOKENS, "int32", (), (TOKEN_AXIS,), "token ids of the target's tokenizer")
 
 
 def response_mask_field() -> FieldSpec:
@@ -144,7 +194,7 @@ def kv_field(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str = "bfloat
         "kv",
         dtype,
         (n_layers, n_kv_heads, 2, head_dim),
-        (TOKEN_AXIS, LAYER_AXIS, "kv_head", "key_value", "head_dim"),
+        (TOKEN_AXIS, *KV_AXES),
         "attention keys after RoPE (0) and values (1) of every layer",
     )
 
@@ -221,9 +271,9 @@ class StoreManifest:
         if document.pop("format", None) != FORMAT_NAME:
             raise StoreDamaged(f"{source} is not the manifest of an activation store (no format {FORMAT_NAME!r}).")
         version = document.get("schema_version")
-        if type(version) is not int or version not in READABLE_VERSIONS:
+        if type(version) is not int or version != SCHEMA_VERSION:
             raise SchemaVersionError(
-                f"{source} has schema version {version!r}; this release reads {_words(READABLE_VERSIONS)}. "
+                f"{source} has schema version {version!r}; this release reads version {SCHEMA_VERSION}. "
                 f"Install a release of moa-data that reads version {version!r}, or extract again with this one."
             )
         _check_keys(document, {item.name for item in fields(cls)}, source)
@@ -298,10 +348,6 @@ def _json_object(text: str | bytes, source: str) -> dict[str, Any]:
         return parse_object(text)
     except ValueError as error:
         raise StoreDamaged(f"{source} is not valid JSON ({error}). Restore the file from a copy.") from error
-
-
-def _words(versions: tuple[int, ...]) -> str:
-    return f"versions {', '.join(map(str, versions[:-1]))} and {versions[-1]}"
 
 
 def _check_keys(document: Mapping[str, Any], expected: set[str], source: str) -> None:

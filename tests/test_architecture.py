@@ -15,8 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OTHERS = {"tests", "benchmarks", "build", "docs"}
 
 LEAVES = {"errors", "text", "machine"}
-CODECS = {"storage", "storage.disk", "storage.chunks", "storage.codecs", "storage.codecs.transform"}
-STORAGE = CODECS | {"storage.parts", "storage.read", "storage.write"}
+STORAGE = {"storage", "storage.disk", "storage.parts", "storage.codecs", "storage.read", "storage.write"}
 TARGETS = {"moa", "moa.nn", "moa.targets"}
 MOA = TARGETS | {"moa.drafters"}
 PIPELINE = {"pipeline", "pipeline.chats", "pipeline.forwards", "pipeline.workers"}
@@ -29,12 +28,10 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "storage": LEAVES,
     "storage.disk": LEAVES | {"storage"},
-    "storage.chunks": LEAVES | {"storage", "storage.disk"},
-    "storage.codecs.transform": LEAVES | {"storage", "storage.disk", "storage.chunks"},
-    "storage.codecs": LEAVES | {"storage", "storage.disk", "storage.chunks", "storage.codecs.transform"},
-    "storage.parts": LEAVES | CODECS,
-    "storage.read": LEAVES | CODECS | {"storage.parts"},
-    "storage.write": LEAVES | CODECS | {"storage.parts", "storage.read"},
+    "storage.parts": LEAVES | {"storage", "storage.disk"},
+    "storage.codecs": LEAVES | {"storage", "storage.disk", "storage.parts"},
+    "storage.read": LEAVES | {"storage", "storage.disk", "storage.parts", "storage.codecs"},
+    "storage.write": LEAVES | STORAGE,
     "storage.care": LEAVES | STORAGE,
     "moa": LEAVES,
     "moa.nn": LEAVES | {"moa"},
@@ -96,6 +93,7 @@ OUTSIDE: dict[str, set[str]] = {
         "safetensors",
         "fsspec",
         "obstore",
+        "typing_extensions",
     },
     "moa": {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions", "jinja2"},
     "hub": {"huggingface_hub"},

@@ -33,18 +33,17 @@ from benchmarks.kit.accelerator import device_name, synchronize
 from benchmarks.kit.records import add_out_option, settings_of, write_record
 from moa_data.pipeline.forwards.calibrate import learning_on
 from moa_data.pipeline.recode import codec_for
-from moa_data.storage.chunks.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
-from moa_data.storage.chunks.field import TOKENS, FieldCodec, StoredArray
-from moa_data.storage.codecs.quantised import SCHEMES
+from moa_data.storage.codecs.field import FieldCodec
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.dtypes import to_float32
+from moa_data.storage.parts.chunk import BLOSC_BLOCK_BYTES, CRC_BYTES, decode_chunk, encode_chunk
 from moa_data.storage.parts.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, kv_field
+from moa_data.storage.schema import TOKENS, FieldSpec, StoredArray, kv_field
 
 FIELDS = ("kv", "hidden/last")
-CODECS = (*SCHEMES, "transform:3", "transform:1", "transform:1,tokens")
+CODECS = ("int8", "transform:3", "transform:1", "transform:1,tokens")
 CHUNK_BYTES = 256 << 10
 
 Rows = list[dict[str, Any]]

@@ -51,7 +51,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.trainer.fit.run import train
 from moa_data.trainer.fit.sensitivity import DrafterMetrics
 
-CODECS = ("lossless", "int8", "int6", "transform:2", "transform:1", "transform:0.5")
+CODECS = ("lossless", "int8", "transform:2", "transform:1", "transform:0.5")
 COLUMNS = {
     "bytes_per_token": ("bytes per token", "{:,.0f}"),
     "times_smaller": ("times smaller than raw", "{:.1f}"),

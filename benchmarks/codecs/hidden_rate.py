@@ -30,11 +30,12 @@ from benchmarks.codecs.transform_rate import stored_bits
 from benchmarks.kit.records import add_out_option, settings_of, write_record
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.forwards.calibrate import LAST, calibrate, sample_rows
-from moa_data.storage.chunks.field import TOKENS, Learning
+from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.dtypes import to_float32
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import TOKENS
 
 Values = Mapping[str, np.ndarray]
 """Field -> float32 [n_tokens, *token_shape], and the tokens."""

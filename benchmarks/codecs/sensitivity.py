@@ -30,10 +30,11 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.pipeline.forwards.calibrate import calibrate, target_rope
-from moa_data.storage.chunks.field import TOKENS, Learning
+from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform.codec import TransformCodec
+from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.read.store import ActivationStore
+from moa_data.storage.schema import TOKENS
 from moa_data.trainer.batches.batch import Batch
 from moa_data.trainer.batches.batch_reader import BatchReader
 from moa_data.trainer.batches.datamodule import StoreDataModule, ValidationBatches

@@ -10,7 +10,7 @@ Runs, one after the other, each with a share of the time:
   tests      pytest -m gpu
   extract    share of the device's peak with writing on, and the seconds of forward, copy, encoding and waiting
   train      a step of each drafter: share of the peak, memory, and the kernels that attention takes
-  codecs     GB/s of lossless, int8 and int6 on the host and on the device
+  codecs     GB/s of lossless and int8 on the host and on the device
   transform  the same of a codec that learns
   sampling   draws and verifications at a large vocabulary
   decode     tokens/s of chains and trees beside plain decoding

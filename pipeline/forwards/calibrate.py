@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...errors import SchemaVersionError, StoreDamaged
+from ...errors import CodecUnknown, SchemaVersionError, StoreDamaged
 from ...moa.targets.live import Target
-from ...storage.chunks.field import TOKENS, Learning, Observing
-from ...storage.codecs.registry import StoreCodec, joint_order
-from ...storage.codecs.transform.calibration import logit_metric
-from ...storage.codecs.transform.codec import TransformCodec
-from ...storage.codecs.transform.joint import left_variances, split_bits
-from ...storage.codecs.transform.rope import Rope
+from ...storage.codecs.calibration import logit_metric
+from ...storage.codecs.field import Learning
+from ...storage.codecs.fit import left_variances, split_bits
+from ...storage.codecs.registry import StoreCodec
+from ...storage.codecs.transform import Observation, Rope
 from ...storage.paths import StorePath
 from ...storage.read.store import read_manifest
+from ...storage.schema import TOKENS
 from ...text import Progress
 from ..config import ActivationSpec
 from .capture import capture
@@ -58,7 +58,7 @@ def learned_before(codec: StoreCodec, store: StorePath) -> StoreCodec | None:
     try:
         manifest = read_manifest(store)
         return StoreCodec.open(manifest, store) if manifest.codec.get("name") == codec.name else None
-    except (StoreDamaged, SchemaVersionError):
+    except (StoreDamaged, CodecUnknown, SchemaVersionError):
         return None  # opening the store for writing names the damage, or repairs it
 
 
@@ -112,13 +112,12 @@ def calibrate(
     ends = np.cumsum(lengths[rows])
     of_metric = np.linspace(0, ends[-1] - 1, min(int(ends[-1]), METRIC_TOKENS)).astype(int)
     last: list[np.ndarray] = []
-    joint = joint_order(codec.fields.values()) if codec.sources else []
+    joint = codec.joint if codec.sources else []
     with ExitStack() as stack:
-        observations: dict[str, Observing] = {}
+        observations: dict[str, Observation] = {}
         for name, field in codec.learned.items():
-            if isinstance(field, TransformCodec):
-                field.rope = target_rope(model_config) if field.is_kv else None
-                field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
+            field.rope = target_rope(model_config) if field.is_kv else None
+            field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
             observations[name] = stack.enter_context(closing(field.observing(learning)))
         for i, row in enumerate(rows):
             learning.progress(i, len(rows), f"learn: sample {i + 1}/{len(rows)}")
@@ -135,15 +134,14 @@ def calibrate(
             observation, learned = observations[name], codec.learned[name]
             if name in joint and not bits:
                 bits = _joint_bits(codec, joint, observations, offered, learning)
-            if isinstance(learned, TransformCodec) and name == LAST:
+            if name == LAST:
                 learning.progress(0, 1, "learn: metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
                 learned.metrics = [[logit_metric(np.concatenate(last), head, place=learning.place)]]
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()
-            if isinstance(learned, TransformCodec):
-                learned.embeddings = learned.metrics = None  # else they would stay in memory while parts are written
+            learned.embeddings = learned.metrics = None  # else they would stay in memory while parts are written
 
 
 def _features(codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]) -> list[np.ndarray] | None:
@@ -155,7 +153,7 @@ def _features(codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.nd
 def _joint_bits(
     codec: StoreCodec,
     joint: Sequence[str],
-    observations: Mapping[str, Observing],
+    observations: Mapping[str, Observation],
     offered: Mapping[str, Sequence[np.ndarray]],
     learning: Learning,
 ) -> dict[str, float]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
 from ...moa.targets.live import layer_outputs
-from ...storage.chunks.field import StoredArray
 from ...storage.codecs.registry import StoreCodec
+from ...storage.schema import StoredArray
 from ..config import ActivationSpec
 from .host_copy import HostSlot, HostSlots
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...moa.targets.live import DeviceClock
+from ...storage.codecs.calibration import EXACT_WIDTH, MAX_COMPONENTS, MAX_FEATURES, POWER_ITERATIONS
 from ...storage.codecs.registry import StoreCodec
-from ...storage.codecs.transform.calibration import EXACT_WIDTH, MAX_COMPONENTS, MAX_FEATURES, POWER_ITERATIONS
-from ...storage.codecs.transform.codec import KV_PARTS, TransformCodec
+from ...storage.codecs.transform import KV_PARTS, TransformCodec
 from .calibrate import METRIC_TOKENS, SAMPLE_TOKENS
 
 # A symmetric eigendecomposition in float64 (a QR) takes as long as so many floating point operations of a product, in

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from ...errors import StoreDamaged, StoreError
 from ...text import Progress
-from ..chunks.field import FieldCodec
+from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..disk.checking import MISSING, check_guard, exists
 from ..disk.durable import file_crc32

@@ -12,39 +12,27 @@ import safetensors
 import safetensors.numpy
 
 from ...errors import CodecUnknown, StoreDamaged
-from ..chunks.chunk import BYTE_CHAIN
-from ..chunks.field import TOKENS, Array, FieldCodec, LearnedCodec, StoredArray
 from ..disk.checking import MISSING, exists
 from ..documents import read_bounded
 from ..dtypes import FLOAT_DTYPES
 from ..names import CODEC_NAME
+from ..parts.chunk import BYTE_CHAIN
 from ..paths import StorePath
-from ..schema import SCHEMA_VERSION, FieldSpec, StoreManifest, tokens_field
-from .lossless import LosslessCodec
-from .quantised import SCHEMES, QuantisedCodec
-from .transform.codec import TransformCodec, side_by_side
-from .transform.settings import TRANSFORM_GRAMMAR, TransformSettings
+from ..schema import TOKENS, Array, FieldSpec, StoredArray, StoreManifest
+from .field import FieldCodec, LosslessCodec
+from .int8 import INT8, Int8Codec
+from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
 TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
 NEXT_BASIS_NAME = "next-basis.safetensors"
 """The basis with further fields while they are added; it is renamed to the former once store.json holds its hash."""
-_BASIS_HEADER_BYTES = 16 << 20
+MAX_BASIS_BYTES = 16 << 30
+"""Longest basis that is read; that of a target of 405B with all options has 5 GB."""
 
 _LAYER, _LAST_LAYER = "hidden/layer_", 1 << 20
-
 _RESTORE = "Restore it from a copy, or run `moa-data repair` with --model."
-
-
-_GONE = ("fp8", "int4")
-_LAST_WITH_GONE = "d02d314"
-"""The last commit with the codecs above, which transform codes beat on bytes and on error."""
-
-
-def codec_names() -> tuple[str, ...]:
-    """Return the names that ``StoreCodec`` takes, for messages and help."""
-    return (LOSSLESS, *SCHEMES, TRANSFORM_GRAMMAR)
 
 
 class StoreCodec:
@@ -53,7 +41,6 @@ class StoreCodec:
     Args:
         name: e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: the store's fields. Fields of integers are lossless in every codec.
-        schema_version: of the store, which decides how codes lie in arrays.
         sources: field -> the fields that it is predicted from; None to predict what the name calls for.
 
     Attributes:
@@ -64,19 +51,17 @@ class StoreCodec:
     """
 
     def __init__(
-        self,
-        name: str,
-        specs: Iterable[FieldSpec],
-        schema_version: int = SCHEMA_VERSION,
-        sources: Mapping[str, Sequence[str]] | None = None,
+        self, name: str, specs: Iterable[FieldSpec], sources: Mapping[str, Sequence[str]] | None = None
     ) -> None:
-        self.name, self.schema_version = name, schema_version
-        _check_name(name)
-        self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, spec, schema_version) for spec in specs}
-        for field, names in (_named_sources(self) if sources is None else sources).items():
-            _predict(self.fields, field, names)
+        self.name = name
+        settings = _settings(name)
+        self.fields: dict[str, FieldCodec] = {spec.name: _field_codec(name, settings, spec) for spec in specs}
+        for field, names in (self._named_sources() if sources is None else sources).items():
+            self._predict(field, names)
+        tokens = self.fields.get(TOKENS)
+        has_tokens = tokens is not None and tokens.spec.dtype == "int32" and tokens.spec.token_shape == ()
         for field, codec in self.fields.items():
-            if codec.needs_tokens and not self._has_tokens():
+            if codec.needs_tokens and not has_tokens:
                 raise CodecUnknown(
                     f"Codec {name!r} predicts {field!r} from tokens, but the store has no field {TOKENS!r} of int32 "
                     f"[token]. Leave out `,tokens`."
@@ -87,27 +72,21 @@ class StoreCodec:
         """Return the codec of a store, with what it has learned.
 
         Raises:
-            StoreDamaged: the manifest names a codec that this release does not have.
+            CodecUnknown: the manifest names a codec that this release does not have.
             StoreDamaged: the learned basis is missing.
             StoreDamaged: the basis is not the one that the parts were written with.
         """
-        name = str(manifest.codec.get("name"))
-        if name in _GONE:
-            raise StoreDamaged(
-                f"{store} has codec {name!r}, which this release does not read; commit {_LAST_WITH_GONE} of moa-data "
-                "is the last that does. Read it with that, or extract again with another --codec."
-            )
         try:
-            codec = cls(name, manifest.fields, manifest.schema_version, _recorded_sources(manifest))
+            codec = cls(str(manifest.codec.get("name")), manifest.fields, _recorded_sources(manifest))
         except CodecUnknown as error:
-            raise StoreDamaged(f"{store}: {error} Install a release of moa-data that knows it.") from error
+            raise CodecUnknown(f"{store}: {error} Read it with the release that wrote it, or extract again.") from error
         if codec.learned:
             codec._load(store / CODEC_NAME, str(manifest.codec.get("basis_sha256")))
         return codec
 
     def only(self, names: Iterable[str]) -> StoreCodec:
         """Return the codec of some of the fields; what they have learned is shared."""
-        part = StoreCodec(self.name, (), self.schema_version)
+        part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
 
@@ -118,12 +97,12 @@ class StoreCodec:
         return {name: names for name, names in found.items() if names}
 
     def with_sources(self, name: str) -> list[str]:
-        """List a field behind all that decoding it takes: what it is predicted from, those fields' own, and so on."""
-        return [codec.spec.name for codec in _with_sources(self.fields[name])]
+        """List the fields that decoding a field takes: those that it is predicted from, their own sources, and it."""
+        return [codec.spec.name for codec in self.fields[name].with_sources()]
 
     @property
     def in_order(self) -> list[str]:
-        """All fields, each behind those that it is predicted from."""
+        """All fields, each after those that it is predicted from."""
         return list(dict.fromkeys(one for name in self.fields for one in self.with_sources(name) if one in self.fields))
 
     def features(self, name: str, offered: Mapping[str, Array]) -> Array | None:
@@ -168,9 +147,17 @@ class StoreCodec:
         return all(codec.is_identity for codec in self.fields.values())
 
     @property
-    def learned(self) -> dict[str, LearnedCodec]:
+    def learned(self) -> dict[str, TransformCodec]:
         """The field codecs that learn from a sample: ``calibrate`` them before ``describe`` and ``files``."""
-        return {name: codec for name, codec in self.fields.items() if isinstance(codec, LearnedCodec)}
+        return {name: codec for name, codec in self.fields.items() if isinstance(codec, TransformCodec)}
+
+    @property
+    def joint(self) -> list[str]:
+        """The joint hidden states as they are predicted from each other: from the lowest layer to the last state."""
+        names = [name for name, codec in self.learned.items() if not codec.is_kv and codec.settings.is_joint]
+        return sorted(
+            names, key=lambda name: int(name.removeprefix(_LAYER)) if name.startswith(_LAYER) else _LAST_LAYER
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the record of the codec in ``store.json``; a change of any value changes the bytes."""
@@ -201,32 +188,18 @@ class StoreCodec:
             prefix = f"{name}:"
             self.learned[name].load_state({key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)})
 
-    def read_basis(self, path: StorePath) -> bytes:
-        """Return the content of a file of ``codec/``; no bytes where it is too long for these fields."""
-        n_bytes = _BASIS_HEADER_BYTES + sum(codec.max_state_bytes for codec in self.learned.values())
-        try:
-            return read_bounded(path, n_bytes)
-        except ValueError:
-            return b""
-
-    def _has_tokens(self) -> bool:
-        expected = tokens_field()
-        spec = self.fields[TOKENS].spec if TOKENS in self.fields else None
-        return spec is not None and (spec.dtype, spec.token_shape) == (expected.dtype, expected.token_shape)
-
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
-        path = folder / BASIS_NAME
+        path, following = folder / BASIS_NAME, folder / NEXT_BASIS_NAME
         try:
-            content = self.read_basis(path)
+            content = read_basis(path)
         except MISSING as error:
             raise StoreDamaged(f"{path} is missing: nothing can be decoded without it. {_RESTORE}") from error
         got = hashlib.sha256(content).hexdigest()
-        following = folder / NEXT_BASIS_NAME
         if got != expected_sha256 and exists(following):
             # Fields were added: a kill came before the new basis was renamed, or it is being renamed meanwhile.
             for candidate in (following, path):
                 with contextlib.suppress(*MISSING):
-                    content = self.read_basis(candidate)
+                    content = read_basis(candidate)
                 if (got := hashlib.sha256(content).hexdigest()) == expected_sha256:
                     break
         if got != expected_sha256:
@@ -236,51 +209,39 @@ class StoreCodec:
         except ValueError as error:
             raise StoreDamaged(f"{path}: {error}") from error
 
-
-def joint_order(fields: Iterable[FieldCodec]) -> list[str]:
-    """List the joint hidden states as they are predicted from each other: from the lowest layer to the last state."""
-    joint = [field.spec.name for field in _hidden(fields) if field.settings.is_joint]
-    return sorted(joint, key=lambda name: int(name.removeprefix(_LAYER)) if name.startswith(_LAYER) else _LAST_LAYER)
-
-
-def _hidden(fields: Iterable[FieldCodec]) -> list[TransformCodec]:
-    return [field for field in fields if isinstance(field, TransformCodec) and not field.is_kv]
-
-
-def _named_sources(codec: StoreCodec) -> dict[str, list[str]]:
-    """Choose what hidden states are predicted from, as a codec's name says: keys and values, then the state below."""
-    fields = codec.fields.values()
-    sources: dict[str, list[str]] = {}
-    for field in _hidden(fields):
-        sources[field.spec.name] = []
-        if field.settings.from_kv:
-            keys_and_values = [one.spec.name for one in fields if isinstance(one, TransformCodec) and one.is_kv]
-            if not keys_and_values:
+    def _named_sources(self) -> dict[str, list[str]]:
+        """Choose what hidden states are predicted from, as the name says: keys and values, then the state below."""
+        kv = [name for name, codec in self.learned.items() if codec.is_kv]
+        sources: dict[str, list[str]] = {}
+        for name, codec in self.learned.items():
+            if codec.is_kv or not codec.settings.from_kv:
+                continue
+            if not kv:
                 raise CodecUnknown(
-                    f"Codec {codec.name!r} predicts {field.spec.name!r} from keys and values, but the store has no "
-                    "field 'kv' that is transform coded. Leave out `,from-kv`, or store kv too."
+                    f"Codec {self.name!r} predicts {name!r} from keys and values, but the store has no field 'kv' that "
+                    "is transform coded. Leave out `,from-kv`, or store kv too."
                 )
-            sources[field.spec.name] += keys_and_values
-    order = joint_order(fields)
-    for above, below in zip(order[1:], order, strict=False):
-        sources[above].append(below)
-    return {name: names for name, names in sources.items() if names}
+            sources[name] = list(kv)
+        for above, below in zip(self.joint[1:], self.joint, strict=False):
+            sources.setdefault(above, []).append(below)
+        return sources
+
+    def _predict(self, field: str, names: Sequence[str]) -> None:
+        """Let a hidden state be predicted from other fields; raises CodecUnknown where that cannot be."""
+        own, sources = self.learned.get(field), [self.learned[name] for name in names if name in self.learned]
+        if own is None or own.is_kv or len(sources) < len(names):
+            raise CodecUnknown(f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}.")
+        if any(own in source.with_sources() for source in sources):
+            raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
+        own.sources = tuple(sources)
 
 
-def _with_sources(codec: FieldCodec) -> list[FieldCodec]:
-    """List a field's codec behind those of all that it is predicted from."""
-    return list(dict.fromkeys([*(one for source in codec.sources for one in _with_sources(source)), codec]))
-
-
-def _predict(fields: Mapping[str, FieldCodec], field: str, names: Sequence[str]) -> None:
-    """Let a hidden state be predicted from other fields; raises CodecUnknown where that cannot be."""
-    own, sources = fields.get(field), [fields.get(name) for name in names]
-    known = [source for source in sources if isinstance(source, TransformCodec)]
-    if not isinstance(own, TransformCodec) or own.is_kv or len(known) < len(sources):
-        raise CodecUnknown(f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}.")
-    if any(own in _with_sources(source) for source in known):
-        raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
-    own.sources = tuple(known)
+def read_basis(path: StorePath) -> bytes:
+    """Return the content of a file of ``codec/``; no bytes, which no hash fits, where it is too long to be one."""
+    try:
+        return read_bounded(path, MAX_BASIS_BYTES)
+    except ValueError:
+        return b""
 
 
 def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
@@ -296,23 +257,24 @@ def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     return {name: list(map(str, of)) if isinstance(of, list) else [str(of)] for name, of in found.items()}
 
 
-def _check_name(name: str) -> None:
-    if name == LOSSLESS or name in SCHEMES:
-        return
+def _settings(name: str) -> TransformSettings | None:
+    """Read the name of a codec; None for one without settings."""
+    if name in (LOSSLESS, INT8):
+        return None
     if name.split(":")[0] != TRANSFORM:
-        raise CodecUnknown(f"Unknown codec {name!r}. Use one of: {', '.join(codec_names())}.")
+        raise CodecUnknown(f"Unknown codec {name!r}. Use one of: {', '.join((LOSSLESS, INT8, TRANSFORM_GRAMMAR))}.")
     try:
-        TransformSettings.parse(name)
+        return TransformSettings.parse(name)
     except ValueError as error:
         raise CodecUnknown(str(error)) from error
 
 
-def _field_codec(name: str, spec: FieldSpec, schema_version: int) -> FieldCodec:
+def _field_codec(name: str, settings: TransformSettings | None, spec: FieldSpec) -> FieldCodec:
     if name == LOSSLESS or spec.dtype not in FLOAT_DTYPES:
         return LosslessCodec(spec)
-    if name in SCHEMES:
-        return QuantisedCodec(spec, SCHEMES[name])
+    if settings is None:
+        return Int8Codec(spec)
     try:
-        return TransformCodec(spec, TransformSettings.parse(name), joins_runs=schema_version > 1)
+        return TransformCodec(spec, settings)
     except ValueError as error:
         raise CodecUnknown(f"Codec {name!r}: {error}") from error

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..chunks.chunk import encode_chunk
+from .chunk import encode_chunk
 
 _Result = TypeVar("_Result")
 

@@ -32,9 +32,9 @@ import zarr
 from zarr.storage import MemoryStore
 
 from ...errors import StoreDamaged
-from ..chunks.chunk import zarr_codecs
-from ..chunks.field import PIECE_AXIS, StoredArray
 from ..documents import parse_object, whole_number, whole_numbers
+from ..schema import PIECE_AXIS, StoredArray
+from .chunk import zarr_codecs
 
 MIN_CHUNK_TOKENS = 64
 CHUNK_OVERHEAD_BYTES = 64 << 10

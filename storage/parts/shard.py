@@ -31,8 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..chunks.chunk import CRC_BYTES
 from ..disk.durable import PARTIAL_SUFFIX, crc32c, disk_full_guard, write_all
+from .chunk import CRC_BYTES
 from .encoding import EncodePool
 from .grid import ArrayGrid
 

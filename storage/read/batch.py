@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import StoreDamaged
-from ..chunks.field import StoredArray
 from ..disk.files import RemoteFile, fetch_ranges, scratch_bytes
-from .arrays import PartArrays
-from .shard import ShardReader
+from ..schema import StoredArray
+from .shards import PartShards, ShardReader
 
 REMOTE_WINDOW_BYTES = 64 << 20
 """Stored bytes that are fetched from a remote file system before they are decoded."""
@@ -101,7 +100,7 @@ class _Read:
     data: np.ndarray | None = None
 
 
-def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int = 1) -> None:
+def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int = 1) -> None:
     """Fill the ``out`` of every range.
 
     Args:
@@ -112,13 +111,13 @@ def read_ranges(arrays: PartArrays, ranges: Iterable[RowRange], n_threads: int =
         StoreDamaged: a file is gone.
         StoreDamaged: a checksum or a size is wrong.
     """
-    plans = list(_plan_shards(arrays, ranges))
+    plans = list(_plan_shards(shards, ranges))
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
-        reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(arrays, plan)]
+        reads = [read for plan in plans[start : start + MAX_SHARDS_AT_ONCE] for read in _plan_reads(shards, plan)]
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([_Decode(read) for read in window], n_threads)
-            arrays.n_bytes_read += sum(read.n_bytes for read in window)
+            shards.n_bytes_read += sum(read.n_bytes for read in window)
 
 
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
@@ -165,10 +164,10 @@ def _helpers() -> ThreadPoolExecutor:
     return _pool[1]
 
 
-def _plan_shards(arrays: PartArrays, ranges: Iterable[RowRange]) -> Iterator[_ShardPlan]:
+def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> Iterator[_ShardPlan]:
     plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
     for item in ranges:
-        grid = arrays.grid(item.part, item.array)
+        grid = shards.grid(item.array)
         shard_rows, chunk_rows = grid.shard_shape[0], grid.chunk_tokens
         at = item.start
         while at < item.stop:
@@ -201,9 +200,9 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
     return sorted(columns.values(), key=lambda column: column.number)
 
 
-def _plan_reads(arrays: PartArrays, plan: _ShardPlan) -> Iterator[_Read]:
+def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
     """Open the shard and group chunks that lie next to each other in it."""
-    reader = arrays.shard(plan.part, plan.array, plan.number)
+    reader = shards.shard(plan.part, plan.array, plan.number)
     columns = _columns(plan.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
         return

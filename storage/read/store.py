@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,40 +13,36 @@ from typing import Literal, overload
 import numpy as np
 import pyarrow as pa
 
-from ...errors import SelectionInvalid, StoreDamaged, StoreIncomplete, StoreNotFound
-from ..chunks.field import TOKENS, FieldCodec, StoredArray
+from ...errors import (
+    SelectionInvalid,
+    StoreDamaged,
+    StoreIncomplete,
+    StoreNotFound,
+)
+from ..codecs.field import FieldCodec, LosslessCodec
 from ..codecs.registry import StoreCodec
 from ..disk.checking import exists
 from ..disk.files import download, open_path, sizes_of
 from ..disk.read_cache import ReadCache, cache_at
 from ..documents import read_bounded
+from ..dtypes import from_float32
 from ..names import (
     MANIFEST_NAME,
     PARTS_NAME,
     PLAN_NAME,
     TARGET_NAME,
     commit_path,
-    part_folder,
     target_commit_path,
 )
 from ..parts.commit import find_size_damage, read_commits, read_target_commit
 from ..parts.manifest_commit import check_manifest
 from ..parts.plan import check_plan, part_lengths, plan_counts, read_plan
 from ..paths import StorePath
-from ..schema import FieldSpec, StoreManifest
-from .arrays import PartArrays
+from ..schema import TOKENS, FieldSpec, StoredArray, StoreManifest, tokens_field
 from .batch import RowRange, read_ranges, run_in_threads
-from .selection import (
-    batch_buffer,
-    decode_tokens,
-    decoding_arrays,
-    empty_codes,
-    layer_indices,
-    row_indices,
-    row_shape,
-    shared_arrays,
-    token_shape,
-)
+from .shards import PartShards
+
+_TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
 
 class ActivationStore:
@@ -110,8 +106,7 @@ class ActivationStore:
                     f"{commit.allocated_tokens}. Restore {PLAN_NAME}, or delete {commit_path(Path(), part).as_posix()} "
                     "and run extract again: it redoes that part."
                 )
-            folder = part_folder(self.path, part, self.manifest.schema_version)
-            for _, error in find_size_damage(folder, commit.files, look):
+            for _, error in find_size_damage(self.path / PARTS_NAME, commit.files, look):
                 raise error
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
@@ -124,7 +119,7 @@ class ActivationStore:
         self._parts = self.sequences["part"].to_numpy()
         self._first_tokens = self.sequences["first_token"].to_numpy()
         self._n_tokens = self.sequences["n_tokens"].to_numpy()
-        self._arrays = PartArrays(self.path, self.manifest, self.commits, self.cache)
+        self._shards = PartShards(self.path, self.manifest, self.commits, self.cache)
         self._download: tempfile.TemporaryDirectory[str] | None = None
 
     def _check_plan(self, plan: pa.Table) -> None:
@@ -187,7 +182,7 @@ class ActivationStore:
     @property
     def n_bytes_read(self) -> int:
         """Stored bytes of all chunks that were read so far (about, where threads read at the same time)."""
-        return self._arrays.n_bytes_read
+        return self._shards.n_bytes_read
 
     @overload
     def read(
@@ -250,34 +245,12 @@ class ActivationStore:
         if not decoded:
             base = 0 if codec.is_identity else start % self.manifest.alignment_tokens
             codes = empty_codes(codec, start - base, stop, chosen)
-            read_ranges(self._arrays, self._ranges(i, codec, start - base, stop, codes, chosen))
+            read_ranges(self._shards, self._ranges(i, codec, start - base, stop, codes, chosen))
             self._check_tokens([i], codes)
             return codes
         out = np.empty((stop - start, *token_shape(spec, chosen)), spec.storage_dtype)
         self._read(i, codec, start, stop, chosen, out)
         return out
-
-    def read_into(self, i: int, field: str, out: np.ndarray, layers: slice | Sequence[int] | None = None) -> int:
-        """Decode a field of one sequence into ``out[:n_tokens]``; the rest of ``out`` is left as it is.
-
-        Args:
-            out: [at least n_tokens, *token_shape] in the storage dtype; any strides, fastest if C-contiguous.
-
-        Raises:
-            SelectionInvalid: ``out`` has another dtype or shape; otherwise as :meth:`read`.
-        """
-        spec = self._field(field)
-        i = self._sequence(i)
-        chosen = layer_indices(spec, layers)
-        n_tokens = int(self._n_tokens[i])
-        shape = token_shape(spec, chosen)
-        if out.dtype != spec.storage_dtype or out.shape[1:] != shape or out.ndim < 1 or len(out) < n_tokens:
-            raise SelectionInvalid(
-                f"Sequence {i} of {field!r} needs an out array of {spec.storage_dtype.name} with shape "
-                f"{[f'>={n_tokens}', *shape]}, got {out.dtype} {list(out.shape)}."
-            )
-        self._read(i, self.codec.fields[field], 0, n_tokens, chosen, out[:n_tokens])
-        return n_tokens
 
     def read_batch(
         self,
@@ -334,7 +307,7 @@ class ActivationStore:
             shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
             buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
             ranges += [self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)]
-        read_ranges(self._arrays, ranges, n_threads)
+        read_ranges(self._shards, ranges, n_threads)
         run_in_threads(undone, n_threads)
         self._clear_padding(batch, lengths)
         self._check_tokens(rows, batch)
@@ -367,7 +340,7 @@ class ActivationStore:
 
     def close(self) -> None:
         """Close all files, and delete the copy of a remote target bundle; reading opens and copies them again."""
-        self._arrays.close()
+        self._shards.close()
         if self._download is not None:
             self._download.cleanup()
             self._download = None
@@ -388,12 +361,12 @@ class ActivationStore:
         """Fill ``out`` with the decoded tokens [start, stop) of a sequence."""
         if codec.is_identity:
             arrays = {codec.arrays[0].name: out}
-            read_ranges(self._arrays, self._ranges(i, codec, start, stop, arrays, layers))
+            read_ranges(self._shards, self._ranges(i, codec, start, stop, arrays, layers))
             self._check_tokens([i], arrays)
         elif stop > start:
             base = start - start % self.manifest.alignment_tokens
             codes = empty_codes(codec, base, stop, layers)
-            read_ranges(self._arrays, self._ranges(i, codec, base, stop, codes, layers))
+            read_ranges(self._shards, self._ranges(i, codec, base, stop, codes, layers))
             decode_tokens(codec, codes, base, start, stop, layers, out)
 
     def _ranges(
@@ -407,7 +380,7 @@ class ActivationStore:
     ) -> Iterator[RowRange]:
         """Yield what fills the rows of ``out`` that cover the tokens [start, stop) of a sequence."""
         for array in (array for array in decoding_arrays(codec) if array.name in out):
-            yield self._range(i, array, row_indices(codec, array, layers), start, stop, out[array.name])
+            yield self._range(i, array, codec.indices_of(array, layers), start, stop, out[array.name])
 
     def _range(
         self, i: int, array: StoredArray, indices: list[int] | None, start: int, stop: int, out: np.ndarray
@@ -441,3 +414,119 @@ def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
         except StoreDamaged:
             if read_manifest(store) == manifest:  # else fields were added, and with them the basis was replaced
                 raise
+
+
+def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> list[int] | None:
+    """Return non-negative layer indices, or None for all layers in order.
+
+    Raises:
+        SelectionInvalid: the field has no layers.
+        SelectionInvalid: no such layer.
+    """
+    if layers is None:
+        return None
+    if spec.layer_axis != 1:
+        raise SelectionInvalid(f"Field {spec.name!r} has no layers; leave `layers` out.")
+    n_layers = spec.token_shape[0]
+    if isinstance(layers, slice):
+        chosen = list(range(n_layers))[layers]
+    else:
+        chosen = [int(layer) for layer in layers]
+        for layer in chosen:
+            if not -n_layers <= layer < n_layers:
+                raise SelectionInvalid(f"Field {spec.name!r} has {n_layers} layers, there is no layer {layer}.")
+        chosen = [layer % n_layers for layer in chosen]
+    return None if chosen == list(range(n_layers)) else chosen
+
+
+def token_shape(spec: FieldSpec, layers: list[int] | None) -> tuple[int, ...]:
+    """Return the shape of one token's values with these layers."""
+    return spec.token_shape if layers is None else (len(layers), *spec.token_shape[1:])
+
+
+def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
+    """Return the shape of one row of a stored array with some indices along axis 1; None for whole rows."""
+    return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
+
+
+def shared_arrays(
+    fields: Iterable[tuple[FieldCodec, list[int] | None]],
+) -> dict[StoredArray, list[int] | None]:
+    """Return the stored arrays that some layers of several fields are decoded from, each once.
+
+    Returns:
+        Array -> the indices along its axis 1 that are needed; None for whole rows.
+    """
+    found: dict[StoredArray, list[int] | None] = {}
+    for codec, layers in fields:
+        for array in codec.arrays_read(layers):
+            indices = codec.indices_of(array, layers)
+            found[array] = indices if found.get(array, indices) == indices else None
+    return found
+
+
+def decoding_arrays(codec: FieldCodec, layers: list[int] | None = None) -> tuple[StoredArray, ...]:
+    """Return the arrays that decoding these layers of a field reads, the tokens included where it needs them."""
+    arrays = codec.arrays_read(layers)
+    return (*arrays, _TOKENS_ARRAY) if any(one.needs_tokens for one in codec.with_sources()) else arrays
+
+
+def empty_codes(codec: FieldCodec, start: int, stop: int, layers: list[int] | None) -> dict[str, np.ndarray]:
+    """Return buffers for the rows of ``decoding_arrays`` that cover the tokens [start, stop) of a sequence."""
+    return {
+        array.name: np.empty(
+            (array.n_rows(stop) - start // array.block_tokens, *row_shape(array, codec.indices_of(array, layers))),
+            array.storage_dtype,
+        )
+        for array in decoding_arrays(codec, layers)
+    }
+
+
+def decode_tokens(
+    codec: FieldCodec,
+    codes: Mapping[str, np.ndarray],
+    base: int,
+    start: int,
+    stop: int,
+    layers: list[int] | None,
+    out: np.ndarray,
+) -> None:
+    """Decode the tokens [start, stop) of a sequence from rows that begin at token ``base``, a multiple of 64.
+
+    Args:
+        codec: of the field; not the identity.
+        base: position of the rows' first token.
+        layers: the layers that ``codes`` hold; None for all.
+        out: [stop - start, *token_shape], the field's storage dtype; filled.
+    """
+    if layers == []:
+        return
+    values = codec.decode(codes, base, stop - base, layers)[start - base :]
+    out[...] = from_float32(values, codec.spec.dtype)
+
+
+def batch_buffer(
+    out: Mapping[str, np.ndarray] | None, name: str, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Return the caller's buffer of that name, or a new one.
+
+    Args:
+        out: the caller's buffers; None for new ones.
+        name: of the field or stored array.
+        shape: [n_sequences, n_rows, ...]; a buffer of the caller may have more rows.
+
+    Raises:
+        SelectionInvalid: the caller's buffer is missing, or has another dtype or shape.
+    """
+    if out is None:
+        return np.empty(shape, dtype)
+    if name not in out:
+        raise SelectionInvalid(f"`out` has no buffer for {name!r}; it has {', '.join(out) or 'none'}.")
+    buffer = out[name]
+    fits = buffer.ndim == len(shape) and buffer.shape[0] == shape[0] and buffer.shape[2:] == shape[2:]
+    if not fits or buffer.shape[1] < shape[1] or buffer.dtype != dtype:
+        raise SelectionInvalid(
+            f"The batch of {name!r} needs a buffer of {dtype.name} with shape "
+            f"{[shape[0], f'>={shape[1]}', *shape[2:]]}, got {buffer.dtype} {list(buffer.shape)}."
+        )
+    return buffer

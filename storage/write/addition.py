@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...errors import StoreError, StoreIncomplete, StoreLocked
-from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec
+from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..disk.durable import replace_file, write_new
 from ..names import CODEC_NAME, ZARR_NAME, commit_path
 from ..parts.commit import PartCommit, array_of, read_part_commit
@@ -47,7 +47,7 @@ def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]
 
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
     """Return a store's codec for more fields: the old ones keep what they learned, new ones have not learned yet."""
-    codec = StoreCodec(old.name, specs, old.schema_version, sources={})
+    codec = StoreCodec(old.name, specs, sources={})
     codec.fields |= old.fields
     return codec
 
@@ -56,9 +56,9 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
     """Load into ``codec`` what an unfinished addition of the same fields has learned; returns whether there is any."""
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     specs = (field.spec for field in codec.fields.values())
-    found = StoreCodec(codec.name, specs, codec.schema_version, codec.sources)
+    found = StoreCodec(codec.name, specs, codec.sources)
     try:
-        found.load(found.read_basis(path))
+        found.load(read_basis(path))
     except (FileNotFoundError, ValueError, KeyError):
         return False
     if found.only(old.fields).files() != old.files():

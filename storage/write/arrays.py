@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...errors import StoreDamaged
-from ..chunks.field import StoredArray
 from ..disk.checking import check_guard, exists
 from ..disk.durable import disk_full_guard, fsync_directory, make_folder, write_new
 from ..documents import read_bounded
@@ -13,6 +12,7 @@ from ..names import PARTS_NAME, ZARR_NAME, manifest_commit_path
 from ..parts.grid import ArrayGrid, array_grid, grid_from_metadata, zarr_metadata
 from ..parts.manifest_commit import find_manifest_damage, restore_files
 from ..paths import StorePath
+from ..schema import StoredArray
 
 
 def lay_out(store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longest_part: int) -> dict[str, ArrayGrid]:

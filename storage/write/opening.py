@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreMismatch, StoreNotFound
+from ...errors import OutputOccupied, SchemaVersionError, StoreDamaged, StoreMismatch
 from ..disk.checking import exists
 from ..disk.durable import PARTIAL_SUFFIX
 from ..disk.files import names_in
 from ..names import COMMITS_NAME, KNOWN_NAMES, LOCK_NAME, MANIFEST_NAME, PLAN_NAME, manifest_commit_path
-from ..parts.manifest_commit import find_manifest_damage, matches_record, read_manifest_commit, restore_files
+from ..parts.manifest_commit import find_manifest_damage, restore_files
 from ..parts.plan import plan_bytes, plan_counts, read_plan
 from ..paths import StorePath
 from ..read.store import read_manifest
-from ..schema import READABLE_VERSIONS, StoreManifest, flatten
+from ..schema import StoreManifest, flatten
 
 
 def check_counts(manifest: StoreManifest, plan: pa.Table) -> None:
@@ -63,22 +62,6 @@ def check_unoccupied(store: StorePath) -> None:
             f"{store} is not empty and not an activation store (it holds {shown}). "
             "Choose another output folder, or empty this one."
         )
-
-
-def stored_version(store: StorePath, manifest: StoreManifest) -> int:
-    """Return the schema version of a store; where nothing tells it, that of the given manifest.
-
-    Where store.json is damaged, its commit tells which version's bytes it had, if the inputs are the same.
-    """
-    try:
-        return read_manifest(store).schema_version
-    except (StoreNotFound, StoreDamaged, SchemaVersionError):
-        records = read_manifest_commit(store) or {}
-    for version in READABLE_VERSIONS:
-        content = replace(manifest, schema_version=version).to_json().encode()
-        if MANIFEST_NAME in records and matches_record(content, records[MANIFEST_NAME]):
-            return version
-    return manifest.schema_version
 
 
 def restore(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...errors import StoreError, StoreIncomplete
-from ..chunks.field import FieldCodec, StoredArray
+from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..disk.durable import disk_full_guard
 from ..dtypes import to_float32
@@ -18,6 +18,7 @@ from ..parts.commit import PartCommit
 from ..parts.encoding import EncodePool
 from ..parts.shard import FileRecord, ShardWriter
 from ..paths import StorePath
+from ..schema import StoredArray
 from .site import PartPlace
 
 

@@ -33,7 +33,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +87,7 @@ from .bucket import BucketSite, changed_meanwhile
 from .folder import FolderSite, remove_folder
 from .links import refuse_linked_folders, refuse_links
 from .lock import StoreLock
-from .opening import check_counts, check_same, check_same_plan, check_unoccupied, restore, stored_version
+from .opening import check_counts, check_same, check_same_plan, check_unoccupied, restore
 from .part import PartWriter
 from .site import Site
 
@@ -163,8 +162,6 @@ class StoreWriter:
                 is_begun = exists(manifest_commit_path(store)) or exists(store / MANIFEST_NAME)
             if is_begun:
                 with check_guard(store):
-                    manifest = replace(manifest, schema_version=stored_version(store, manifest))
-                with check_guard(store):
                     restore(store, manifest, plan)
                     check_same(store, manifest, plan)
                 _write_codec(store, codec_files or {})
@@ -190,7 +187,6 @@ class StoreWriter:
     def _beside_others(cls, store: StorePath, manifest: StoreManifest, plan: pa.Table, site: Site) -> StoreWriter:
         """Join those who write to a store that was made from the same inputs; they keep it in order."""
         with check_guard(store):
-            manifest = replace(manifest, schema_version=stored_version(store, manifest))
             check_same(store, manifest, plan)
             writer = cls(store, manifest, plan, site)
         writer.lay_out(writer.codec)

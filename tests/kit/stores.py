@@ -11,12 +11,19 @@ import numpy as np
 import pyarrow as pa
 import zarr
 
-from moa_data.storage.chunks.field import TOKENS
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import bfloat16_bits
 from moa_data.storage.parts.plan import plan_parts
 from moa_data.storage.paths import AnyPath
-from moa_data.storage.schema import FieldSpec, StoreManifest, hidden_field, kv_field, response_mask_field, tokens_field
+from moa_data.storage.schema import (
+    TOKENS,
+    FieldSpec,
+    StoreManifest,
+    hidden_field,
+    kv_field,
+    response_mask_field,
+    tokens_field,
+)
 from moa_data.storage.write.addition import StoreAddition
 from moa_data.storage.write.part import PartWriter
 from moa_data.storage.write.store import StoreWriter

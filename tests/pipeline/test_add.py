@@ -85,7 +85,7 @@ def addition(config: ExtractConfig, **changes: Any) -> AddConfig:
     return AddConfig.of(**new | changes)
 
 
-@pytest.mark.parametrize("codec", ["lossless", "int6", "transform:3,tokens"])
+@pytest.mark.parametrize("codec", ["lossless", "int8", "transform:3,tokens"])
 def test_the_store_becomes_the_one_of_a_single_extraction(config: ExtractConfig, codec: str) -> None:
     config = config.replaced(codec=codec)
     before = begun(config)

@@ -25,9 +25,9 @@ from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.forwards.background import BackgroundWriter
 from moa_data.pipeline.forwards.parts import batches
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.chunks.chunk import encode_chunk
 from moa_data.storage.disk import durable
 from moa_data.storage.parts import encoding, shard
+from moa_data.storage.parts.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.stores import flip, read_tree

@@ -13,7 +13,7 @@ from moa_data.errors import DatasetError, OptionInvalid, StorageUnavailable, Tar
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
-from moa_data.storage.codecs.transform import settings
+from moa_data.storage.codecs import transform as codec_module
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.models import build_text_model
 from moa_data.text import format_bytes
@@ -173,7 +173,7 @@ def test_the_plan_says_what_learning_takes(target_folder: Path, chats_file: Path
 def test_a_codec_that_is_too_wide_is_refused_before_chats_are_read(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "MAX_BASIS_WIDTH", 32)
+    monkeypatch.setattr(codec_module, "MAX_BASIS_WIDTH", 32)
     config = ExtractConfig.of(
         model=str(target_folder),
         dataset=str(tmp_path / "not-there.jsonl"),

@@ -23,8 +23,7 @@ from moa_data.pipeline.sources import recorded_config
 from moa_data.storage.care.summary import summarize_store
 from moa_data.storage.care.verify import verify_store
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform.codec import TransformCodec
-from moa_data.storage.codecs.transform.rope import Rope
+from moa_data.storage.codecs.transform import Rope, TransformCodec
 from moa_data.storage.disk.durable import crc32c
 from moa_data.storage.parts.manifest_commit import write_manifest_commit
 from moa_data.storage.parts.plan import PLAN_SCHEMA, plan_bytes, read_plan
@@ -143,14 +142,14 @@ def check_shard_indexes_and_chunks(store: Path, data: Any) -> None:
     number = data.draw(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]) | st.integers(0, len(content)))
     if data.draw(st.booleans()):
         with ActivationStore(store) as reader:
-            shard = reader._arrays.shard(0, reader.codec.fields["kv"].arrays[0], 0)
+            shard = reader._shards.shard(0, reader.codec.fields["kv"].arrays[0], 0)
         n_index_bytes = 16 * shard.grid.rows_per_shard * shard.grid.chunks_per_row
         at = len(content) - 4 - n_index_bytes + 8 * data.draw(st.integers(0, shard.index.size - 1))
         content[at : at + 8] = number.to_bytes(8, "little")
         content[-4:] = crc32c(bytes(content[-4 - n_index_bytes : -4])).to_bytes(4, "little")
     else:
         with ActivationStore(store) as reader:
-            index = reader._arrays.shard(0, reader.codec.fields["kv"].arrays[0], 0).index
+            index = reader._shards.shard(0, reader.codec.fields["kv"].arrays[0], 0).index
         start, n_bytes = (int(value) for value in index[0, 0])
         at = start + data.draw(st.integers(0, min(40, n_bytes - 12)))
         content[at : at + 4] = (number % 2**32).to_bytes(4, "little")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moa_data.storage.codecs.coding import Columns, GroupFit
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform.codec import TransformCodec
-from moa_data.storage.codecs.transform.fit import Columns, GroupFit
+from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.names import commit_path
 from moa_data.storage.parts.commit import PartCommit, committed_bytes, read_part_commit
 from moa_data.storage.parts.grid import array_grid

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...moa.drafters.training import Draws, TrainingInputs
-from ...storage.chunks.field import TOKENS, FieldCodec
-from ...storage.read.selection import token_shape
+from ...storage.codecs.field import FieldCodec
+from ...storage.read.store import token_shape
+from ...storage.schema import TOKENS
 
 LAYER_OUTPUTS = "layer_outputs"
 """Attribute of ``TrainingInputs`` that is made of several fields."""

@@ -10,9 +10,8 @@ from torch import Tensor
 from ...errors import DrafterError, SelectionInvalid, TrainingError
 from ...moa.drafters.registry import drafter_class
 from ...moa.drafters.training import Reads, TrainingInputs
-from ...storage.chunks.field import StoredArray
-from ...storage.read.selection import layer_indices, own_arrays, row_shape, shared_arrays, token_shape
-from ...storage.read.store import ActivationStore
+from ...storage.read.store import ActivationStore, layer_indices, row_shape, shared_arrays, token_shape
+from ...storage.schema import StoredArray
 from ...text import add_command
 from ..config import AnyDrafter, TrainConfig, default_drafters
 from .batch import LAYER_OUTPUTS, Batch, EncodedField
@@ -135,7 +134,7 @@ class BatchReader:
         for attribute, name in self._fields.items():
             codec, layers = self.store.codec.fields[name], self._layers[name]
             if not codec.is_identity:
-                rows = {array.name: buffers[array.name] for array in own_arrays(codec, layers)}
+                rows = {array.name: buffers[array.name] for array in codec.arrays_read(layers)}
                 dtype = _TORCH_DTYPES[codec.spec.dtype]
                 encoded[attribute] = EncodedField(codec, rows, tuple(lengths.tolist()), dtype, layers)
                 buffers[name] = torch.empty(0)

@@ -23,10 +23,10 @@ from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_identity_fits, check_sizes_fit
 from ...moa.drafters.training import Draws, Reads, TrainingInputs
 from ...moa.targets.bundle import FrozenTarget
-from ...storage.chunks.field import TOKENS
-from ...storage.codecs.transform.codec import TransformCodec
+from ...storage.codecs.transform import TransformCodec
 from ...storage.dtypes import to_float32
 from ...storage.read.store import ActivationStore
+from ...storage.schema import TOKENS
 from ...text import Progress, add_command
 from ..batches.batch_reader import read_fields
 

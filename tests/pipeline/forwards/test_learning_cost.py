@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moa_data.pipeline.forwards.learning_cost import learning_cost
-from moa_data.storage.chunks.field import Learning
+from moa_data.storage.codecs.calibration import Scratch
+from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform.codec import TransformCodec
-from moa_data.storage.codecs.transform.sample import Scratch
+from moa_data.storage.codecs.transform import TransformCodec
 from moa_data.storage.schema import hidden_field, kv_field, tokens_field
 
 SIZES_8B = {"vocab_size": 128_256, "hidden_size": 4096}

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_data.storage.chunks.chunk import encode_chunk
-from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.parts import encoding
+from moa_data.storage.parts.chunk import encode_chunk
 from moa_data.storage.parts.encoding import EncodePool
 from moa_data.storage.parts.grid import array_grid
 from moa_data.storage.parts.shard import ShardWriter
+from moa_data.storage.schema import StoredArray
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, read_tree
 

@@ -5,20 +5,17 @@ import math
 import pytest
 
 from moa_data.errors import StoreDamaged
-from moa_data.storage.chunks.field import StoredArray
-from moa_data.storage.codecs.lossless import LosslessCodec
+from moa_data.storage.codecs.field import LosslessCodec
 from moa_data.storage.parts.grid import (
     MAX_CHUNK_BYTES,
     MAX_SHARD_BYTES,
     MIN_CHUNK_BYTES,
-    ArrayGrid,
     array_grid,
-    array_grid_1,
     chunk_tokens,
     grid_from_metadata,
     zarr_metadata,
 )
-from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
+from moa_data.storage.schema import FieldSpec, StoredArray, hidden_field, kv_field, tokens_field
 
 
 def stored(spec: FieldSpec) -> StoredArray:
@@ -53,15 +50,6 @@ def test_shards_span_all_layers_and_parts_follow_each_other() -> None:
     assert array_grid(stored(tokens_field()), 2, 1).shard_shape == (8192,)
 
 
-def test_shards_of_version_1_lie_in_folders_and_belong_to_one_part() -> None:
-    grid = array_grid_1(stored(kv_field(32, 8, 128)), 65536)
-    assert grid.shard_shape == (1024, 32, 8, 2, 128)
-    assert (grid.chunks_per_row, grid.rows_per_shard) == (32, 16)
-    assert grid.shard_key(7, 3) == "c/3/0/0/0/0"
-    assert array_grid_1(stored(hidden_field("last", 4096)), 192).shard_shape == (192, 4096)
-    assert array_grid_1(stored(tokens_field()), 65536).shard_shape == (65536,)
-
-
 @pytest.mark.parametrize("longest_part", [1, 64, 8192, 8256, 65536, 11 * 8192, 1 << 20])
 def test_a_part_is_a_whole_number_of_equal_shards(longest_part: int) -> None:
     for spec in (kv_field(32, 8, 128), hidden_field("last", 4096), tokens_field()):
@@ -90,13 +78,12 @@ def test_rows_that_stand_for_blocks_make_chunks_of_as_many_tokens() -> None:
 KV = stored(kv_field(4, 2, 8))
 
 
-@pytest.mark.parametrize("grid", [array_grid(KV, 3, 320), array_grid_1(KV, 320)], ids=["shared", "version 1"])
-def test_metadata_reads_back_and_any_other_meaning_is_refused(grid: ArrayGrid) -> None:
-    array, separator = KV, b'"."' if grid.part_rows else b'"/"'
+def test_metadata_reads_back_and_any_other_meaning_is_refused() -> None:
+    array, grid = KV, array_grid(KV, 3, 320)
     text = zarr_metadata([(array, grid)])["kv/zarr.json"]
     assert grid_from_metadata(text, array, "kv") == grid
     for old, new in [
-        (b'"separator": ' + separator, b'"separator": "_"'),
+        (b'"separator": "."', b'"separator": "_"'),
         (b'"uint16"', b'"float16"'),
         (b'"bfloat16"', b'"float16"'),
         (b'"end"', b'"start"'),

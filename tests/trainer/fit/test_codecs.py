@@ -49,7 +49,7 @@ def test_codes_decode_to_what_the_store_reads(int8_path: Any) -> None:
 
 
 def test_a_drafter_trains_from_codes(tmp_path: Path) -> None:
-    store = build_store(tmp_path / "store", n_sequences=40, codec="int6")
+    store = build_store(tmp_path / "store", n_sequences=40, codec="int8")
     report = run(store, tmp_path / "run", max_steps=3, validate_every=3)
     assert report.n_steps == 3
     assert np.isfinite(report.best_expected_acceptance_length)

@@ -13,22 +13,21 @@ import torch
 
 from moa_data.errors import CodecUnknown, StoreDamaged, StoreError
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.chunks.chunk import encode_chunk
-from moa_data.storage.chunks.field import TOKENS, LearnedCodec, Learning
+from moa_data.storage.codecs import coding
+from moa_data.storage.codecs.calibration import early_means
+from moa_data.storage.codecs.coding import mean_rows
+from moa_data.storage.codecs.field import Learning
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.codecs.transform import pieces
-from moa_data.storage.codecs.transform.calibration import early_means, mean_rows
-from moa_data.storage.codecs.transform.codec import TransformCodec
-from moa_data.storage.codecs.transform.rope import Rope
-from moa_data.storage.codecs.transform.settings import TransformSettings
+from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
 from moa_data.storage.dtypes import to_float32
+from moa_data.storage.parts.chunk import encode_chunk
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import FieldSpec, hidden_field, kv_field, tokens_field
+from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, tokens_field
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.stores import Recipe, flip
 
-from .. import contract
-from ..contract import RECIPE, CodecContract
+from . import contract
+from .contract import RECIPE, CodecContract
 
 N_LAYERS, N_HEADS, HEAD_DIM = 4, 2, 8
 # One object: Rope holds arrays, so that the cache below goes by its identity.
@@ -64,8 +63,6 @@ class TransformContract(CodecContract):
     @classmethod
     def learn(cls, codec: StoreCodec) -> None:
         for name, field in codec.learned.items():
-            assert isinstance(field, TransformCodec)
-            assert isinstance(field, LearnedCodec)
             if name == "kv":
                 field.rope, field.embeddings = contract.ROPE, contract.EMBEDDINGS
             field.calibrate(
@@ -108,7 +105,6 @@ class TestTransformWithTokens(TransformContract):
     def test_a_reader_of_one_layer_gets_the_codes_of_its_group(self, written: Path) -> None:
         with ActivationStore(written) as store:
             codec = store.codec.fields["kv"]
-            assert isinstance(codec, TransformCodec)
             last = store.read_batch([2, 0], "kv", layers=[-1], decoded=False)
             assert last.keys() == {array.name for array in codec.arrays_of([3])}
             assert last.keys() < store.read_batch([2], "kv", decoded=False).keys()
@@ -116,7 +112,7 @@ class TestTransformWithTokens(TransformContract):
     def test_a_reader_of_one_layer_reads_the_pieces_of_its_group(
         self, codec: StoreCodec, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(pieces, "MIN_GROUP_BYTES", 1)
+        monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
         joined = StoreCodec(self.name, RECIPE.manifest.fields)
         joined.load(codec.files()["basis.safetensors"])
         with ActivationStore(self.write(tmp_path / "store", joined)) as store:
@@ -197,17 +193,17 @@ def test_a_reader_of_one_layer_needs_its_group_only() -> None:
 def test_codes_in_pieces_are_those_of_the_runs_and_a_layer_needs_those_of_its_group(
     codec: TransformCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "MIN_GROUP_BYTES", 1)
-    joined, apart = (TransformCodec(SPEC, codec.settings, joins_runs=joins_runs) for joins_runs in (True, False))
-    for other in (joined, apart):
-        other.load_state(codec.state())
+    joined, apart = TransformCodec(SPEC, codec.settings), TransformCodec(SPEC, codec.settings)
+    apart.load_state(codec.state())
+    monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
+    joined.load_state(codec.state())
     assert apart.arrays == codec.arrays
     assert [(array.name, array.axes) for array in joined.arrays] == [("kv/codes", ("token", "piece", "byte"))]
     values = TEST[0]
     (rows,), codes = joined.encode(values).values(), apart.encode(values)
     np.testing.assert_array_equal(joined.decode({"kv/codes": rows}, 0, 50), apart.decode(codes, 0, 50))
     for layers in ([2], [3, 0], [1, 3, 2]):
-        own = joined.pieces_of(layers)
+        own = joined.indices_of(joined.arrays[0], layers)
         assert own is not None
         needed = {"kv/codes": rows[64:, own]}
         np.testing.assert_array_equal(
@@ -254,9 +250,8 @@ def test_the_metric_of_a_hidden_state_lowers_the_error_that_counts() -> None:
     metric = np.diag(4.0 ** np.arange(16) / 4.0**15)
     errors: dict[str, Any] = {}
     for name, given in (("plain", None), ("given", metric)):
-        codec = TransformCodec(
-            hidden_field("last", 16), TransformSettings(1.0, 1.5), metrics=None if given is None else [[given]]
-        )
+        codec = TransformCodec(hidden_field("last", 16), TransformSettings(1.0, 1.5))
+        codec.metrics = None if given is None else [[given]]
         codec.calibrate(sample)
         assert codec.describe()["error_metric"] == name
         restored = TransformCodec(hidden_field("last", 16), TransformSettings(1.0, 1.5))
@@ -274,7 +269,8 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
     metrics = [[metric, 0.01 * np.eye(2 * layer_width)] for metric in keys]
     errors = {}
     for name, given in (("even", None), ("given", metrics)):
-        codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"), ROPE, given)
+        codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"), ROPE)
+        codec.metrics = given
         codec.calibrate(CALIBRATION)
         restored = TransformCodec(SPEC, TransformSettings.parse("transform:1@group2"))
         restored.load_state(codec.state())
@@ -301,7 +297,8 @@ def test_what_tokens_say_is_not_stored() -> None:
     errors = []
     for given in (None, embeddings):
         name = "transform:1@group2" if given is None else "transform:1,tokens@group2"
-        codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE, embeddings=given)
+        codec = TransformCodec(SPEC, TransformSettings.parse(name), ROPE)
+        codec.embeddings = given
         codec.calibrate(sample, tokens)
         assert codec.needs_tokens == (given is not None)
         restored = TransformCodec(SPEC, codec.settings)
@@ -356,15 +353,13 @@ def test_a_codec_that_has_learned_nothing_says_so() -> None:
         ("transform:0.5@all", TransformSettings(0.5, 0.85, 0)),
         ("transform:1,hidden=2@layer", TransformSettings(1.0, 2.0, 1)),
         ("transform:2@group4", TransformSettings(2.0, 3.4, 4)),
-        ("transform:1,tokens", TransformSettings(1.0, 1.7, None, True)),
         ("transform:0.88,hidden=1.55,tokens@all", TransformSettings(0.88, 1.55, 0, True)),
+        ("transform:1,hidden=2,tokens,joint", TransformSettings(1.0, 2.0, None, True, False, True)),
+        ("transform:1,hidden=2,tokens,from-kv,joint@group2", TransformSettings(1.0, 2.0, 2, True, True, True)),
     ],
 )
 def test_names_say_bits_and_scope(name: str, expected: TransformSettings) -> None:
-    got = TransformSettings.parse(name)
-    assert (got.kv_bits, got.group_layers) == (expected.kv_bits, expected.group_layers)
-    assert got.from_tokens == expected.from_tokens
-    assert got.hidden_bits == pytest.approx(expected.hidden_bits)
+    assert TransformSettings.parse(name) == expected
 
 
 def test_default_scope_is_bounded_by_width() -> None:
@@ -384,8 +379,8 @@ def test_all_layers_share_as_few_bases_as_the_width_allows() -> None:
 @pytest.mark.parametrize(
     ("name", "field", "instead"),
     [
-        ("transform:1,tokens@group20", kv_field(32, 8, 128), r"20,480 .* transform:1,tokens@group16\."),
-        ("transform:0.5,hidden=2@group32", kv_field(32, 32, 128), r"transform:0\.5,hidden=2@group4\."),
+        ("transform:1,tokens@group20", kv_field(32, 8, 128), "20,480 .*@group16"),
+        ("transform:0.5,hidden=2@group32", kv_field(32, 32, 128), "@group4"),
         ("transform:1", kv_field(2, 200, 128), "Use lossless or int8"),
         ("transform:1", hidden_field("last", 20_000), "Use lossless or int8"),
     ],
@@ -415,7 +410,7 @@ def test_a_basis_from_disk_is_that_of_the_plain_definition_bit_for_bit() -> None
 
 def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    codec = TransformCodec(kv_field(32, 1, 16), TransformSettings.parse("transform:1@layer"), None)
+    codec = TransformCodec(kv_field(32, 1, 16), TransformSettings.parse("transform:1@layer"))
     told: list[tuple[int, int, str]] = []
     learning = Learning(tmp_path, progress=lambda *step: told.append(step))
     n_tokens, n_sequences = 200, 40
@@ -442,3 +437,66 @@ def test_learning_in_torch_gives_the_codec_of_numpy_up_to_rounding() -> None:
 def test_other_fields_are_refused() -> None:
     with pytest.raises(ValueError, match="hidden"):
         TransformCodec(tokens_field(), TransformSettings.parse("transform:1"))
+
+
+INV_FREQ = 100.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+
+
+def keys() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(11, 3, 2, HEAD_DIM)).astype(np.float32)
+
+
+def llama_rotation(x: torch.Tensor, inv_freq: np.ndarray) -> torch.Tensor:
+    """apply_rotary_pos_emb of transformers, tokens first."""
+    angles = torch.arange(len(x))[:, None] * torch.from_numpy(inv_freq).float()
+    emb = torch.cat((angles, angles), dim=-1)[:, None, None]
+    half = torch.cat((-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]), dim=-1)
+    return x * emb.cos() + half * emb.sin()
+
+
+def test_rotation_is_llamas() -> None:
+    x = keys()
+    rotated = Rope(INV_FREQ, np.array(1)).rotate(x)
+    np.testing.assert_allclose(rotated, llama_rotation(torch.from_numpy(x), INV_FREQ).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(INV_FREQ, np.array(1.3)),
+        Rope(INV_FREQ[:2], np.array(1)),
+        Rope(np.stack([INV_FREQ, INV_FREQ / 2, INV_FREQ / 4]), np.array([1.0, 1.5, 2.0])),
+    ],
+    ids=["scaled", "partial", "per layer"],
+)
+def test_unrotating_undoes_rotating(rope: Rope) -> None:
+    x = keys()
+    np.testing.assert_allclose(rope.unrotate(rope.rotate(x)), x, atol=1e-5)
+    assert not np.allclose(rope.rotate(x), x, atol=0.1)
+
+
+def test_partial_rotation_leaves_the_other_dimensions_alone() -> None:
+    x = keys()
+    rotated = Rope(INV_FREQ[:2], np.array(1.7)).rotate(x)
+    np.testing.assert_array_equal(rotated[..., 4:], x[..., 4:])
+
+
+def test_positions_and_layers_are_those_asked_for() -> None:
+    rope = Rope(np.stack([INV_FREQ, INV_FREQ / 2, INV_FREQ / 4]), np.array([1.0, 1.5, 2.0]))
+    x = keys()
+    whole = rope.rotate(x)
+    np.testing.assert_array_equal(rope.rotate(x[4:, [2, 0]], 4, [2, 0]), whole[4:, [2, 0]])
+
+
+def test_torch_equals_numpy() -> None:
+    rope, x = Rope(INV_FREQ, np.array(1)), keys()
+    got = rope.unrotate(torch.from_numpy(x), 5)
+    assert isinstance(got, torch.Tensor)
+    np.testing.assert_allclose(got.numpy(), rope.unrotate(x, 5), rtol=1e-6)
+
+
+def test_arrays_that_are_no_rotation_are_refused() -> None:
+    with pytest.raises(ValueError, match="rotary_dim"):
+        Rope(np.zeros((1, 2, 3)), np.array(1))
+    with pytest.raises(ValueError, match="positive"):
+        Rope(INV_FREQ, np.array(0))

@@ -1,19 +1,28 @@
-"""One shard opened for reading: its index, and the decoding of its inner chunks. ``parts.shard`` draws the format."""
+"""The shards of a store's parts, opened for reading: grids and indexes, each read once and kept."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import lru_cache, partial
 
 import numpy as np
 
 from ...errors import StoreDamaged
-from ..chunks.chunk import CRC_BYTES, decode_chunk
 from ..disk.checking import MISSING
 from ..disk.durable import crc32c
 from ..disk.files import CachedAs, LocalFile, RemoteFile, open_file, scratch_bytes
-from ..parts.grid import ArrayGrid
+from ..disk.read_cache import ReadCache
+from ..documents import read_bounded
+from ..names import PARTS_NAME, ZARR_NAME
+from ..parts.chunk import CRC_BYTES, decode_chunk
+from ..parts.commit import PartCommit
+from ..parts.grid import ArrayGrid, grid_from_metadata
 from ..paths import StorePath
+from ..schema import StoredArray, StoreManifest
 
+MAX_SHARDS = 4096
+"""Shards whose indexes a reader keeps: each has 16 bytes per inner chunk, 128 KiB for a shard of 2 GiB."""
 _REPAIR = "Delete the part's file in commits/ and run extract again: it redoes that part only."
 
 
@@ -105,3 +114,78 @@ class ShardReader:
             layers = f", layers from {column * grid.chunk_layers}" if len(grid.shape) > 2 else ""
             where = f"tokens from {row * grid.chunk_tokens} of the shard{layers}"
             raise StoreDamaged(f"{self.path}: {error} ({where}). {_REPAIR}") from error
+
+
+class PartShards:
+    """Finds stored arrays' shards and counts stored bytes read of them; safe in threads and after a fork."""
+
+    def __init__(
+        self,
+        store: StorePath,
+        manifest: StoreManifest,
+        commits: Mapping[int, PartCommit],
+        cache: ReadCache | None = None,
+    ) -> None:
+        self._folder, self._n_parts, self._commits = store / PARTS_NAME, manifest.n_parts, commits
+        self._longest_part = max((commit.allocated_tokens for commit in commits.values()), default=0)
+        self.n_bytes_read = 0
+        self._grids: dict[str, tuple[StoredArray, ArrayGrid]] = {}
+        # Not of a method, which would keep this object, and with it all open files, until the garbage is collected.
+        self._open = lru_cache(MAX_SHARDS)(partial(_open, self._folder, commits, self._grids, cache))
+
+    def grid(self, array: StoredArray) -> ArrayGrid:
+        """Return the grid of an array, which all parts share.
+
+        Raises:
+            StoreDamaged: its metadata is gone.
+            StoreDamaged: its metadata is not what the manifest and the commits declare.
+        """
+        found = self._grids.get(array.name)
+        if found is None:  # read twice where threads meet
+            found = self._grids[array.name] = (array, self._read_grid(array))
+        return found[1]
+
+    def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
+        """Return the shard of that number, its index read and checked."""
+        self.grid(array)
+        return self._open(part, array.name, number)
+
+    def close(self) -> None:
+        """Close all files; asking for a shard opens it again."""
+        self._open.cache_clear()
+
+    def _read_grid(self, array: StoredArray) -> ArrayGrid:
+        path = self._folder / array.name / ZARR_NAME
+        try:
+            text = read_bounded(path)
+        except MISSING as error:
+            raise StoreDamaged(f"{path} is missing. Run extract again: it writes what is missing.") from error
+        except ValueError as error:
+            raise StoreDamaged(f"{path} is no metadata of an array: {error}.") from error
+        grid = grid_from_metadata(text, array, str(path))
+        unit, n_rows = array.axes[0], array.n_rows(self._longest_part)
+        if grid.part_rows < max(n_rows, 1):
+            raise StoreDamaged(f"{path} has room for {grid.part_rows} {unit}s of each part, the longest has {n_rows}.")
+        if grid.shape[0] != self._n_parts * grid.part_rows:
+            raise StoreDamaged(f"{path} has {grid.shape[0]} {unit}s, expected {self._n_parts * grid.part_rows}.")
+        return grid
+
+
+def _open(
+    folder: StorePath,
+    commits: Mapping[int, PartCommit],
+    grids: Mapping[str, tuple[StoredArray, ArrayGrid]],
+    cache: ReadCache | None,
+    part: int,
+    name: str,
+    number: int,
+) -> ShardReader:
+    (array, grid), commit = grids[name], commits[part]
+    n_chunk_rows = grid.n_chunk_rows(array.n_rows(commit.allocated_tokens))
+    n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
+    file = f"{name}/{grid.shard_key(part, number)}"
+    path, record = folder / file, commit.files.get(file)
+    if record is None:
+        return ShardReader(path, grid, n_rows)
+    cached = None if cache is None else CachedAs(cache, f"{path} {record.bytes} {record.crc32:08x}")
+    return ShardReader(path, grid, n_rows, record.bytes, cached)

@@ -1,4 +1,4 @@
-"""Quantised codecs: errors within half a step, scales that are checked, and codes that a stranger can undo."""
+"""int8: errors within half a step, scales that are checked, and codes that other programs can decode."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moa_data.errors import CodecUnknown, StoreError, StoreIncomplete
 from moa_data.storage.care.verify import verify_store
-from moa_data.storage.codecs.quantised import SCHEMES, QuantisedCodec
+from moa_data.storage.codecs.int8 import Int8Codec
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.dtypes import from_float32, to_float32
 from moa_data.storage.read.store import ActivationStore
@@ -33,16 +33,16 @@ def activations(spec: FieldSpec, n_tokens: int, seed: int = 0, spread: float = 1
 class TestInt8(CodecContract):
     name = "int8"
     error = 0.01
-    unknown = ("int7", "int8:4", "fp8")
+    unknown = ("int6", "int8:4", "fp8")
 
 
-class TestInt6(CodecContract):
-    name = "int6"
-    error = 0.035
-    unknown = ("int3", "int4")
+class TestLossless(CodecContract):
+    name = "lossless"
+    error = 0.0
+    unknown = ("lossles", "lossless:2")
 
 
-def group_largest(codec: QuantisedCodec, values: np.ndarray) -> np.ndarray:
+def group_largest(codec: Int8Codec, values: np.ndarray) -> np.ndarray:
     """Largest magnitude of what shares a scale with each value."""
     n_tokens = len(values)
     padded = np.pad(np.abs(values), ((0, -n_tokens % 64), *[(0, 0)] * (values.ndim - 1)))
@@ -55,29 +55,26 @@ def group_largest(codec: QuantisedCodec, values: np.ndarray) -> np.ndarray:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(list(SCHEMES)),
     spec=st.sampled_from([KV, HIDDEN]),
     n_tokens=st.integers(1, 140),
     seed=st.integers(0, 2**32 - 1),
     exponent=st.integers(-80, 100),
     spread=st.sampled_from([0.0, 1.0, 5.0]),
 )
-def test_errors_stay_within_half_a_step(
-    name: str, spec: Any, n_tokens: int, seed: int, exponent: int, spread: float
-) -> None:
-    codec = QuantisedCodec(spec, SCHEMES[name])
+def test_errors_stay_within_half_a_step(spec: Any, n_tokens: int, seed: int, exponent: int, spread: float) -> None:
+    codec = Int8Codec(spec)
     values = activations(spec, n_tokens, seed, spread) * np.float32(2.0**exponent)
     values[np.random.default_rng(seed).random(values.shape) < 0.2] = 0
     decoded = codec.decode(codec.encode(values), 0, n_tokens)
     largest = group_largest(codec, values)
     # The scale's mantissa has two bits, rounded up: a step is at most a quarter larger than it need be.
-    bound = 0.5 * 1.25 * largest / SCHEMES[name].largest
+    bound = 0.5 * 1.25 * largest / 127
     assert (np.abs(decoded - values) <= bound * (1 + 1e-5) + 2.0**-126).all()
     assert (decoded[values == 0] == 0).all()
 
 
 def test_zero_blocks_and_tiny_values() -> None:
-    codec = QuantisedCodec(KV, SCHEMES["int8"])
+    codec = Int8Codec(KV)
     values = activations(KV, 130)
     values[:64] = 0
     values[64:128] = 1e-42
@@ -91,7 +88,7 @@ def test_zero_blocks_and_tiny_values() -> None:
 
 def test_fields_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CodecUnknown, match=r"knows kv and \[token, width\]"):
-        QuantisedCodec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b")), SCHEMES["int8"])
+        Int8Codec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b")))
 
 
 def write_kv(path: Path, recipe: Recipe, change: Callable[[dict[str, np.ndarray], dict[str, Any]], None]) -> Path:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moa_data.errors import StoreDamaged
-from moa_data.storage.chunks.chunk import decode_chunk, encode_chunk
+from moa_data.storage.parts.chunk import decode_chunk, encode_chunk
 
 
 def encoded() -> tuple[np.ndarray, np.ndarray]:

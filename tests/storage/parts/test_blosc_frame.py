@@ -10,13 +10,13 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moa_data.storage.chunks.blosc_frame import encode_frame
-from moa_data.storage.chunks.chunk import decode_chunk, encode_chunk
-from moa_data.storage.chunks.field import StoredArray
 from moa_data.storage.dtypes import bfloat16_bits
+from moa_data.storage.parts.blosc_frame import encode_frame
+from moa_data.storage.parts.chunk import decode_chunk, encode_chunk
 from moa_data.storage.parts.encoding import EncodePool
 from moa_data.storage.parts.grid import array_grid, zarr_metadata
 from moa_data.storage.parts.shard import ShardWriter
+from moa_data.storage.schema import StoredArray
 from moa_data.tests.kit.stores import read_by_zarr
 
 SHAPES = st.one_of(

@@ -1,27 +1,29 @@
-"""What a transform codec learns from a sample: means, principal components, and the metric of errors.
+"""What a transform codec learns from a sample: means, principal components, predictions, and the metric of errors.
 
 A *part* of a field is quantised on its own: the keys (before RoPE), the values, or a hidden state. A *group* is a run
-of layers that share one basis. The sample's sequences are split in two: the basis comes from the first, the cost of its
-components from the second, so that it holds for sequences that the basis never saw.
+of layers that share one basis. The sample waits on disk, one part of one group is in memory at a time::
+
+    one sequence             parts: keys and values of each group      the disk                    memory, part by part
+    [n_tokens, *token_shape] -> float32 [n_tokens, width] each      -> a file without a name   ->  rows of all sequences
+
+A group of 16 layers of an 8B target takes 2 GB of the 8 GB that 30,000 tokens are.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from array_api_compat import array_namespace, to_device
 
-from ...chunks.field import Array
-from .sample import Rows
+from ..schema import Array
+from .coding import EARLY_POSITIONS, Basis, mean_rows
 
 Place = Callable[[np.ndarray], Array]
-"""Moves a NumPy array to where large products run; see ``chunks.field.Learning``."""
-
-EARLY_POSITIONS = 8
-"""Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
+"""Moves a NumPy array to where large products run; see ``codecs.field.Learning``."""
 
 MAX_COMPONENTS = 4_096
 """Components kept of one part of one group."""
@@ -41,24 +43,92 @@ _FEATURE_RIDGE = 1e-3
 _VOCABULARY_BLOCK = 1 << 16
 
 
-@dataclass(frozen=True)
-class Basis:
-    """A mean and axes for one part of one group.
+class Kept(NamedTuple):
+    """Where an array lies in a :class:`Scratch`."""
 
-    Attributes:
-        mean: float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones.
-        synthesis: float32 [n_components, width]; components times this, plus the mean, are the values.
-        analysis: float32 [width, n_components]; values without the mean, times this, are the components.
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Scratch:
+    """Arrays on disk, in a file without a name, which is gone when it is closed or the process ends.
+
+    Args:
+        folder: any folder of the file system that has the room; None for the system's temporary folder.
     """
 
-    mean: np.ndarray
-    synthesis: np.ndarray
-    analysis: np.ndarray
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by close)
+        self._n_bytes = 0
+
+    def keep(self, array: np.ndarray) -> Kept:
+        """Write an array and return where it is."""
+        kept = Kept(self._n_bytes, array.shape, array.dtype)
+        self._file.seek(kept.offset_bytes)
+        self._file.write(np.ascontiguousarray(array).data.cast("B"))
+        self._n_bytes += array.nbytes
+        return kept
+
+    def read(self, kept: Kept, out: np.ndarray | None = None) -> np.ndarray:
+        """Read an array, into ``out`` if given (C-contiguous, of its shape and dtype)."""
+        found = np.empty(kept.shape, kept.dtype) if out is None else out
+        self._file.seek(kept.offset_bytes)
+        n_read = self._file.readinto(found.data.cast("B"))
+        if n_read != found.nbytes:
+            raise OSError(f"A temporary file ended after {n_read} of {found.nbytes} bytes; is its disk full?")
+        return found
+
+    def close(self) -> None:
+        """Free the disk space."""
+        self._file.close()
 
 
-def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
-    """Return the row of ``Basis.mean`` for consecutive positions: int32 [n_tokens]."""
-    return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(np.int32)
+class Rows(NamedTuple):
+    """Sequences of one part, one after the other: ``values`` float32 [n_tokens, width], and the tokens of each."""
+
+    values: np.ndarray
+    lengths: Sequence[int]
+
+    @property
+    def sequences(self) -> list[np.ndarray]:
+        """The views of ``values``, one for each sequence."""
+        return np.split(self.values, np.cumsum(self.lengths)[:-1])
+
+
+class Sample:
+    """Sequences of a field, cut into groups and parts (``TransformCodec.parts``).
+
+    Args:
+        folder: see :class:`Scratch`.
+
+    Attributes:
+        scratch: also holds intermediate arrays of learning.
+        lengths: tokens of each sequence.
+        tokens: int [n_tokens] of each sequence; empty where they are not used.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.scratch = Scratch(folder)
+        self.lengths: list[int] = []
+        self.tokens: list[np.ndarray] = []
+        self._kept: list[list[list[Kept]]] = []
+
+    def add(self, groups: Sequence[Sequence[np.ndarray]], tokens: np.ndarray | None) -> None:
+        """Add a sequence: for each group, for each part, float32 [n_tokens, width]."""
+        self.lengths.append(len(groups[0][0]))
+        self._kept.append([[self.scratch.keep(part) for part in parts] for parts in groups])
+        if tokens is not None:
+            self.tokens.append(np.asarray(tokens))
+
+    def rows(self, group: int, part: int, chosen: Sequence[int]) -> Rows:
+        """Read some sequences of one part of one group."""
+        kept = [self._kept[i][group][part] for i in chosen]
+        lengths = [self.lengths[i] for i in chosen]
+        rows = Rows(np.empty((sum(lengths), kept[0].shape[1]), np.float32), lengths)
+        for at, out in zip(kept, rows.sequences, strict=True):
+            self.scratch.read(at, out)
+        return rows
 
 
 def on_host(array: Array) -> np.ndarray:
@@ -180,7 +250,7 @@ def learn_regression(features: Sequence[np.ndarray], sample: Rows, place: Place 
     return np.linalg.solve(gram, product).astype(np.float16).astype(np.float32)
 
 
-def principal_axes(rows: np.ndarray, place: Place = np.asarray, most: int | None = None) -> np.ndarray:
+def principal_axes(rows: np.ndarray, place: Place = np.asarray, max_axes: int | None = None) -> np.ndarray:
     """Return the principal axes of rows around zero, by falling variance.
 
     Exact up to a width of 4,096, beyond it by subspace iteration from a fixed start.
@@ -188,15 +258,15 @@ def principal_axes(rows: np.ndarray, place: Place = np.asarray, most: int | None
     Args:
         rows: float32 [n, width].
         place: where the products run.
-        most: axes wanted at most; default: ``MAX_COMPONENTS``.
+        max_axes: default: ``MAX_COMPONENTS``.
 
     Returns:
-        float32 [width, min(width, most)], or ``min(n, ...)`` columns for wide parts; orthonormal. Signs are fixed: the
-        largest entry of each axis is positive.
+        float32 [width, min(width, max_axes)], or ``min(n, ...)`` columns for wide parts; orthonormal. Signs are fixed:
+        the largest entry of each axis is positive.
     """
     n, width = rows.shape
-    most = min(width, MAX_COMPONENTS if most is None else most)
-    axes = _exact_axes(rows, most, place) if width <= EXACT_WIDTH else _leading_axes(rows, min(most, n), place)
+    max_axes = min(width, MAX_COMPONENTS if max_axes is None else max_axes)
+    axes = _exact_axes(rows, max_axes, place) if width <= EXACT_WIDTH else _leading_axes(rows, min(max_axes, n), place)
     largest = np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0)
     return np.asarray(axes * np.where(largest < 0, -1.0, 1.0).astype(axes.dtype), dtype=np.float32)
 

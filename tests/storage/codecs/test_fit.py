@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from moa_data.storage.codecs.transform.allocation import (
+from moa_data.storage.codecs.fit import (
     Options,
     Quantisers,
     allocate,
     measure_options,
+    quantise,
     split_by_statistics,
     water_level,
 )
-from moa_data.storage.codecs.transform.fit import quantise
 
 
 def entropy(codes: np.ndarray) -> float:

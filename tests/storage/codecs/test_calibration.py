@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 
-from moa_data.storage.codecs.transform import calibration
-from moa_data.storage.codecs.transform.calibration import (
-    EARLY_POSITIONS,
+from moa_data.storage.codecs import calibration
+from moa_data.storage.codecs.calibration import (
+    Rows,
     early_means,
     learn_basis,
     logit_metric,
-    mean_rows,
     principal_axes,
 )
-from moa_data.storage.codecs.transform.sample import Rows
+from moa_data.storage.codecs.coding import EARLY_POSITIONS, mean_rows
 
 
 def low_rank(n: int, width: int, rank: int, seed: int = 0) -> np.ndarray:
@@ -47,7 +46,7 @@ def test_positions_that_no_sequence_reaches_take_the_general_mean() -> None:
 def test_basis_in_a_metric_spends_components_where_errors_count() -> None:
     rng = np.random.default_rng(3)
     sequences = [rng.standard_normal((50, 6)).astype(np.float32) for _ in range(4)]
-    basis = learn_basis(Rows.of(sequences), np.diag([1.0, 1.0, 1.0, 1.0, 1.0, 1e4]))
+    basis = learn_basis(Rows(np.concatenate(sequences), [50] * 4), np.diag([1.0, 1.0, 1.0, 1.0, 1.0, 1e4]))
     assert np.abs(basis.analysis[:, 0]).argmax() == 5
     np.testing.assert_allclose(basis.analysis @ basis.synthesis, np.eye(6), atol=5e-3)
 

@@ -1,0 +1,407 @@
+"""How a token's components become bytes: quantised codes, several of them to a byte, in arrays of like statistics.
+
+::
+
+    parts -> minus the mean -> times the basis -> quantise -> digits -> runs of bytes -> arrays, or pieces of one array
+
+*Packing.* A Huffman code spends at least one bit on a symbol, so codes of few levels are packed: five codes of three
+levels are one symbol of 243 values, and cost as little as 0.2 bit each. Of the numbers of levels that pack alike only
+the largest odd one is used, as levels that never occur cost nothing in a Huffman code (7 or 9 levels pack as 15 do, 31
+or 127 as 255 do). A code ``q`` in ``-(levels - 1) / 2 .. (levels - 1) / 2`` is the digit ``q mod levels``, so that
+zero, the most frequent one, is zero in the byte as well, as the padding between sequences is. Codes of ``WIDE_LEVELS``
+levels do not fit a byte; they are two digits: ``q = low + 255 * high``.
+
+*Runs and pieces.* A run is codes of like statistics and one number of levels; they are as wide as their statistics ask.
+In a narrow group of layers each run is a stored array of its own. The runs of a wide group stand side by side in one
+array and are cut into pieces of equal width wherever that falls; each piece is an inner chunk with a Huffman code of
+its own, and a group begins with a new piece, so that a reader of some layers reads theirs only::
+
+    group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
+             | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
+
+A piece that holds the end of one run and the start of the next costs more than two apart would: little where a group
+has many pieces, up to 10 % of the bytes where it has few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from array_api_compat import array_namespace, device, is_numpy_namespace
+
+from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
+
+EARLY_POSITIONS = 8
+"""Positions with a mean of their own: attention sinks, and the constant beginning of a chat template."""
+
+CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
+"""Number of levels of a digit -> digits in one byte."""
+
+LOW_LEVELS, HIGH_LEVELS = 255, 15
+WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
+"""Levels of a code that is stored as two digits."""
+
+MIN_GROUP_BYTES = 1024
+"""Bytes of codes per token that groups must have on average for their runs to be joined."""
+_WIDE_GROUP_BYTES = 2048
+_NARROW_PIECE, _WIDE_PIECE = 96, 192
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A mean and axes for one part of one group.
+
+    Attributes:
+        mean: float32 [EARLY_POSITIONS + 1, width]; row p for position p, the last for all later ones.
+        synthesis: float32 [n_components, width]; components times this, plus the mean, are the values.
+        analysis: float32 [width, n_components]; values without the mean, times this, are the components.
+    """
+
+    mean: np.ndarray
+    synthesis: np.ndarray
+    analysis: np.ndarray
+
+    @property
+    def is_orthogonal(self) -> bool:
+        """Whether analysis is synthesis transposed, as of every basis that was not learned in a metric."""
+        return np.array_equal(self.analysis, self.synthesis.T)
+
+
+def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
+    """Return the row of ``Basis.mean`` for consecutive positions: int32 [n_tokens]."""
+    return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The codes of one token in one group of layers, in the order in which they are stored.
+
+    Attributes:
+        part: int32 [n_columns], which part of the field (0 keys, 1 values; 0 for hidden states).
+        component: int32 [n_columns], row of the part's basis. Two columns of one component are its two digits.
+        array: int32 [n_columns], which run; not falling.
+        levels: int32 [n_columns], levels of the digit.
+        step: float32 [n_columns], step of the component's quantiser.
+        is_high: float32 [n_columns], 1 for the high digit of a wide code.
+        rounding, shift_one, shift_more: float32 [n_columns], see ``fit``.
+    """
+
+    part: np.ndarray
+    component: np.ndarray
+    array: np.ndarray
+    levels: np.ndarray
+    step: np.ndarray
+    is_high: np.ndarray
+    rounding: np.ndarray
+    shift_one: np.ndarray
+    shift_more: np.ndarray
+
+    def table(self) -> np.ndarray:
+        """Return all columns as one float32 array [n_columns, 9]."""
+        return np.stack(list(vars(self).values()), axis=1).astype(np.float32)
+
+    @classmethod
+    def from_table(cls, table: np.ndarray) -> Columns:
+        """Undo :meth:`table`."""
+        integers = ("part", "component", "array", "levels")
+        names = (column.name for column in fields(cls))
+        dtypes = (np.int32 if name in integers else np.float32 for name in names)
+        return cls(*(column.astype(dtype) for column, dtype in zip(table.T, dtypes, strict=True)))
+
+    @property
+    def limit(self) -> np.ndarray:
+        """The largest magnitude of the component's code: int32 [n_columns]."""
+        component = (self.part.astype(np.int64) << 20) + self.component
+        is_wide = np.isin(component, component[self.is_high > 0])
+        return np.where(is_wide, (WIDE_LEVELS - 1) // 2, (self.levels - 1) // 2).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class GroupFit:
+    """What is learned for one group of layers.
+
+    Attributes:
+        bases: one per part.
+        columns: the codes of all parts.
+        regressions: for each part, float32 [n_features, width]: features times this are subtracted from the values
+            before the basis. Empty where nothing is predicted.
+    """
+
+    bases: tuple[Basis, ...]
+    columns: Columns
+    regressions: tuple[np.ndarray, ...] = ()
+
+
+def split_wide(codes: Array) -> tuple[Array, Array]:
+    """Split codes of ``WIDE_LEVELS`` levels, -1912 to 1912, into digits: low (-127 to 127) and high (-7 to 7)."""
+    high = (codes + LOW_LEVELS // 2) // LOW_LEVELS
+    return codes - high * LOW_LEVELS, high
+
+
+def pack(codes: Array, levels: int) -> Array:
+    """Pack codes into bytes.
+
+    Args:
+        codes: integers [n, n_codes] from -(levels - 1) / 2 to (levels - 1) / 2, NumPy or torch.
+        levels: a key of ``CODES_PER_BYTE``.
+
+    Returns:
+        uint8 [n, ceil(n_codes / CODES_PER_BYTE[levels])]; the last byte of a row is filled up with zero codes.
+    """
+    xp = array_namespace(codes)
+    per_byte = CODES_PER_BYTE[levels]
+    digits = xp.astype(codes % levels, xp.uint8)
+    packed = digits[:, 0::per_byte]
+    for place in range(1, per_byte):
+        more = digits[:, place::per_byte] * levels**place
+        width = more.shape[1]
+        packed = xp.concat([packed[:, :width] + more, packed[:, width:]], axis=1)
+    return packed
+
+
+def unpack_table(levels: int) -> np.ndarray:
+    """Return the codes of every byte: int16 [256, CODES_PER_BYTE[levels]].
+
+    Bytes that :func:`pack` never writes map to codes in range as well, so that no byte makes a reader fail.
+    """
+    digits = np.arange(256)[:, None] // levels ** np.arange(CODES_PER_BYTE[levels]) % levels
+    return np.where(digits > levels // 2, digits - levels, digits).astype(np.int16)
+
+
+class _Run(NamedTuple):
+    """The columns ``first`` to ``last`` of a group, and the array uint8 [token, byte] that their bytes make."""
+
+    array: StoredArray
+    levels: int
+    first: int
+    last: int
+
+
+class GroupTransform:
+    """One group's transform with its constants on each device; ``arrays`` are those of its runs."""
+
+    def __init__(self, name: str, fit: GroupFit) -> None:
+        self.fit = fit
+        levels, bounds = fit.columns.levels, np.flatnonzero(np.diff(fit.columns.array, prepend=-1, append=-1)).tolist()
+        self._runs = []
+        for number, (first, last) in enumerate(pairwise(bounds)):
+            n_bytes = -(-(last - first) // CODES_PER_BYTE[int(levels[first])])
+            array = StoredArray(f"{name}{number:02d}", "uint8", (n_bytes,), (TOKEN_AXIS, "byte"))
+            self._runs.append(_Run(array, int(levels[first]), first, last))
+        self.arrays = tuple(run.array for run in self._runs)
+        self._constants: dict[str, dict[str, Any]] = {}
+
+    def encode(self, parts: Sequence[Array], features: Array | None = None) -> dict[str, Array]:
+        """Encode a whole sequence.
+
+        Args:
+            parts: float32 [n_tokens, width] each, from position 0 on.
+            features: float32 [n_tokens, n_features] of the tokens; needed where the fit has regressions.
+
+        Returns:
+            Array name -> uint8 [n_tokens, n_bytes].
+        """
+        xp = array_namespace(*parts)
+        constants = self._on(parts[0])
+        rows = xp.asarray(mean_rows(0, parts[0].shape[0]), device=device(parts[0]))
+        if constants["regression"]:
+            parts = [values - features @ matrix for values, matrix in zip(parts, constants["regression"], strict=True)]
+        scaled = [
+            (values - xp.take(mean, rows, axis=0)) @ analysis
+            for values, mean, analysis in zip(parts, constants["mean"], constants["analysis"], strict=True)
+        ]
+        columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
+        codes = xp.sign(columns) * xp.floor(xp.abs(columns) + constants["rounding"])
+        codes = xp.minimum(xp.maximum(codes, -constants["limit"]), constants["limit"])
+        low, high = split_wide(xp.astype(codes, xp.int16))
+        digits = xp.where(constants["is_high"], high, low)
+        return {run.array.name: pack(digits[:, run.first : run.last], run.levels) for run in self._runs}
+
+    def decode(
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        n_layers: int,
+        layers: list[int] | None,
+        features: Array | None = None,
+    ) -> list[Array]:
+        """Decode consecutive tokens.
+
+        Args:
+            codes: array name -> uint8 [at least n_tokens, n_bytes].
+            first_position: position of the first token in its sequence.
+            n_layers: layers of the group; the width of each part is divided by it.
+            layers: the group's layers wanted, counted from its first; None for all.
+            features: as given to :meth:`encode`, for these tokens.
+
+        Returns:
+            Each part's values, float32 [n_tokens, width, or its share for the chosen layers].
+        """
+        columns = self._columns(codes, n_tokens)
+        xp, constants = array_namespace(columns), self._on(columns)
+        early = xp.asarray(mean_rows(first_position, n_tokens), device=device(columns))
+        decoded = []
+        names = ("mean", "synthesis", "regression") if constants["regression"] else ("mean", "synthesis")
+        for part, own in enumerate(constants["own"]):
+            matrices = [constants[name][part] for name in names]
+            if layers is not None:
+                matrices = [_of_layers(xp, matrix, n_layers, layers) for matrix in matrices]
+            mean = matrices[0]
+            product = xp.take(columns, own, axis=1) @ matrices[1]
+            if constants["regression"]:
+                product = product + features @ matrices[2]
+            late = mean[EARLY_POSITIONS, :] if first_position >= EARLY_POSITIONS else xp.take(mean, early, axis=0)
+            decoded.append(product + late)
+        return decoded
+
+    def leading(self, codes: Mapping[str, Array], n_tokens: int, max_components: int) -> Array:
+        """Decode the first components of each part: float32 [n_tokens, :meth:`n_leading`]."""
+        columns = self._columns(codes, n_tokens)
+        xp, constants = array_namespace(columns), self._on(columns)
+        columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)  # of components without a high digit
+        found = [
+            xp.take(columns, low[:max_components], axis=1) + xp.take(columns, high[:max_components], axis=1)
+            for low, high in zip(constants["low"], constants["high"], strict=True)
+        ]
+        return xp.concat(found, axis=1)
+
+    def n_leading(self, max_components: int) -> int:
+        """Count the components that :meth:`leading` decodes."""
+        return sum(min(max_components, len(basis.synthesis)) for basis in self.fit.bases)
+
+    def _columns(self, codes: Mapping[str, Array], n_tokens: int) -> Array:
+        """Look up what each code of each token adds to its component: float32 [n_tokens, n_columns]."""
+        packed = [codes[run.array.name][:n_tokens] for run in self._runs]
+        xp = array_namespace(packed[0])
+        constants = self._on(packed[0])
+        looked_up = []
+        for rows, run, table, offsets in zip(
+            packed, self._runs, constants["tables"], constants["offsets"], strict=True
+        ):
+            at = xp.reshape(xp.astype(rows, xp.int32) + offsets, (-1,))
+            values = xp.reshape(xp.take(table, at, axis=0), (n_tokens, rows.shape[1] * table.shape[1]))
+            looked_up.append(values[:, : run.last - run.first])
+        return xp.concat(looked_up, axis=1)
+
+    def _on(self, like: Array) -> dict[str, Any]:
+        """Return the constants as arrays of the namespace and device of ``like``."""
+        xp = array_namespace(like)
+        key = "numpy" if is_numpy_namespace(xp) else f"{xp.__name__} {device(like)}"
+        if key not in self._constants:
+            self._constants[key] = {
+                name: [xp.asarray(item, device=device(like)) for item in value]
+                if isinstance(value, list)
+                else xp.asarray(value, device=device(like))
+                for name, value in self._make_constants().items()
+            }
+        return self._constants[key]
+
+    def _make_constants(self) -> dict[str, Any]:
+        columns, bases = self.fit.columns, self.fit.bases
+        own = [np.flatnonzero(columns.part == part).astype(np.int32) for part in range(len(bases))]
+        component = [columns.component[ids] for ids in own]
+        to_stored = np.empty(len(columns.part), np.int32)
+        to_stored[np.concatenate(own)] = np.arange(len(columns.part), dtype=np.int32)
+        return {
+            "mean": [basis.mean for basis in bases],
+            "analysis": [
+                np.ascontiguousarray(basis.analysis[:, c] / columns.step[ids])
+                for basis, c, ids in zip(bases, component, own, strict=True)
+            ],
+            "synthesis": [np.ascontiguousarray(b.synthesis[c]) for b, c in zip(bases, component, strict=True)],
+            "regression": list(self.fit.regressions),
+            "own": own,
+            "low": [self._digits(part, is_high=False) for part in range(len(bases))],
+            "high": [self._digits(part, is_high=True) for part in range(len(bases))],
+            "to_stored": to_stored,
+            "rounding": columns.rounding,
+            "limit": columns.limit.astype(np.float32),
+            "is_high": columns.is_high > 0,
+            "tables": [self._table(run) for run in self._runs],
+            "offsets": [256 * np.arange(run.array.row_shape[0], dtype=np.int32) for run in self._runs],
+        }
+
+    def _digits(self, part: int, is_high: bool) -> np.ndarray:
+        """Find the column of one digit of each component of a part: the number of columns where it has none."""
+        columns = self.fit.columns
+        at = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
+        found = np.full(len(self.fit.bases[part].synthesis), len(columns.part), np.int32)
+        found[columns.component[at]] = at
+        return found
+
+    def _table(self, run: _Run) -> np.ndarray:
+        """Compute the components that each value of each byte decodes to: float32 [n_bytes * 256, codes of a byte]."""
+        columns, n_bytes, per_byte = self.fit.columns, run.array.row_shape[0], CODES_PER_BYTE[run.levels]
+        padding = n_bytes * per_byte - (run.last - run.first)
+
+        def by_byte(values: np.ndarray) -> np.ndarray:
+            return np.pad(values[run.first : run.last], (0, padding)).reshape(n_bytes, 1, per_byte)
+
+        code = unpack_table(run.levels)[None].astype(np.float32)
+        shift = np.where(np.abs(code) == 1, by_byte(columns.shift_one), by_byte(columns.shift_more))
+        step = by_byte(columns.step * np.where(columns.is_high > 0, LOW_LEVELS, 1))
+        return np.ascontiguousarray(((code - np.sign(code) * shift) * step).reshape(-1, per_byte), np.float32)
+
+
+def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Array:
+    """Take the columns of some layers: [rows, width] -> [rows, width * len(layers) / n_layers]."""
+    by_layer = xp.reshape(matrix, (matrix.shape[0], n_layers, -1))
+    ids = xp.asarray(np.asarray(layers, np.int32), device=device(matrix))
+    return xp.reshape(xp.take(by_layer, ids, axis=1), (matrix.shape[0], -1))
+
+
+def piece_bytes(widths: Sequence[int]) -> int:
+    """Choose the width of pieces for groups of so many bytes per token; 0 to leave the runs apart."""
+    mean_bytes = sum(widths) / len(widths)
+    if mean_bytes < MIN_GROUP_BYTES:
+        return 0
+    return _NARROW_PIECE if mean_bytes < _WIDE_GROUP_BYTES else _WIDE_PIECE
+
+
+class Pieces:
+    """Joins the rows of runs into pieces, and splits them again.
+
+    Args:
+        name: of the stored array.
+        runs: of each group, the arrays uint8 [token, byte] that its runs would be.
+        n_bytes: width of a piece.
+
+    Attributes:
+        array: the stored array, uint8 [token, piece, byte].
+    """
+
+    def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
+        self._runs, self._n_bytes = runs, n_bytes
+        self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]
+        self.array = StoredArray(name, "uint8", (sum(self._n_pieces), n_bytes), (TOKEN_AXIS, PIECE_AXIS, "byte"))
+
+    def of_groups(self, groups: Sequence[int]) -> list[int]:
+        """Return the pieces of some groups, in the order of the groups."""
+        firsts = np.cumsum([0, *self._n_pieces]).tolist()
+        return [piece for group in groups for piece in range(firsts[group], firsts[group + 1])]
+
+    def join(self, codes: Mapping[str, Array]) -> Array:
+        """Join the rows of all runs, uint8 [n_tokens, n_bytes] each, into uint8 [n_tokens, n_pieces, n_bytes]."""
+        columns: list[Array] = []
+        for group, n_pieces in zip(self._runs, self._n_pieces, strict=True):
+            columns += [codes[run.name] for run in group]
+            xp, n_left = array_namespace(columns[0]), n_pieces * self._n_bytes - sum(run.row_bytes for run in group)
+            columns.append(xp.zeros((len(columns[0]), n_left), dtype=xp.uint8, device=device(columns[0])))
+        return xp.reshape(xp.concat(columns, axis=1), (len(columns[0]), *self.array.row_shape))
+
+    def split(self, rows: Array, groups: Sequence[int]) -> dict[str, Array]:
+        """Return the rows of each run of some groups, given their pieces: uint8 [n_tokens, n_bytes] by run."""
+        flat = array_namespace(rows).reshape(rows, (rows.shape[0], rows.shape[1] * self._n_bytes))
+        codes, first = {}, 0
+        for group in groups:
+            at = first * self._n_bytes
+            for run in self._runs[group]:
+                codes[run.name] = flat[:, at : at + run.row_bytes]
+                at += run.row_bytes
+            first += self._n_pieces[group]
+        return codes

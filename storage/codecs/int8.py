@@ -1,0 +1,171 @@
+"""``int8``: each value is a small whole number times a scale that several values share.
+
+===========  =======================================================  ==============================================
+values       one scale for                                            why
+===========  =======================================================  ==============================================
+keys         a channel over 64 tokens                                 some channels are much larger than others
+values       a token and head                                         no channel stands out
+hidden       a channel over 64 tokens                                 some channels are larger by orders of magnitude
+===========  =======================================================  ==============================================
+
+Since the byte chain entropy-codes the codes, neither groups of 32 nor clipping the largest values pays: both move along
+the same curve of bits against error. A scale is a bfloat16 with two bits of mantissa, rounded up: it takes 4 to 5 bits
+after entropy coding, where a full mantissa would take 10 and gain nothing, because a coarser step also needs fewer bits
+for the codes.
+
+NumPy and torch share one definition, with operations that round alike everywhere, so that codes are bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace, device
+from typing_extensions import override
+
+from ...errors import CodecUnknown, StoreError
+from ..schema import ALIGNMENT_TOKENS, BLOCK_AXIS, KV_AXES, TOKEN_AXIS, Array, FieldSpec, StoredArray
+from .field import FieldCodec
+
+INT8 = "int8"
+LARGEST_CODE = 127.0
+"""The code that the largest value of a group is scaled to."""
+BLOCK_TOKENS = ALIGNMENT_TOKENS
+"""Tokens that share a scale per channel; as many as sequences are aligned to, so that no block has two of them."""
+
+_BITS = 7.9  # measured per value after the byte chain, scales included, rounded up
+_SCALE_STEP = 1 << 21  # of float32 bits: two bits of mantissa stay
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class _Part(NamedTuple):
+    """The arrays of values that are quantised in one way: the keys, the values, or a hidden state."""
+
+    codes: StoredArray
+    scale: StoredArray
+
+    @property
+    def is_per_channel(self) -> bool:
+        return self.scale.block_tokens > 1
+
+
+class Int8Codec(FieldCodec):
+    """Quantises one field.
+
+    Args:
+        spec: ``kv`` [token, layer, kv_head, key_value, head_dim], or a field [token, width].
+
+    Raises:
+        CodecUnknown: another kind of field.
+    """
+
+    def __init__(self, spec: FieldSpec) -> None:
+        self._is_kv = spec.axes[1:] == KV_AXES
+        if not self._is_kv and len(spec.token_shape) != 1:
+            raise CodecUnknown(f"Codec {INT8!r} knows kv and [token, width], not {spec.name!r} {spec.axes}.")
+        shape, axes = spec.token_shape, spec.axes[1:]
+        prefixes = {f"{spec.name}/": True}  # -> whether it has a scale per channel
+        if self._is_kv:
+            shape, axes = (*shape[:2], shape[3]), (*axes[:2], axes[3])
+            prefixes = {f"{spec.name}/key_": True, f"{spec.name}/value_": False}
+        self._parts = [_part(prefix, shape, axes, per_channel) for prefix, per_channel in prefixes.items()]
+        super().__init__(spec, [array for part in self._parts for array in part])
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {
+            "transform": f"{INT8} code times scale",
+            "codes_per_byte": 1,
+            "scales": {part.scale.name: "/".join(part.scale.axes) for part in self._parts},
+            "block_tokens": BLOCK_TOKENS,
+        }
+
+    @override
+    def expected_bits(self) -> float:
+        return _BITS
+
+    @override
+    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
+        xp = array_namespace(values)
+        if not bool(xp.all(xp.isfinite(values))):
+            raise StoreError(
+                f"Field {self.spec.name!r} has NaN or infinite values, which codec {INT8!r} cannot hold. "
+                "Extract with codec lossless, or drop the sequence."
+            )
+        values = xp.astype(values, xp.float32)
+        parts = [values[:, :, :, 0, :], values[:, :, :, 1, :]] if self._is_kv else [values]
+        encoded: dict[str, Array] = {}
+        for part, own in zip(self._parts, parts, strict=True):
+            encoded |= _encode(xp, part, own)
+        return encoded
+
+    @override
+    def decode(
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        layers: list[int] | None = None,
+        features: Array | None = None,
+    ) -> Array:
+        decoded = [
+            _decode(codes[part.codes.name][:n_tokens, ...], codes[part.scale.name], part) for part in self._parts
+        ]
+        return array_namespace(*decoded).stack(decoded, axis=3) if self._is_kv else decoded[0]
+
+
+def _part(name: str, shape: tuple[int, ...], axes: tuple[str, ...], is_per_channel: bool) -> _Part:
+    layer_axis = 1 if axes[0] == KV_AXES[0] else None
+    codes = StoredArray(f"{name}codes", "int8", shape, (TOKEN_AXIS, *axes), 1, layer_axis)
+    if is_per_channel:
+        scale_shape, scale_axes, block_tokens = shape, (BLOCK_AXIS, *axes), BLOCK_TOKENS
+    else:
+        scale_shape, scale_axes, block_tokens = shape[:-1], codes.axes[:-1], 1
+    return _Part(
+        codes, StoredArray(f"{name}scale", "uint16", scale_shape, scale_axes, block_tokens, layer_axis, "bfloat16")
+    )
+
+
+def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
+    n_tokens = values.shape[0]
+    grouped = _to_blocks(xp, values) if part.is_per_channel else values
+    axis = 1 if part.is_per_channel else -1
+    scale = _round_up(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True), 1.0 / LARGEST_CODE)
+    scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
+    # Where the scale is zero, so is every code: the values are too small for any scale.
+    scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
+    codes = xp.astype(xp.round(scaled), xp.int8)
+    if part.is_per_channel:
+        codes = xp.reshape(codes, (-1, *values.shape[1:]))[:n_tokens, ...]
+    bits = xp.astype(scale.view(xp.int32) >> 16, xp.uint16)
+    return {part.codes.name: codes, part.scale.name: xp.squeeze(bits, axis=axis)}
+
+
+def _decode(stored: Array, bits: Array, part: _Part) -> Array:
+    xp = array_namespace(stored)
+    scale = (xp.astype(bits, xp.int32) << 16).view(xp.float32)
+    values = xp.astype(stored, xp.float32)
+    n_tokens = values.shape[0]
+    if not part.is_per_channel:
+        return values * scale[:n_tokens, ..., None]
+    blocks = _to_blocks(xp, values)
+    blocks = blocks * scale[: blocks.shape[0], None, ...]
+    return xp.reshape(blocks, (-1, *values.shape[1:]))[:n_tokens, ...]
+
+
+def _to_blocks(xp: Any, values: Array) -> Array:
+    """Cut tokens into blocks, the last one filled up with zeros: [n, ...] -> [n_blocks, BLOCK_TOKENS, ...]."""
+    n_missing = -values.shape[0] % BLOCK_TOKENS
+    if n_missing:
+        zeros = xp.zeros((n_missing, *values.shape[1:]), dtype=values.dtype, device=device(values))
+        values = xp.concat([values, zeros], axis=0)
+    return xp.reshape(values, (-1, BLOCK_TOKENS, *values.shape[1:]))
+
+
+def _round_up(xp: Any, largest: Array, factor: float) -> Array:
+    """Return the scale for groups with this largest magnitude: two bits of mantissa, 0 below the normal numbers."""
+    # By a product: dividing by a constant is a product on some devices and a division on others.
+    bits = (largest * factor).view(xp.int32)
+    scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
+    return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

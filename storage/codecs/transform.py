@@ -1,0 +1,675 @@
+"""``transform:<bits>``: transform coding of keys and values, and of hidden states.
+
+::
+
+    keys    -> undo RoPE -------------+
+    values  --------------------------+-> minus the mean -> times the basis -> quantise -> several codes to a byte
+    hidden  --------------------------+                                                  -> arrays of similar statistics
+
+Decoding is one table look-up per byte and one matrix product per part and group of layers, then the mean, then the
+rotation of the keys at the positions that are read. Where values are predicted, from tokens or from other fields as
+they decode, the prediction is subtracted before the mean and added after it: one more matrix product.
+
+Which layers share a basis, the *scope*, trades stored bytes for the cost of reading one layer. Layers hold much the
+same information about a token, so that a basis over all of them needs less than half the bits of a basis per layer; but
+a reader of one layer then reads the codes of all layers of the group, and multiplies by its layer's share of the basis.
+
+============  ==========================================================================================
+scope         a reader of one layer of L reads
+============  ==========================================================================================
+``@all``      all codes, or where keys of all layers are above 16,384 numbers wide, those of its group: the layers are
+              then cut into as few equal groups as stay below (two groups of 16 layers for Llama-3-8B)
+``@group<g>`` the codes of its group: g / L of them
+``@layer``    the codes of its layer: 1 / L of them, but there are two to three times as many at equal error
+(none)        as ``@group<g>`` with the largest g at which a group's keys are up to 4,096 numbers wide
+============  ==========================================================================================
+
+``,tokens`` predicts keys and values from the token ids: less error at equal bits. Decoding then needs the tokens, which
+every store has; the basis holds up to ``2 * 512`` bytes more for each token of the vocabulary (131 MB for Llama 3).
+
+``,from-kv`` predicts hidden states from the keys and values of their token, as these decode. Keys and values are linear
+in what their layer reads of the residual stream, so that those of all layers tell much of any state of it. A reader of
+a hidden state then reads the codes of all keys and values too.
+
+``,joint`` predicts each hidden state from the one stored below it, the last one from the highest layer that is stored;
+with ``,tokens`` but no ``,from-kv`` the lowest from the tokens. A decoder layer adds little to the residual stream, so
+that what is left to store is small; a reader of one hidden state then reads the codes of those below it too. The bits
+of all joint states are split among them so that they err alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device
+from typing_extensions import override
+
+from ...errors import StoreError
+from ..schema import KV_AXES, TOKENS, Array, FieldSpec, StoredArray
+from .calibration import MAX_FEATURES, Embeddings, Sample, on_host, token_features
+from .coding import (
+    CODES_PER_BYTE,
+    EARLY_POSITIONS,
+    Basis,
+    Columns,
+    GroupFit,
+    GroupTransform,
+    Pieces,
+    piece_bytes,
+)
+from .field import FieldCodec, Learning
+from .fit import fit_groups
+
+AUTO_GROUP_WIDTH = 4_096
+MAX_BASIS_WIDTH = 16_384
+"""Widest part of one group. A basis takes up to ``width * MAX_COMPONENTS`` numbers; learning it, several times that. A
+wider one would keep too small a share of its components, and see fewer tokens than it has dimensions: in the
+proportions of a target of 32 layers of 1,024, two groups err 30 % less at 1 bit per value than one basis
+(``transform_rate.py``)."""
+HIDDEN_BITS_RATIO = 1.7
+"""Bits per value of a hidden state for each bit per value of keys and values, where the codec's name gives no other."""
+KV_PARTS = ("key", "value")
+KV_FEATURES = 1_024
+"""Components of keys and values that hidden states are predicted from, at most: equal shares of all parts of all
+groups, each from its leading component on. Where parts have fewer these are all; at the width of an 8B model as many
+more would double the regression, for components that hold little of the variance. Part of the format of stores."""
+
+TRANSFORM_GRAMMAR = "transform:<bits>[,hidden=<bits>][,tokens][,from-kv][,joint][@all|@layer|@group<layers>]"
+_NAME = re.compile(
+    r"transform:(?P<kv>\d+(?:\.\d+)?)(?:,hidden=(?P<hidden>\d+(?:\.\d+)?))?"
+    r"(?P<tokens>,tokens)?(?P<from_kv>,from-kv)?(?P<joint>,joint)?"
+    r"(?:@(?P<scope>all|layer|group(?P<layers>[1-9]\d*)))?"
+)
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """The settings that the name of a transform codec spells.
+
+    Attributes:
+        kv_bits: stored bits per value of keys and values.
+        hidden_bits: stored bits per value of hidden states.
+        group_layers: layers that share a basis; 0 for all, None to choose by width.
+        from_tokens: whether keys and values are predicted from the target's embeddings of the tokens.
+        from_kv: whether hidden states are predicted from keys and values.
+        is_joint: whether hidden states are predicted from each other.
+    """
+
+    kv_bits: float
+    hidden_bits: float
+    group_layers: int | None = None
+    from_tokens: bool = False
+    from_kv: bool = False
+    is_joint: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> TransformSettings:
+        """Read a name of :data:`TRANSFORM_GRAMMAR`; bits are 0.05 to 10."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                f"Codec {name!r} is not {TRANSFORM_GRAMMAR}, in this order; for example transform:1.0, "
+                "transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
+            )
+        kv_bits = float(match["kv"])
+        hidden_bits = float(match["hidden"]) if match["hidden"] else kv_bits * HIDDEN_BITS_RATIO
+        for bits in (kv_bits, hidden_bits):
+            if not 0.05 <= bits <= 10:
+                raise ValueError(f"Codec {name!r}: {bits:g} bits per value is outside 0.05 to 10. Use lossless above.")
+        group_layers = {None: None, "all": 0, "layer": 1}.get(match["scope"], int(match["layers"] or 0))
+        words = (match[word] is not None for word in ("tokens", "from_kv", "joint"))
+        return cls(kv_bits, hidden_bits, group_layers, *words)
+
+    def group_size(self, n_layers: int, layer_width: int) -> int:
+        """Return the layers that share a basis, given the width of one layer's keys.
+
+        Raises:
+            ValueError: one layer, or the group that the name asks for, is above ``MAX_BASIS_WIDTH``.
+        """
+        check_width(layer_width, "the keys of one layer")
+        max_layers = MAX_BASIS_WIDTH // layer_width
+        if self.group_layers is None:
+            return max(1, min(n_layers, AUTO_GROUP_WIDTH // layer_width))
+        if self.group_layers == 0:
+            n_groups = -(-n_layers // max_layers)
+            return -(-n_layers // n_groups)
+        size = min(self.group_layers, n_layers)
+        if size > max_layers:
+            raise ValueError(
+                f"a basis for {size} layers of {layer_width:,} keys is {size * layer_width:,} wide, above "
+                f"{MAX_BASIS_WIDTH:,}; the widest scope is @group{max_layers}."
+            )
+        return size
+
+
+def check_width(width: int, what: str) -> None:
+    """Raise ValueError if a part is too wide for any basis."""
+    if width > MAX_BASIS_WIDTH:
+        raise ValueError(
+            f"{what}: {width:,} numbers a token, above {MAX_BASIS_WIDTH:,}, the widest basis. Use lossless or int8."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """A target's rotary position embedding (RoPE): undoing the rotation of keys, and redoing it.
+
+    Keys without it spread over far fewer directions: the same content at two positions is then the same vector. The
+    rotation is the one of Llama and its relatives in ``transformers``: dimension ``i`` turns with dimension
+    ``i + rotary_dim / 2`` by ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except
+    for YaRN and LongRoPE). Dimensions beyond ``rotary_dim`` are left alone (partial rotary embedding).
+
+    Attributes:
+        inv_freq: radians per position, float32 [rotary_dim / 2], or [n_layers, rotary_dim / 2] where layers differ.
+        scaling: factor on rotated dimensions, float32 [] or [n_layers].
+    """
+
+    inv_freq: np.ndarray
+    scaling: np.ndarray
+
+    def __post_init__(self) -> None:
+        """Convert to float32 and check."""
+        object.__setattr__(self, "inv_freq", np.asarray(self.inv_freq, np.float32))
+        object.__setattr__(self, "scaling", np.asarray(self.scaling, np.float32))
+        if self.inv_freq.ndim not in (1, 2) or self.scaling.ndim > 1:
+            raise ValueError(
+                f"inv_freq must be [rotary_dim / 2] or [n_layers, rotary_dim / 2] and scaling [] or [n_layers], got "
+                f"{list(self.inv_freq.shape)} and {list(self.scaling.shape)}."
+            )
+        if not np.isfinite(self.inv_freq).all() or not (np.isfinite(self.scaling) & (self.scaling > 0)).all():
+            raise ValueError("inv_freq must be finite, and scaling finite and positive. Read both from the target.")
+
+    def check_fits(self, n_layers: int, head_dim: int) -> None:
+        """Raise ValueError if this is no rotation of keys of ``head_dim`` in so many layers."""
+        half = self.inv_freq.shape[-1]
+        if 2 * half > head_dim or self.inv_freq.shape not in ((half,), (n_layers, half)):
+            raise ValueError(f"inv_freq has shape {self.inv_freq.shape}, keys of {head_dim} in {n_layers} layers")
+        if self.scaling.shape not in ((), (n_layers,)):
+            raise ValueError(f"scaling has shape {self.scaling.shape}, there are {n_layers} layers")
+
+    def unrotate(self, keys: Array, first_position: int = 0, layers: list[int] | None = None) -> Array:
+        """Undo the rotation of keys.
+
+        Args:
+            keys: [n_tokens, n_layers, n_kv_heads, head_dim], rotated, at consecutive positions.
+            first_position: position of the first token in its sequence.
+            layers: the target's layer of each index of axis 1; None for all in order.
+
+        Returns:
+            Array of the same shape, dtype and device.
+        """
+        return self._turn(keys, first_position, layers, -1.0)
+
+    def rotate(self, keys: Array, first_position: int = 0, layers: list[int] | None = None) -> Array:
+        """Rotate keys: the inverse of :meth:`unrotate`."""
+        return self._turn(keys, first_position, layers, 1.0)
+
+    def _turn(self, keys: Array, first_position: int, layers: list[int] | None, sign: float) -> Array:
+        frequencies, scaling = self.inv_freq, self.scaling
+        if layers is not None:
+            frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
+            scaling = scaling[layers] if scaling.ndim == 1 else scaling
+        positions = np.arange(first_position, first_position + keys.shape[0], dtype=np.float64)
+        angles = positions[:, None, None] * np.atleast_2d(frequencies).astype(np.float64)
+        factor = scaling.astype(np.float64).reshape(-1, 1) ** sign
+        xp = array_namespace(keys)
+        cosine, sine = (  # [n_tokens, n_layers or 1, 1, rotary_dim / 2]
+            xp.astype(xp.asarray(table[:, :, None].astype(np.float32), device=device(keys)), keys.dtype)
+            for table in (np.cos(angles) * factor, sign * np.sin(angles) * factor)
+        )
+        half = self.inv_freq.shape[-1]
+        low, high = keys[..., :half], keys[..., half : 2 * half]
+        turned = [low * cosine - high * sine, high * cosine + low * sine]
+        return xp.concat([*turned, keys[..., 2 * half :]], axis=-1)
+
+
+class TransformCodec(FieldCodec):
+    """Transform coding of one field; it must learn, by :meth:`observing` or :meth:`load_state`, before it encodes.
+
+    Args:
+        spec: ``kv`` [token, layer, kv_head, key_value, head_dim] or a hidden state [token, width].
+        rope: the target's rotation; without it keys are coded as they are, in twice the bits. Not for hidden states.
+
+    Attributes:
+        arrays: the stored arrays; empty until the codec has learned.
+        groups: the layers of each group; of a hidden state one group of one layer.
+        metrics: metrics of errors of each group's parts as :meth:`parts` cuts them, [width, width] each: of a hidden
+            state one, e.g. ``calibration.logit_metric`` for ``hidden/last``, of ``kv`` one of the keys before RoPE and
+            one of the values. None for relative error.
+        embeddings: the target's input embeddings [vocab_size, width]; learning needs them where ``needs_tokens``.
+
+    Raises:
+        ValueError: another kind of field, or a basis would be too wide.
+    """
+
+    def __init__(self, spec: FieldSpec, settings: TransformSettings, rope: Rope | None = None) -> None:
+        super().__init__(spec)
+        self.settings = settings
+        self.is_kv = spec.axes[1:] == KV_AXES
+        if not self.is_kv and len(spec.token_shape) != 1:
+            raise ValueError(f"Transform codecs know kv and hidden states, not {spec.name!r} with axes {spec.axes}.")
+        self.rope = rope if self.is_kv else None
+        self.metrics: Sequence[Sequence[np.ndarray]] | None = None
+        self.embeddings: Embeddings | None = None
+        self.sources: tuple[TransformCodec, ...] = ()
+        self._pieces: Pieces | None = None
+        self._features: np.ndarray | None = None
+        self._feature_tables: dict[str, Array] = {}
+        self._groups: list[GroupTransform] = []
+        self._n_layers, size = 1, 1
+        if self.is_kv:
+            self._n_layers, n_heads, _, head_dim = spec.token_shape
+            size = settings.group_size(self._n_layers, n_heads * head_dim)
+        else:
+            check_width(spec.token_shape[0], f"field {spec.name!r}")
+        layers = range(self._n_layers)
+        self.groups = [list(layers[first : first + size]) for first in range(0, self._n_layers, size)]
+
+    @property
+    def n_parts(self) -> int:
+        """Parts that each group is cut into."""
+        return len(KV_PARTS) if self.is_kv else 1
+
+    @property
+    def layer_width(self) -> int:
+        """Numbers of one token in one part of one layer."""
+        return math.prod(self.spec.token_shape) // self.n_parts // self._n_layers
+
+    @property
+    def bits(self) -> float:
+        """Stored bits per value."""
+        return self.settings.kv_bits if self.is_kv else self.settings.hidden_bits
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the field is predicted from the tokens: keys and values, and the first of joint hidden states."""
+        is_first = self.settings.is_joint and not self.sources
+        return self.settings.from_tokens and (self.is_kv or is_first)
+
+    @property
+    def n_features(self) -> int:
+        """Columns of :meth:`as_features`; before the codec has learned, how many they are at most."""
+        if not self.is_kv:
+            return self.spec.token_shape[0]
+        if not self._groups:
+            return KV_FEATURES + (MAX_FEATURES if self.needs_tokens else 0)
+        of_tokens = 0 if self._features is None else self._features.shape[1]
+        return sum(transform.n_leading(self._n_leading) for transform in self._groups) + of_tokens
+
+    @property
+    def _n_leading(self) -> int:
+        """Components of each part of each group that other fields are predicted from, at most."""
+        return max(1, KV_FEATURES // (len(KV_PARTS) * len(self.groups)))
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        in_metric = any(not basis.is_orthogonal for group in self._groups for basis in group.fit.bases)
+        names = [source.spec.name for source in self.sources]
+        predicted = {"predicted_from": names[0] if len(names) == 1 else names} if names else {}
+        return predicted | {
+            "transform": "principal components",
+            "bits_per_value": self.bits,
+            "group_layers": len(self.groups[0]),
+            "unrotated_keys": self.rope is not None,
+            "error_metric": "given" if in_metric else "plain",
+            "early_positions": EARLY_POSITIONS,
+            "token_features": 0 if self._features is None else self._features.shape[1],
+        }
+
+    @override
+    def expected_bits(self) -> float:
+        return self.bits
+
+    def observing(self, learning: Learning) -> Observation:
+        """Return an empty sample to learn from."""
+        return Observation(self, learning)
+
+    def calibrate(
+        self, sample: Iterable[np.ndarray], tokens: Sequence[np.ndarray] | None = None, learning: Learning | None = None
+    ) -> None:
+        """Learn from sequences at hand.
+
+        Args:
+            sample: float32 [n_tokens, *token_shape], whole sequences; 20,000 tokens and more make a good basis, and at
+                least as many as a group's keys are wide are needed for one.
+            tokens: int [n_tokens] of each sequence; needed where the codec ``needs_tokens``.
+            learning: where the sample waits and products run.
+        """
+        with contextlib.closing(self.observing(learning or Learning())) as observation:
+            for i, values in enumerate(sample):
+                observation.observe(values, None if tokens is None else tokens[i])
+            observation.learn()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what was learned, which is stored in the store's ``codec/``: float16 and float32 arrays.
+
+        ``rope/*``, ``tokens/features``, and for group g and part p ``g/columns`` (the fields of ``Columns``) and
+        ``g/p/mean``, ``synthesis``, ``analysis`` (where it is not synthesis transposed), ``regression``.
+        """
+        state: dict[str, np.ndarray] = {}
+        if self.rope is not None:
+            state |= {"rope/inv_freq": self.rope.inv_freq, "rope/scaling": np.atleast_1d(self.rope.scaling)}
+        if self._features is not None:
+            state["tokens/features"] = self._features
+        for group, transform in enumerate(self._groups):
+            fit = transform.fit
+            for part, regression in enumerate(fit.regressions):
+                state[f"{group}/{part}/regression"] = regression.astype(np.float16)
+            state[f"{group}/columns"] = fit.columns.table()
+            for part, basis in enumerate(fit.bases):
+                state[f"{group}/{part}/mean"] = basis.mean
+                state[f"{group}/{part}/synthesis"] = basis.synthesis.astype(np.float16)
+                if not basis.is_orthogonal:
+                    state[f"{group}/{part}/analysis"] = basis.analysis.astype(np.float16)
+        return state
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load what :meth:`state` returned, after the sources; raises ValueError where it does not fit the field."""
+        try:
+            if self.is_kv and "rope/inv_freq" in state:
+                scaling = np.asarray(state["rope/scaling"]).reshape(-1)
+                self.rope = Rope(state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling)
+                self.rope.check_fits(self._n_layers, self.spec.token_shape[-1])
+            features = np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
+            if features is not None and (features.ndim != 2 or not len(features)):
+                raise ValueError(f"tokens/features has shape {features.shape}")
+            n_features = 0 if features is None else features.shape[1]
+            n_features += sum(source.n_features for source in self.sources)
+            fits = [self._load_group(state, group, layers, n_features) for group, layers in enumerate(self.groups)]
+            if not any(len(fit.columns.part) for fit in fits):
+                raise ValueError("it has no columns")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"The learned state of field {self.spec.name!r} does not fit it ({error}). Restore the store's codec/ "
+                "folder from a copy."
+            ) from error
+        self.take_over(fits, features)
+
+    def _load_group(self, state: Mapping[str, np.ndarray], group: int, layers: list[int], n_features: int) -> GroupFit:
+        def load(name: str, *shape: int | None) -> np.ndarray:
+            array = np.asarray(state[f"{group}/{name}"], np.float32)
+            if array.ndim != len(shape) or any(n not in (None, got) for n, got in zip(shape, array.shape, strict=True)):
+                raise ValueError(f"{group}/{name} has shape {array.shape}, expected {shape}")
+            return array
+
+        width, bases = len(layers) * self.layer_width, []
+        for part in map(str, range(self.n_parts)):
+            mean, synthesis = load(f"{part}/mean", EARLY_POSITIONS + 1, width), load(f"{part}/synthesis", None, width)
+            is_in_metric = f"{group}/{part}/analysis" in state
+            analysis = load(f"{part}/analysis", width, len(synthesis)) if is_in_metric else synthesis.T
+            bases.append(Basis(mean, synthesis, analysis))
+        table = load("columns", None, len(fields_of(Columns)))
+        columns, n_components = Columns.from_table(table), np.array([len(basis.synthesis) for basis in bases])
+        is_known = np.isin(columns.part, range(self.n_parts)) & np.isin(columns.levels, list(CODES_PER_BYTE))
+        is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
+        if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
+            raise ValueError(f"{group}/columns has parts, components, levels or runs that this release does not write")
+        if not np.isfinite(table).all():
+            raise ValueError(f"{group}/columns has numbers that are not finite")
+        regressions = (
+            load(f"{part}/regression", n_features, width) for part in range(self.n_parts if n_features else 0)
+        )
+        return GroupFit(tuple(bases), columns, tuple(regressions))
+
+    def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
+        """Use what was learned from here on: a fit of each group, and features float16 [vocab_size, n_features]."""
+        self._features, self._feature_tables = features, {}
+        prefix = f"{self.spec.name}/codes_"
+        names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
+        self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
+        runs = [transform.arrays for transform in self._groups]
+        n_bytes = piece_bytes([sum(array.row_bytes for array in group) for group in runs])
+        self.arrays, self._pieces = tuple(array for group in runs for array in group), None
+        if n_bytes:
+            self._pieces = Pieces(f"{self.spec.name}/codes", runs, n_bytes)
+            self.arrays = (self._pieces.array,)
+
+    @override
+    def encode(self, values: Array, tokens: Array | None = None, features: Array | None = None) -> dict[str, Array]:
+        xp = array_namespace(values)
+        if not bool(xp.all(xp.isfinite(values))):
+            raise StoreError(
+                f"Field {self.spec.name!r} has NaN or infinite values, which a transform codec would spread over the "
+                "whole token. Extract with codec lossless, or drop the sequence."
+            )
+        return self.encode_parts(self.parts(xp.astype(values, xp.float32)), tokens, features)
+
+    def encode_parts(
+        self, groups: Sequence[Sequence[Array]], tokens: Array | None = None, features: Array | None = None
+    ) -> dict[str, Array]:
+        """Encode one whole sequence as :meth:`parts` gives it."""
+        first = groups[0][0]
+        features = self._given(features) if self.sources else self._features_of(tokens, len(first), first)
+        codes: dict[str, Array] = {}
+        for transform, parts in zip(self._learned(), groups, strict=True):
+            codes |= transform.encode(parts, features)
+        return codes if self._pieces is None else {self._pieces.array.name: self._pieces.join(codes)}
+
+    @override
+    def decode(
+        self,
+        codes: Mapping[str, Array],
+        first_position: int,
+        n_tokens: int,
+        layers: list[int] | None = None,
+        features: Array | None = None,
+    ) -> Array:
+        groups = self._learned()
+        if not self.sources:
+            features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
+        elif features is None:
+            features = side_by_side([one.as_features(codes, first_position, n_tokens) for one in self.sources])
+        codes = self._split(codes, layers)
+        if not self.is_kv:
+            return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
+        chosen = list(range(self._n_layers)) if layers is None else layers
+        decoded, order = [], []
+        for transform, members in zip(groups, self.groups, strict=True):
+            at = [i for i, layer in enumerate(chosen) if layer in members]
+            if not at:
+                continue
+            local = [chosen[i] - members[0] for i in at]
+            selection = None if local == list(range(len(members))) else local
+            parts = transform.decode(codes, first_position, n_tokens, len(members), selection, features)
+            decoded.append(self._assemble(parts, first_position, [chosen[i] for i in at]))
+            order += at
+        xp = array_namespace(decoded[0])
+        joined = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
+        if order == sorted(order):
+            return joined
+        return xp.take(joined, xp.asarray(np.argsort(order).astype(np.int32), device=device(joined)), axis=1)
+
+    def as_features(
+        self, codes: Mapping[str, Array], first_position: int, n_tokens: int, features: Array | None = None
+    ) -> Array:
+        """Decode what the fields that are predicted from this one see: float32 [n_tokens, n_features].
+
+        A hidden state as it decodes. Of keys and values the leading components (:data:`KV_FEATURES`), and the features
+        of the tokens that they are themselves predicted from: keys and values before RoPE are linear in these. The
+        arguments are those of :meth:`decode`.
+        """
+        if not self.is_kv:
+            return self.decode(codes, first_position, n_tokens, features=features)
+        of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
+        codes = self._split(codes, None)
+        found = [transform.leading(codes, n_tokens, self._n_leading) for transform in self._learned()]
+        return side_by_side(found if of_tokens is None else [*found, of_tokens])
+
+    @override
+    def arrays_of(self, layers: list[int] | None) -> tuple[StoredArray, ...]:
+        groups = self._learned()
+        if self._pieces is not None:
+            return self.arrays
+        return tuple(array for group in self._groups_of(layers) for array in groups[group].arrays)
+
+    @override
+    def indices_of(self, array: StoredArray, layers: list[int] | None) -> list[int] | None:
+        if self._pieces is None or array != self._pieces.array or layers is None:
+            return None
+        return self._pieces.of_groups(self._groups_of(layers))
+
+    def parts(self, values: Array) -> list[list[Array]]:
+        """Cut a sequence into groups and parts, with keys before RoPE: [n_tokens, width] each."""
+        if not self.is_kv:
+            return [[values]]
+        xp = array_namespace(values)
+        keys, others = values[:, :, :, 0, :], values[:, :, :, 1, :]
+        keys = keys if self.rope is None else self.rope.unrotate(keys)
+        return [
+            [
+                xp.reshape(part[:, layers[0] : layers[-1] + 1, ...], (part.shape[0], len(layers) * self.layer_width))
+                for part in (keys, others)
+            ]
+            for layers in self.groups
+        ]
+
+    def whole(self, groups: Sequence[list[Array]]) -> Array:
+        """Put groups and parts of a sequence together: the inverse of :meth:`parts`."""
+        if not self.is_kv:
+            return groups[0][0]
+        joined = [self._assemble(parts, 0, layers) for parts, layers in zip(groups, self.groups, strict=True)]
+        return array_namespace(*joined).concat(joined, axis=1)
+
+    def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
+        """Put the decoded keys and values of some layers together: [n_tokens, len(layers), n_kv_heads, 2, head_dim]."""
+        _, n_heads, _, head_dim = self.spec.token_shape
+        xp = array_namespace(*parts)
+        keys, others = (xp.reshape(part, (part.shape[0], len(layers), n_heads, head_dim)) for part in parts)
+        keys = keys if self.rope is None else self.rope.rotate(keys, first_position, layers)
+        return xp.stack([keys, others], axis=3)
+
+    def _given(self, features: Array | None) -> Array:
+        if features is None:
+            names = " and ".join(repr(source.spec.name) for source in self.sources)
+            raise ValueError(
+                f"Field {self.spec.name!r} is predicted from {names}: encode them together by StoreCodec.encode."
+            )
+        return features
+
+    def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
+        """Look up the features of tokens, on the device of ``like``: float32 [n_tokens, n_features]."""
+        if self._features is None:
+            return None
+        if tokens is None or len(tokens) < n_tokens:
+            raise ValueError(
+                f"The codec of field {self.spec.name!r} predicts from tokens: it needs those of the {n_tokens} tokens "
+                f"of the values, got {'none' if tokens is None else len(tokens)}."
+            )
+        xp = array_namespace(like)
+        key = f"{xp.__name__} {device(like)}"
+        if key not in self._feature_tables:
+            self._feature_tables[key] = xp.asarray(self._features, device=device(like))
+        ids = xp.asarray(tokens[:n_tokens], device=device(like))
+        # An id outside the vocabulary would stop a whole CUDA device.
+        ids = xp.minimum(xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1))
+        return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
+
+    def _split(self, codes: Mapping[str, Array], layers: list[int] | None) -> Mapping[str, Array]:
+        """Return the rows of each run of the groups that hold these layers."""
+        if self._pieces is None:
+            return codes
+        rows = codes[self._pieces.array.name]
+        # A batch that several fields share holds all pieces, even where fewer would do.
+        has_all = rows.shape[1] == self._pieces.array.row_shape[0]
+        return self._pieces.split(rows, self._groups_of(None if has_all else layers))
+
+    def _groups_of(self, layers: list[int] | None) -> list[int]:
+        """Return the groups that hold these layers; None for all."""
+        wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
+        return [group for group, members in enumerate(self.groups) if any(layer in members for layer in wanted)]
+
+    def _learned(self) -> list[GroupTransform]:
+        if not self._groups:
+            raise ValueError(f"The codec of field {self.spec.name!r} has learned nothing yet; calibrate it first.")
+        return self._groups
+
+
+class Observation:
+    """The sample of one field that a transform codec learns from; it grows sequence by sequence, on disk."""
+
+    def __init__(self, codec: TransformCodec, learning: Learning) -> None:
+        self._codec, self._learning = codec, learning
+        self._sample = Sample(learning.folder)
+        self._features: Sequence[np.ndarray] | None = None
+
+    def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
+        """Add a sequence.
+
+        Args:
+            values: float32 [n_tokens, *token_shape], from position 0 on.
+            tokens: int [n_tokens], needed where the codec ``needs_tokens``.
+
+        Raises:
+            StoreError: a value is NaN or infinite.
+            ValueError: tokens or embeddings are missing.
+        """
+        codec = self._codec
+        if codec.needs_tokens and (tokens is None or codec.embeddings is None):
+            raise ValueError(
+                f"Codec {codec.spec.name!r} predicts from tokens: calibrate it with embeddings and tokens."
+            )
+        values = np.asarray(values, np.float32)
+        if not np.isfinite(values).all():
+            raise StoreError(
+                f"Field {codec.spec.name!r}: a transform codec learns from finite values only. Choose another codec, "
+                "or drop the sequences with NaN or infinity."
+            )
+        if len(values):
+            self._sample.add(codec.parts(values), tokens if codec.needs_tokens else None)
+
+    def values(self) -> np.ndarray:
+        """Read all tokens of a hidden state's sample: float32 [n_tokens, width]."""
+        return self._sample.rows(0, 0, range(len(self._sample.lengths))).values
+
+    def learn(self, features: Sequence[np.ndarray] | None = None, bits: float | None = None) -> None:
+        """Let the codec learn from what was observed; the same sample gives the same state.
+
+        Args:
+            features: :meth:`as_features` of the field's ``sources``, which have learned, side by side; needed where
+                there are any.
+            bits: that a token of the field may take; None for what the codec's name says.
+        """
+        codec, sample = self._codec, self._sample
+        if not sample.lengths:
+            raise StoreError(f"Field {codec.spec.name!r}: a transform codec needs sequences to learn from, got none.")
+        table = given = None
+        if codec.sources:
+            given = [codec._given(values) for values in ([None] if features is None else features)]
+        if codec.needs_tokens and codec.embeddings is not None:
+            table = token_features(codec.embeddings, np.concatenate(sample.tokens), self._learning.place)
+            given = [table[ids].astype(np.float32) for ids in sample.tokens]
+        bits = codec.bits * math.prod(codec.spec.token_shape) if bits is None else bits
+        n_parts = [codec.n_parts] * len(codec.groups)
+        codec.take_over(fit_groups(sample, n_parts, bits, codec.metrics, given, self._learning), table)
+        self._features = features
+
+    def as_features(self) -> list[np.ndarray]:
+        """Return ``TransformCodec.as_features`` of each sequence, after :meth:`learn`."""
+        codec, sample, place, found = self._codec, self._sample, self._learning.place, []
+        for i, n_tokens in enumerate(sample.lengths):
+            groups = [
+                [place(sample.rows(group, part, [i]).values) for part in range(codec.n_parts)]
+                for group in range(len(codec.groups))
+            ]
+            tokens = sample.tokens[i] if sample.tokens else None
+            features = None if self._features is None else place(self._features[i])
+            codes = codec.encode_parts(groups, tokens, features)
+            codes |= {} if tokens is None else {TOKENS: tokens}
+            found.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
+        return found
+
+    def close(self) -> None:
+        """Drop the sample."""
+        self._sample.scratch.close()
+
+
+def side_by_side(arrays: Sequence[Array]) -> Array:
+    """Join the columns of arrays [n_tokens, n] of one namespace and device."""
+    return array_namespace(*arrays).concat(list(arrays), axis=1) if len(arrays) > 1 else arrays[0]
