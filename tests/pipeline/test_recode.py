@@ -145,7 +145,7 @@ def test_the_format_document_decodes_transform_codes(
     if array == "kv/codes":
         monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
     recode(lossless, "transform:3@all", tmp_path / "small")
-    text = (Path(__file__).parents[3] / "docs" / "format-codecs.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "format-codecs.md").read_text(encoding="utf-8")
     block = next(part.split("```")[0] for part in text.split("```python")[1:] if "def decode_kv" in part)
     scope: dict[str, Any] = {}
     exec(block, scope)
