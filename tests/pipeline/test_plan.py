@@ -180,7 +180,7 @@ def test_a_codec_that_is_too_wide_is_refused_before_chats_are_read(
         out=str(tmp_path / "store"),
         codec="transform:1,tokens@group99",
     )
-    with pytest.raises(OptionInvalid, match=r"transform:1,tokens@group2\. Mend --codec"):
+    with pytest.raises(OptionInvalid, match="@group2"):
         build_plan(config)
 
 
