@@ -6,7 +6,7 @@ over states), the KL of the teacher's next-token distribution from decoded hidde
 next-token distribution when it goes on from decoded KV, and the acceptance length of drafters trained from the store at
 equal steps and seeds: Mixture of Attentions, or a drafter of ``drafters.py``.
 
-    python -m benchmarks.codecs.codecs MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 int6 transform:1]
+    python -m benchmarks.codecs.codecs MODEL TRAIN_CHATS TEST_CHATS OUT [--codecs lossless int8 transform:1]
         [--max-sequences 2800] [--steps 340] [--seeds 0] [--n-prompts 80] [drafter sizes]
         [--optimizer adamw] [--teacher-forced-weight 0] [--no-cross-attention-drafts]
         [--layer-groups 1] [--no-unrotated-keys]

@@ -100,7 +100,7 @@ fi
 step tests 15 gpu.gpu_tests "${tests[@]}"
 step extract 20 store.extract "${extract[@]}" "${on[@]}" "${peak[@]}"
 step train 50 training.train_step "${train[@]}" "${on[@]}" "${peak[@]}"
-step codecs 12 codecs.codec_speed "${codecs[@]}" "${on[@]}" --codecs lossless int8 int6
+step codecs 12 codecs.codec_speed "${codecs[@]}" "${on[@]}" --codecs lossless int8
 step transform 12 codecs.codec_speed "${transform[@]}" "${on[@]}" --codecs transform:1
 step sampling 8 decoding.sampling "${sampling[@]}" "${on[@]}"
 step decode 20 decoding.decode "${decode[@]}" "${on[@]}" --rounds-only
